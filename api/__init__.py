@@ -1,1 +1,1 @@
-"""What users do with runs, for the Python API (:mod:`rrl.api.run`) and for the commands: nothing here prints."""
+"""The operations on runs, for the Python API (:mod:`rrl.api.run`) and for the commands: nothing here prints."""

@@ -28,7 +28,7 @@ RESTART_TIMEOUT_S = 300.0
 
 # ── the end of a run ───────────────────────────────────────────────────────────────────────────────────────────────
 class EndRequest(NamedTuple):
-    """What :func:`request_end` has done."""
+    """The result of :func:`request_end`."""
 
     command: str = ""
     """Name of the command file that the manager has to take; empty if nothing is left to do."""
@@ -96,7 +96,7 @@ def _cancel_pending_managers(run: RunDir) -> bool:
 
 # ── a restart ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class RestartRequest(NamedTuple):
-    """A restart that the manager was asked for."""
+    """A restart that was requested from the manager."""
 
     command: str
     """Name of the command file that the manager has to take."""
@@ -104,7 +104,7 @@ class RestartRequest(NamedTuple):
     before: int
     """Number of the incarnation that is restarted."""
     timeout_s: float
-    """Time (s) within which the replica is to join again."""
+    """Time (s) within which the replica must join again."""
 
 
 def request_restart(run: RunDir, replica: str) -> RestartRequest:
@@ -144,7 +144,7 @@ def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
 
 
 def _cannot_restart(state: State) -> str:
-    """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
+    """Return why no replica of an ended or ending run can be restarted, and what can be done instead."""
     if state.outcome is None:
         return f"{state.run} is ending: no replica is restarted any more"
     if state.outcome is not Outcome.COMPLETED:
@@ -193,7 +193,10 @@ def request_drain(run: RunDir, state: State | None, node: str, reason: str) -> s
 
 
 def request_undrain(run: RunDir, state: State | None, node: str) -> str:
-    """Have the manager of a run use a node again; arguments, result and errors as of :func:`request_drain`."""
+    """Have the manager of a run use a node again.
+
+    The arguments, the result and the errors are those of :func:`request_drain`.
+    """
     _check_node_command(run, state, node)
     return send(run, Command(UNDRAIN, getpass.getuser(), target=node))
 

@@ -90,7 +90,7 @@ class Run:
         return f"<rrl.Run {self.id}>"
 
     def state(self) -> RunState:
-        """Return where the run stands: what ``rrl list --json`` shows of it.
+        """Return the state of the run, as ``rrl list --json`` shows it.
 
         Raises:
             UsageError: The journal of the run is damaged.
@@ -109,7 +109,7 @@ class Run:
             yield from rows
 
     def report(self, clean: Run | None = None) -> RunReport:
-        """Return where the time and the GPUs of the run went, as ``rrl report`` does (docs/report.md).
+        """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).
 
         Args:
             clean: The same job without faults and protection: the report then has the strict ETTR against it.
@@ -175,7 +175,7 @@ class Run:
         """Continue the run, which has ended, from its last committed step, as ``rrl resume`` does.
 
         Args:
-            job: The job spec to continue with; by default that of the run.
+            job: The job spec to continue with; by default the job spec of the run.
             set: Values that replace those of the job: ``{"run.steps": 500, "cluster.walltime": "8h"}``.
 
         Raises:
@@ -191,7 +191,7 @@ class Run:
         """Restart a replica, such as ``rollout/0``, as ``rrl restart`` does.
 
         Args:
-            replica: The replica; of a role with several ranks the gang.
+            replica: The replica; for a role with several ranks, the gang.
             wait: Whether to return only when the replica has joined again.
 
         Raises:
@@ -224,7 +224,7 @@ class Run:
 
 
 def _parts(job: JobSpec | Sequence[JobSpec]) -> list[JobPart]:
-    """Return the parts of a job spec. Raises UsageError for what is none."""
+    """Return the parts of a job spec. Raises UsageError for any other value."""
     parts = job if isinstance(job, list | tuple) else [job]
     if not parts:
         raise UsageError("job is an empty list; name a job.toml, or give its text or a dict")

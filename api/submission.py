@@ -26,7 +26,7 @@ FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
 CHANGEABLE_KEYS = ("model.max_length",)
 """Keys within ``FIXED_KEYS`` that can change."""
 LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
-"""Keys that make a run longer. Settings of these keys alone are not compared with the job of the run."""
+"""Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""
 
 
 # ── a new run ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -68,8 +68,8 @@ def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Set
 
     Args:
         run: The run.
-        parts: The job spec to continue with; without any, that of the run.
-        settings: What replaces values of the job spec.
+        parts: The job spec to continue with; without any, the job spec of the run.
+        settings: Settings that replace values of the job spec.
 
     Raises:
         UsageError: The run cannot continue, or not with this job.

@@ -71,7 +71,7 @@ class _Scanner:
             table = self._newest((*table, part), line)
         table = (*table, name)
         if not array:
-            self._lines[table] = line  # the header itself, even where [a.b] came before [a]
+            self._lines[table] = line  # the line of the header itself counts, even if [a.b] came before [a]
             return table
         self._lines.setdefault(table, line)
         self._elements[table] = self._elements.get(table, 0) + 1

@@ -138,8 +138,8 @@ async def run_async(
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in an event loop of its own, and return its result.
 
-    The caller may be called by a running event loop, as the code of a notebook's cell is: then the new event loop runs
-    in another thread, since a thread runs one event loop at most.
+    If this thread already runs an event loop, as in a notebook, the new event loop runs in another thread: a thread
+    runs at most one.
     """
     import asyncio
     from concurrent.futures import ThreadPoolExecutor

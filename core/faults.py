@@ -1,6 +1,7 @@
 """Faults that can be injected: their kinds, effects, permitted targets and triggers.
 
-The simulator and the scoring of detectors use the effects; ``rrl inject`` and ``[faults]`` of job.toml use all else.
+The simulator and the scoring of detectors use the effects; ``rrl inject`` and ``[faults]`` of job.toml use everything
+else.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], dr
 
 
 class FaultProblem(StrEnum):
-    """What is wrong with a requested fault."""
+    """The kind of mistake in a requested fault."""
 
     NO_SECONDS = "no_seconds"
     """The kind requires ``seconds``."""

@@ -118,7 +118,7 @@ class _StderrHandler(logging.Handler):
         except Exception:  # the arguments do not fit the message: logging reports that, and the caller continues
             self.handleError(record)
             return
-        with contextlib.suppress(OSError, ValueError):  # a full disk below stderr; a closed stderr
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed, or is on a full disk
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 

@@ -28,7 +28,7 @@ class Attempt(NamedTuple):
     incarnation: int
     """Number of the trainer's incarnation."""
     number: int
-    """How many attempts at the step this incarnation had begun before."""
+    """Number of earlier attempts of this incarnation at the step."""
 
     @property
     def folder(self) -> str:
@@ -106,8 +106,8 @@ class RunDir:
         self.metrics_failure = path / "metrics.failed"
         """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
         self.trackers = path / "trackers"
-        """``<tracker>``: the folder in which a tracker stores its own files, with ``.json``: how far its process is,
-        ``.lock``: held by that process, ``.log``: the output of that process. The first writer creates the folder."""
+        """Files of each tracker: its own folder ``<tracker>``, its process's progress (``<tracker>.json``), lock
+        (``.lock``) and output (``.log``). The first writer creates the folder."""
         self.submit = path / "submit"
         """Folder of submitit's own files."""
         self.controller_log = self.submit / "controller.log"

@@ -47,7 +47,8 @@ class RoleSpec(Struct, frozen=True):
     service: bool = True
     """True if the role runs until the other roles are done; False if exit code 0 completes it."""
     ranks: int = 1
-    """Number of members of each replica: if several, a gang, which is launched and fenced together, a step for each."""
+    """Number of members of each replica. Several members are a gang: each has a step, and all are launched and fenced
+    together."""
     per_node: int = 1
     """Largest number of members of a replica that share a node."""
     warm: bool = False
@@ -65,8 +66,8 @@ class RoleSpec(Struct, frozen=True):
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
-        Standby processes of the trainer use nothing of the node until their promotion. Those of other roles hold the
-        resources of a full member, GPUs too, and wait only on spare nodes.
+        Standby processes of the trainer use nothing of the node until their promotion. Standby processes of other roles
+        hold the resources of a full member, GPUs too, and wait only on spare nodes.
         """
         return self.kind == "trainer"
 
@@ -108,7 +109,8 @@ class ManagerSpec(Struct, frozen=True):
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """Time limit (s) of the manager's own job, at which its successor starts; 0: that of the run plus a margin."""
+    """Time limit (s) of the manager's own job, at which its successor starts; 0: the walltime of the run plus a
+    margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
     reader: Literal["auto", "commands", "pyslurm"] = "commands"
@@ -174,7 +176,7 @@ class Limits(Struct, frozen=True):
     idle: float = 60.0
     """Time (s) without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
-    """What is done about stragglers: a copy of ``HealthSpec.stragglers``."""
+    """Reaction to stragglers: a copy of ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
     """Bounds of phases that the job changes or adds, by name."""
 
@@ -206,8 +208,9 @@ class Recovery(Struct, frozen=True):
     """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
     """Number of failed starts of a replica that has never joined after which the job spec, not a node, counts as the
-    cause. The run also fails if so many consecutive starts end with the same exception before the role has done any
-    work, or with exit code 0 within ``window`` of the replica's join: the role's code is then the cause."""
+    cause. The run also fails if this number of consecutive starts end in the same way: with one exception before the
+    role has done any work, or with exit code 0 within ``window`` of the replica's join. The role's code is then the
+    cause."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""
@@ -277,8 +280,8 @@ class ModelSpec(Struct, frozen=True):
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
-    template."""
+    """The library renderers' name of the format in which the model of ``path`` writes tool calls; None: the format is
+    found from its chat template."""
 
 
 class TaskSpec(Struct, frozen=True):

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parent / "commands.md"
 _VALUES: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
 """Names of the values of options that have none of their own."""
 _EXPLANATION = re.compile(r"( {2,})(?=\S)")
-"""What stands between a command line and its explanation."""
+"""Text between a command line and its explanation."""
 _INTRODUCTION = """\
 # Commands
 

@@ -38,7 +38,7 @@ DOCUMENT, LIST, LINES = "one object", "a list of objects", "one object a line"
 
 
 class Output(NamedTuple):
-    """What a command prints."""
+    """The output of a command."""
 
     command: str
     form: str

@@ -38,7 +38,7 @@ class MetricCall(NamedTuple):
     """A metric as the source names it."""
 
     name: str
-    """As Prometheus shows it: that of a counter ends with ``_total``."""
+    """As Prometheus shows it: the name of a counter ends with ``_total``."""
     type: str
     labels: tuple[str, ...]
     meaning: str

@@ -34,7 +34,7 @@ STATE = PICTURE.with_suffix(".json")
 """State of the run in the picture, without the folders of the machine on which it ran."""
 COLUMNS = 96
 MAX_WAIT_S = 1.0
-"""s after the moment: no reader should have to decipher spans of 0s"""
+"""Seconds from the newest event of the picture to the time of drawing, so that the picture shows no span of 0s."""
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>rrl status: a rollout was killed and has come back</title>

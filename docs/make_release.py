@@ -4,7 +4,7 @@
 
 They are built from a copy of the tree, because setuptools leaves folders beside pyproject.toml. In the copy, the links
 and pictures of README.md lead to the tag of this version in the repository: an index shows the page without its files.
-The version is that of pyproject.toml.
+The version comes from pyproject.toml.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a node remembers between two checks of the site's hooks: when it last passed, which findings and drain stand.
 
-The memory is one file in a folder of the node that is emptied at boot. With it a prolog need not repeat a check that an
-epilog has just made, a standing finding is not recorded at each check, and the HealthCheckProgram need not ask
-slurmctld whether the hooks have drained its node. Times are s of CLOCK_BOOTTIME, which no change of the date affects.
+The memory is one file in a folder of the node that is emptied at boot. With this memory a prolog need not repeat a
+check that an epilog has just made, and a standing finding is not recorded at each check. The HealthCheckProgram need
+not ask slurmctld whether the hooks have drained its node. Times are s of CLOCK_BOOTTIME, which no change of the date
+affects.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ def after_check(
         memory: Memory before the check.
         passed: Whether the node is OK or WARN.
         full: Whether all checks were made.
-        gpus: GPUs that the check expected to be free: those of the job whose prolog or epilog made it, or those that
-            have to be free before a drain is taken back.
+        gpus: GPUs that the check expected to be free: the GPUs of the job whose prolog or epilog made the check, or the
+            GPUs that must be free before a drain is taken back.
         freed: Whether the job has ended: if the check passed, its GPUs are free.
-        at: Begin of the check (s of CLOCK_BOOTTIME).
+        at: Start of the check (s of CLOCK_BOOTTIME).
     """
     free = {gpu: then for gpu, then in memory.free_gpus.items() if gpu not in gpus}
     if not passed:

@@ -25,7 +25,7 @@ class PeerConnections:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the components of a manager share: data of the run, and functions that record events and send messages.
+    """The objects that all components of a manager share: data of the run, and functions for events and messages.
 
     The manager creates the context when it opens the run, and passes it to each component.
     """

@@ -64,8 +64,8 @@ class Scorer:
     def score(self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None) -> ScoredItems:
         """Score complete trajectories.
 
-        If the task's scorer raises an exception or returns anything but two finite numbers, the trajectory's group is
-        dropped, and the run continues, unless the store finds that this happens to most groups.
+        If the task's scorer raises an exception, or does not return two finite numbers, the trajectory's group is
+        dropped. The run continues, unless the store finds that this happens to most groups.
 
         Args:
             items: the trajectories to score.
@@ -127,7 +127,7 @@ class Scorer:
         if self._failures >= _NOTE_FACTOR * self._noted:
             self._noted = self._failures
             answers = "1 answer" if self._failures == 1 else f"at least {self._failures} answers"
-            self.note = f"{answers} could not be scored, and their groups are dropped; the last one: {raised}"
+            self.note = f"{answers} could not be scored, and their groups are dropped; the last error: {raised}"
         return why
 
 

@@ -79,7 +79,7 @@ def _names_slurm(path: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whatever uses a lab as a test that needs Slurm, and put long files first."""
+    """Mark each test that uses a lab as a test that needs Slurm, and put long files first."""
     for item in items:
         if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
@@ -126,7 +126,8 @@ def slurm_lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture(scope="session")
 def accounting_lab() -> Iterator[SlurmLab]:
-    """As ``slurm_lab``, of two nodes without GPUs, with slurmdbd: accounts, QOS and limits are enforced."""
+    """Yield a lab like ``slurm_lab``, with two nodes without GPUs and slurmdbd: accounts, QOS and limits are
+    enforced."""
     _require(accounting=True)
     with SlurmLab.start(nodes=2, accounting=True) as lab:
         yield lab

@@ -150,9 +150,10 @@ class AgentHello(Struct, frozen=True, tag=True):
     host: str
     pid: int
     boot: str
-    """Boot id of the node, which tells a reboot from a network failure."""
+    """Boot id of the node, which distinguishes a reboot from a network failure."""
     probe: str = ""
-    """What roles need and the node lacks ([env] probe, the network to listen on), as text; empty if nothing."""
+    """The needs of roles that the node does not meet ([env] probe, the network to listen on), as text; empty if there
+    are none."""
     memlock: int = -1
     """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1: no limit."""
     nofile: int = -1

@@ -41,7 +41,7 @@ def set_port_blocked(port: int, blocked: bool) -> None:
     Raises:
         OSError: The kernel refuses the filter.
     """
-    for _, sock in _borrow_all():  # checked and changed at once: the descriptor may be reused a moment later
+    for _, sock in _borrow_all():  # checked and changed in one pass: the descriptor may be reused a moment later
         if sock.getsockname()[1] == port and _is_listening(sock):
             if blocked:
                 _drop_everything(sock)

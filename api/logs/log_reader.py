@@ -103,7 +103,7 @@ class LogReader:
             state = reader.state()
             more: dict[LogTail, Iterator[Line]] = {}
             for log in selected_logs(self._run, self._selector):
-                if log.path not in tails:  # of a new incarnation: read from its beginning
+                if log.path not in tails:  # the log of a new incarnation: read from its beginning
                     tails[log.path] = LogTail(log, LineFilter(None, b"", self._wanted.match))
                 tails[log.path].log = log  # a promotion of a standby process changes the names
                 more[tails[log.path]] = tails[log.path].new_lines(log.copies)

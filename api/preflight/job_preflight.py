@@ -161,7 +161,7 @@ def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]
 
 
 def _check_notify(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if the command of the notifications is not found on this machine; the manager's may have it.
+    """Return a warning if the command of the notifications is not found here; the manager's machine may have it.
 
     Raises UsageError instead if the manager runs on this machine.
     """
@@ -314,7 +314,7 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
-        text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model in path takes {longest} tokens"
+        text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model in path takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:
         return []
@@ -359,7 +359,7 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
             text = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.name} is {limit.max_jobs}"
             problems.append(Problem((), text))
         elif worst.jobs > limit.max_jobs:
-            text = f"the run can have {worst.jobs} jobs at once, and {limit.name} is {limit.max_jobs}"
+            text = f"the run can have {worst.jobs} jobs at the same time, and {limit.name} is {limit.max_jobs}"
             problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
     if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
         text = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {observed.steps_per_job}"
@@ -370,8 +370,9 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
 def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
     """Return the peak numbers of jobs and steps of the run, and the limits of Slurm that could be read."""
     lines = [
-        f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
-        f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
+        f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at the same time;"
+        f" {worst.jobs_per_hour} submitted within an hour",
+        f"steps   {worst.steps} at the same time; {worst.steps_per_hour} started within an hour",
         *(
             f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}"
             for one in observed.limits

@@ -1,4 +1,4 @@
-"""Check the network and the metrics' port for a manager that is to run on this machine."""
+"""Check the network and the metrics' port for a manager that will run on this machine."""
 
 from __future__ import annotations
 

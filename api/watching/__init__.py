@@ -1,1 +1,1 @@
-"""Where a run stands, and whether anything is left that can begin, continue or end it."""
+"""Find the state of a run, and whether a process or job is left that can begin, continue or end it."""

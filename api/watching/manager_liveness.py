@@ -20,7 +20,7 @@ from ...core.text import span
 from ...core.types import OperationFailed
 from ...manager.model.state import State
 
-if TYPE_CHECKING:  # both take long to import, and most runs that are looked at are well
+if TYPE_CHECKING:  # both imports take long, and most runs need neither
     from ...manager.cluster.slurm.parsing import Job
     from ...manager.storage.lease import LeaseHolder
 
@@ -107,10 +107,10 @@ def stale_lease(run: RunDir, state: State) -> str:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     if surely_gone(lease_holder):
         return "none is running"
-    age = time.time() - renewed  # from two clocks: a large difference, of either sign, only leads to a query
+    age = time.time() - renewed  # two clocks: a large difference, of either sign, only leads to a query
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
-    return f"no sign of it for {span(max(0.0, age))}"
+    return f"its lease has not been renewed for {span(max(0.0, age))}"
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:

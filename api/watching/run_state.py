@@ -1,4 +1,4 @@
-"""Where a run stands, in a few values: what ``rrl list`` shows of each run, and ``Run.state()`` returns."""
+"""The state of a run in a few values, as ``rrl list`` shows and ``Run.state()`` returns it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def failures_of(state: State, held_nodes: Collection[NodeName] = ()) -> Failures
 
 
 class RunState(Struct, frozen=True):
-    """Where a run stands. Times are the manager's (s since 1970)."""
+    """The state of a run. Times are the manager's (s since 1970)."""
 
     run: str
     """The run's id."""
@@ -52,7 +52,7 @@ class RunState(Struct, frozen=True):
     """``run.name`` of the job; empty if the job cannot be read."""
     outcome: Outcome | None
     """How the run ended (``completed``, ``failed``, ``cancelled``, ``rejected``); None while it has not ended, and
-    while it is to be resumed."""
+    while a request to resume it is open."""
     standing: str
     """The outcome, or ``submitted``, ``waiting for nodes``, ``starting``, ``running``, ``recovering`` or ``ending``;
     without a manager ``unattended``, ``interrupted`` or ``unknown``."""
@@ -83,7 +83,7 @@ def run_state(run: RunDir) -> RunState:
 
 
 def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
-    """Return where each run stands, with one query of Slurm for each owner; for an unreadable run, the reason."""
+    """Return the state of each run, with one query of Slurm for each owner; for an unreadable run, the reason."""
     slurm: dict[int, SlurmJobs] = {}
     found = []
     for run in runs:
@@ -139,7 +139,7 @@ def assembled(
     run: RunDir, job: RunSpec | None, state: State | None, liveness: Liveness, *, resumes: bool, start_failure: str,
     now: float,
 ) -> RunState:  # fmt: skip
-    """Return where a run stands, from what was read of it.
+    """Return the state of a run, from the data that was read of it.
 
     Args:
         run: The run.
@@ -156,7 +156,8 @@ def assembled(
     if state.outcome is not None and resumes:
         if not start_failure:
             return replace(submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
-        state = replace(state, why=f"{run.id} was to go on, but {start_failure}; to try again: rrl manage {run.id}")
+        why = f"{run.id} was to be resumed, but {start_failure}; to try again: rrl manage {run.id}"
+        state = replace(state, why=why)
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
         state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
@@ -189,8 +190,8 @@ def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Livenes
 def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> str:
     """Return why a run without a journal will never begin: all its managers have ended; empty if it may begin.
 
-    ``rrl status`` calls such a run rejected. Slurm is asked about this run alone only if its answer for all jobs of the
-    run's owner has none of this run.
+    ``rrl status`` calls such a run rejected. Slurm is queried for this run alone only if its answer for all jobs of the
+    owner contains no job of this run.
     """
     if job is not None and job.cluster == "slurm":
         from ...manager.bootstrap.manager_job import job_name

@@ -69,7 +69,7 @@ def await_resumed(run: RunDir) -> None:
 
 
 class RunWatcher:
-    """Holds the newest state that was read, and how long the manager's lease was not renewed (local clock)."""
+    """Holds the newest state that was read, and the time since the manager's lease was last renewed (local clock)."""
 
     def __init__(self, run: RunDir, require_manager: bool) -> None:
         self.run = run
@@ -88,8 +88,8 @@ class RunWatcher:
     def poll(self) -> bool:
         """Read the state and the lease; return whether the run has ended and its summary exists.
 
-        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S`` all the same. With ``require_manager``,
-        raises NeverBegan or OperationFailed if no manager is left to begin or end the run.
+        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S``. With ``require_manager``, raises NeverBegan
+        or OperationFailed if no manager is left to begin or end the run.
         """
         self.state = self._reader.state()
         try:

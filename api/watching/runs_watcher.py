@@ -1,4 +1,4 @@
-"""Watch several runs at once: each poll reads only what is new in their run directories. Slurm is never asked.
+"""Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never asked.
 
 Polls are frequent, and a file server may be slow. So a run that has ended is read less often than one that goes on,
 and the first poll of many runs stops after a while: the others are read by the next polls.
@@ -24,17 +24,17 @@ from .start_check import StartCheck
 LIST_INTERVAL_S = 5.0
 """Interval (s) of listing the folder of runs, and of reading a run that has ended: it changes only by a resume."""
 FIRST_READS_S = 1.0
-"""Time (s) after the beginning of a poll until which it begins to read runs that no poll has read yet."""
+"""Time (s) from the beginning of a poll; after it the poll begins to read no further run that no poll has read yet."""
 UNREAD = "not read yet"
 """Standing of a run that no poll has read yet."""
 
 
 class WatchedRun(Struct, frozen=True):
-    """What a poll has found out about a run."""
+    """The result of polling one run."""
 
     run: RunDir
     entry: RunState
-    """Where the run stands, as in ``rrl list``."""
+    """State of the run, as in ``rrl list``."""
     state: State | None = None
     """State from its journal; None if there is none, or if it cannot be read."""
     liveness: Liveness = Liveness()

@@ -27,11 +27,11 @@ class ServingReplica(Struct, frozen=True):
     base_url: str
     """Base URL for OpenAI's clients."""
     joined: bool
-    """False while the replica is being started again: its address may then be that of an earlier process."""
+    """False while the replica is being started again: its address may then belong to an earlier process."""
 
 
 class EndpointAccess(Struct, frozen=True):
-    """What an agent outside of the run needs: the content of ``rrl endpoint --json``."""
+    """The data that an agent outside of the run needs: the content of ``rrl endpoint --json``."""
 
     run: str
     replicas: tuple[ServingReplica, ...]

@@ -67,7 +67,7 @@ def metrics(
 ) -> None:
     """Print each committed step of a run once, as one JSON object a line (docs/tracking.md).
 
-    A line has the step's time and rates, staleness and metrics, and the failures and restarts since the step before.
+    A line has the step's time and rates, staleness and metrics, and the failures and restarts since the previous step.
 
     \b
     rrl metrics quick                  all steps
@@ -119,7 +119,7 @@ def export(
 
     \b
     rrl export quick models/quick            the newest checkpoint
-    rrl export quick models/s40 --step 40    that of step 40 ([roles.trainer] keep_checkpoints keeps older ones)
+    rrl export quick models/s40 --step 40    the checkpoint of step 40 (older ones: [roles.trainer] keep_checkpoints)
     """
     from ..results import export as command
 
@@ -148,7 +148,7 @@ def report(
     the run may be at work or have ended.
 
     \b
-    rrl report quick                        where the time of a run went
+    rrl report quick                        how the time of a run was used
     rrl report quick --html quick.html      the same as a page
     rrl report quick slow                   two runs side by side
     rrl report quick --clean undisturbed    with the strict ETTR

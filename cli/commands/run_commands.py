@@ -26,7 +26,7 @@ def submit(
     rrl submit job.toml --wait         exit code 0 only if the run completes
     rrl submit job.toml --foreground   no background process and no manager job
     rrl submit base.toml more.toml --set roles.trainer.learning_rate=1e-6
-                                       of two files and a setting, the last one counts
+                                       later files and settings replace values of earlier ones
     """
     from ..run import submit as command
 
@@ -64,8 +64,8 @@ def top(
 ) -> None:  # fmt: skip
     """Show your runs in a table, and each run, replica and node on a screen of its own.
 
-    Enter opens what has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed first.
-    Needs the package textual: pip install '.[tui]' in rrl's clone.
+    Enter opens the row that has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed
+    first. Needs the package textual: pip install '.[tui]' in rrl's clone.
 
     \b
     rrl top         all runs

@@ -33,7 +33,7 @@ class DoctorReport(Struct, frozen=True):
 
     checks: list[Check]
     facts: Facts
-    """What was read, and from which the checks were judged."""
+    """The facts that were read, from which the checks were judged."""
 
 
 def judge(facts: Facts) -> list[Check]:

@@ -119,7 +119,7 @@ class CgroupConf(Struct, frozen=True, tag=True):
 
 
 class Reader(Struct, frozen=True, tag=True):
-    """How a manager would read Slurm with ``[cluster] reader = "auto"``."""
+    """The reader of Slurm that a manager would use with ``[cluster] reader = "auto"``."""
 
     reason: str
     """Which reader the manager would use, and why."""

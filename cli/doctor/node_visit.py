@@ -55,7 +55,7 @@ _JOB_OPTIONS = (
     "--time=1",
     "--no-requeue",
     "--output=/dev/null",
-    "--propagate=NONE",  # as the steps of a run: the job reports the node's limits, not those of this shell
+    "--propagate=NONE",  # as for the steps of a run: the job reports the node's limits, not the limits of this shell
 )
 _NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\
@@ -153,7 +153,7 @@ class _VisitJob:
                 return Unavailable(f"sbatch: {ended.message}")
             self._id = ended.out.strip().partition(";")[0]
             return self._wait_for_visit()
-        finally:  # by its name if sbatch gave no answer: the job may exist all the same
+        finally:  # the name identifies the job if sbatch gave no answer: it may exist nevertheless
             with contextlib.suppress(OSError):
                 run_slurm("scancel", self._id or f"--name={tag}")
 

@@ -74,7 +74,7 @@ def health_check(
     fresh: Annotated[
         str | None,
         typer.Option(metavar="TIME", show_default=False,
-                     help="If the node has passed a remembered full check within this time, check nothing."),
+                     help="If the node has passed a remembered full check within this time, skip the check."),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Record findings in the site's history, for rrl health report.")

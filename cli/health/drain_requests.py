@@ -46,11 +46,11 @@ class OpenDrainRequest(Struct, frozen=True):
 
 
 class DrainResult(Struct, frozen=True):
-    """What became of a request: an object of the output of ``rrl health drain-requests --apply --json``."""
+    """The result of a request: an object of the output of ``rrl health drain-requests --apply --json``."""
 
     node: str
     drained: bool
-    """True if the node needs no drain any more."""
+    """True if the node no longer needs a drain."""
     outcome: str
 
 

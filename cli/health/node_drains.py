@@ -190,7 +190,7 @@ def _gpus(line: str) -> int | None:
 
 
 def _boot_time(line: str) -> float:
-    """Return when the node was booted (s since the epoch) from its ``scontrol`` line; 0 if it never was or is unknown.
+    """Return when the node was booted (s since the epoch) from its ``scontrol`` line; 0 if that is unknown.
 
     ``BootTime=2026-11-22T01:00:00`` is in the time zone of this machine.
     """

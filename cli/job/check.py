@@ -28,7 +28,7 @@ from .task_trial import Sample
 
 
 class Overview(Demand, frozen=True, kw_only=True):
-    """What the run asks of its cluster."""
+    """The resources that the run requests from its cluster."""
 
     starts: dict[str, str]
     """Slurm's estimates of when jobs would start, by node group, as local times (ISO 8601)."""

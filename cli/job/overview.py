@@ -18,7 +18,7 @@ def overview_text(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: 
 
     Args:
         spec: The run spec.
-        needs: What the run asks of its cluster.
+        needs: The resources that the run requests from its cluster.
         starts: Slurm's estimates of the start, by job, as local times (ISO 8601).
         now: The local time; default: the current time.
     """
@@ -34,7 +34,7 @@ def _lines(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetim
     if not on_slurm:
         yield "jobs", 'none: [cluster] kind = "local"'
     else:
-        yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at once"
+        yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at the same time"
     yield "GPU-hours", _hours_text(spec, needs)
     if on_slurm:
         yield "start", _start_text(starts, now)

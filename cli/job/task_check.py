@@ -68,7 +68,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
             return TaskReport(not_tried=f"the file of [{table}] does not exist on this machine")
     folder = path.absolute().parent
     command: Sequence[str] = (role.argv[0], "-B", "-m", _TRIAL_MODULE)  # -B: write no __pycache__ into the job's folder
-    if here and (script := prelude(spec.env)):  # [env] is for the nodes, which a login node may differ from
+    if here and (script := prelude(spec.env)):  # [env] is for the nodes; a login node may differ from them
         # the script closes these two descriptors when it has succeeded, and must not close stderr
         command = ("bash", "-c", 'exec 3>&2 4>&2; exec "$@"', "rrl", *wrap(script, 3, 4, command))
     env = environment(spec, role.per_member, str(folder)) | select_variables(spec.env.passed, os.environ) | role.env

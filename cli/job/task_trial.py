@@ -288,7 +288,7 @@ class _Trial:
         if not lacking:  # a piece of several characters has this character, but none has it alone
             return str(error)
         named = " ".join(map(repr, lacking))
-        return (f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which no piece has: add"
+        return (f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which is in no piece: add"
                 f" {'it' if len(lacking) == 1 else 'each'} to `pieces` or to `ignore`")  # fmt: skip
 
     def _check_lengths(self, items: list[_Item]) -> None:

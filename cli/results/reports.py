@@ -1,4 +1,4 @@
-"""``rrl report``: where the time and the GPUs of one run or two went, as a table, as JSON or as a page."""
+"""``rrl report``: how the time and the GPUs of one run or two were used, as a table, as JSON or as a page."""
 
 from __future__ import annotations
 

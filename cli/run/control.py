@@ -36,8 +36,8 @@ DRAIN_TIMEOUT_S = 120.0
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
     """Have the run stop using a node and drain it.
 
-    Returns exit code 0 once the run no longer uses the node, whether Slurm drained it or the drain is only requested,
-    or, without ``wait``, once the command is written for the manager.
+    Returns exit code 0 once the run no longer uses the node; the drain in Slurm may then be done or only requested.
+    Without ``wait``, returns 0 once the command is written for the manager.
     """
     run = find_run(name)
     reader = StateReader(run)

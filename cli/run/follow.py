@@ -86,7 +86,7 @@ def _view(watcher: RunWatcher, display: LiveDisplay, max_listed: int) -> Rendera
 
 
 def _fitting_lines(watcher: RunWatcher, display: LiveDisplay, hint: str) -> list[Line]:
-    """Return the lines of the view: those of the run, and the hint below them.
+    """Return the lines of the view: the lines of the run, and the hint below them.
 
     If they do not fit the terminal, the view counts the replicas that work instead of listing them. If they still do
     not fit, the last lines of the run are left out, and the hint says how many.

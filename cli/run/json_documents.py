@@ -1,4 +1,4 @@
-"""What ``rrl submit``, ``rrl status`` and ``rrl inject`` print with ``--json``."""
+"""The JSON documents that ``rrl submit``, ``rrl status`` and ``rrl inject`` print with ``--json``."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class UnstartedRun(Struct, frozen=True):
 
 
 class RequestedFault(Fault, frozen=True, kw_only=True):
-    """The output of ``rrl inject --json``: the fault that the run's manager is asked for."""
+    """The output of ``rrl inject --json``: the fault that was requested from the run's manager."""
 
     run: str = ""
 
 
 class StatusFigures(ModelFolders, frozen=True, kw_only=True):
-    """What ``rrl status --json`` has beside the state of the run."""
+    """The keys that ``rrl status --json`` adds to the state of the run."""
 
     standing: str
     """As in ``rrl list``."""
@@ -58,7 +58,7 @@ class StatusFigures(ModelFolders, frozen=True, kw_only=True):
     episodes: EpisodeCounts
     pace: Pace
     turns: int
-    """Turns of the finished episodes; the next four as in ``summary.json``."""
+    """Turns of the finished episodes. This field and the next four have the same meaning as in ``summary.json``."""
     branches: int
     given_tokens: int
     untrained_turns: int

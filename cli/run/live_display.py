@@ -89,7 +89,7 @@ class LiveDisplay:
             self._console.print(Escaped(view))
 
     def _changes(self, lines: Sequence[Line]) -> Iterator[str]:
-        """Yield what turns the lines on the screen into ``lines``."""
+        """Yield the text and control codes that turn the lines on the screen into ``lines``."""
         before = len(self._lines)
         for row, line in enumerate(lines):
             old: Line = self._lines[row] if row < before else ()
@@ -108,7 +108,7 @@ class LiveDisplay:
             yield self._move(len(lines)) + _ERASE_BELOW
 
     def _move(self, row: int) -> str:
-        """Return what moves the cursor to the beginning of a row, which must be on the screen already."""
+        """Return the control codes that move the cursor to the start of a row that is already on the screen."""
         rows, self._row = row - self._row, row
         return "\r" if not rows else f"\r\x1b[{abs(rows)}{'B' if rows > 0 else 'A'}"
 
@@ -132,7 +132,7 @@ def _cells(segments: Sequence[Segment], no_color: bool) -> Line:
     for text, style, control in Segment.remove_color(segments) if no_color else segments:
         if control:
             continue
-        style = style or None  # a style without effect is like none
+        style = style or None  # a style without effect counts as no style
         for character in text:
             width = get_character_cell_size(character)
             if width:
@@ -153,7 +153,7 @@ def _is_visible(style: Style | None) -> bool:
 
 
 def _runs(old: Line, new: Line) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of cells in ``new`` that must be written; close runs are one."""
+    """Yield (start, end) of each run of cells in ``new`` that must be written; runs with a small gap are joined."""
     start = end = -1
     for index, cell in enumerate(new):
         if index < len(old) and old[index] == cell:

@@ -1,8 +1,8 @@
 """``rrl rm``: remove runs that have ended, with everything in their run directories.
 
-A run directory is first renamed to a name that begins with a dot and ends with :data:`REMOVED`, so that no command
-finds a run of which only a part is left. An interrupted removal is completed by the next ``rrl rm``. Symbolic links are
-removed and never followed.
+A run directory is first renamed: its new name begins with a dot and ends with :data:`REMOVED`. So no command finds a
+run that is only partly removed. An interrupted removal is completed by the next ``rrl rm``. Symbolic links are removed
+and never followed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _named(name: str) -> RunDir:
 def _ended_before(moment: float) -> list[RunDir]:
     """Return this user's runs that ended before ``moment`` (s since the epoch), oldest last.
 
-    A run whose journal cannot be read is left alone, and reported.
+    A run whose journal cannot be read is not returned; a line on stderr names it.
     """
     found = []
     for run in all_runs():
@@ -107,7 +107,7 @@ def _ended_before(moment: float) -> list[RunDir]:
             if ended < moment and not _not_ended(run, state):
                 found.append(run)
         except (UsageError, OperationFailed) as error:
-            print_line(f"rrl: {run.id} is left alone: {error}", to_stderr=True)
+            print_line(f"rrl: {run.id} is not removed: {error}", to_stderr=True)
     return found
 
 
@@ -154,7 +154,10 @@ def _leftovers() -> list[Path]:
 
 
 def disk_usage(folder: Path) -> int:
-    """Return the bytes that the folder occupies; a file with several names in it counts once, and links as links."""
+    """Return the bytes that the folder occupies; symbolic links count without their targets.
+
+    A file with several names counts once.
+    """
     counted: dict[tuple[int, int], int] = {}
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files, "."):
@@ -172,7 +175,10 @@ def _confirmed(sizes: dict[RunDir, int]) -> bool:
         print_line(f"{run.id}  {size(nbytes)}", to_stderr=True)
     count = f"{len(sizes)} run{'s' if len(sizes) > 1 else ''} ({size(sum(sizes.values()))})"
     if not sys.stdin.isatty():
-        raise UsageError(f"{count} would be removed, and there is nobody to ask; to remove without asking: --yes")
+        raise UsageError(
+            f"{count} would be removed, but stdin is no terminal, so you cannot be asked; to remove without a question:"
+            " --yes"
+        )
     try:
         return input(f"Remove {count} with logs and checkpoints? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

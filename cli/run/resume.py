@@ -19,10 +19,10 @@ def resume(
     name: str, files: Sequence[Path], settings: Sequence[str], *, steps: int | None, walltime: str | None, wait: bool,
     json: bool,
 ) -> int:  # fmt: skip
-    """Continue a run that has ended. Exit codes are those of ``rrl submit``.
+    """Continue a run that has ended. The exit codes have the same meaning as for ``rrl submit``.
 
-    The job is that of ``files``, or of the run without any, with ``settings`` (``KEY=VALUE``), ``steps`` and
-    ``walltime``.
+    The job comes from ``files``, or from the run if there are none; ``settings`` (``KEY=VALUE``), ``steps`` and
+    ``walltime`` change it.
     """
     run = find_run(name)
     resumption = prepare_resume(run, files, [*map(parse_setting, settings), *_shorthands(steps, walltime)])

@@ -43,7 +43,7 @@ def status(name: str | None, *, json: bool) -> int:
         print(f"rrl: {torn_text}: no process has acted on it", file=sys.stderr)
     failure = StartCheck(run).failure(state)
     if state is not None and failure:
-        print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
+        print(f"rrl: {run.id} was to be resumed, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
     if state is not None and json:
         from .json_documents import status_document
 
@@ -67,7 +67,7 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
 
 
 class RunFiles(NamedTuple):
-    """What the view of a run shows from files other than its journal."""
+    """The content of a run's files, other than its journal, that the view of the run shows."""
 
     folders: ModelFolders = ModelFolders()
     metrics_failure: str = ""
@@ -76,13 +76,13 @@ class RunFiles(NamedTuple):
 
     @classmethod
     def read(cls, run: RunDir, state: State) -> Self:
-        """Return what the files of a run say now."""
+        """Read the files of a run, and return what the view needs of them."""
         summary = summary_of(run) if state.outcome is not None else None
         recoveries = (summary or {}).get("recoveries") or ()
         return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)
 
     def views(self) -> list[RenderableType]:
-        """Return what stands below the status view, each part after an empty line; often nothing."""
+        """Return the parts below the status view, each after an empty line; often none."""
         parts: list[RenderableType] = []
         if self.metrics_failure:
             parts.append(Text(f"metrics of the manager: {self.metrics_failure}", "yellow", overflow="fold"))
@@ -126,24 +126,27 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
     if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # two clocks: a difference changes the text only
         return f"its manager is starting ({queued} shows its job)" if queued else "its manager is starting"
     if queued:
-        return f"its manager has not started yet ({queued} tells why; where it shows none: rrl manage {run.id})"
-    return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
+        return f"its manager has not started yet ({queued} tells why; if it shows no job: rrl manage {run.id})"
+    return f"its manager has not started yet (its output: {run.submit}; if there is no output: rrl manage {run.id})"
 
 
 def storage_trouble(run: RunDir) -> str:
     """Return why the run directory cannot be written, as far as this machine can tell; empty if it can.
 
-    A manager acts only on what it has written down, and its journal cannot report this.
+    A manager acts only on what it has written, so its journal cannot report that a write failed.
     """
     try:
         file_system = os.statvfs(run.path)
     except OSError as error:
         trouble = f"the run directory is unavailable ({error.strerror})"
-        return f"{trouble}: nothing is decided until it is back; the roles go on"
+        return f"{trouble}: the manager decides nothing until it is available; the roles go on"
     if file_system.f_flag & os.ST_RDONLY:
-        return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
+        return "the run directory is read-only: the manager decides nothing until it can be written; the roles go on"
     if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
-        return "the run directory is full: nothing is decided until there is room; the roles go on; rrl cancel works"
+        return (
+            "the run directory is full: the manager decides nothing until space is free; the roles go on;"
+            " rrl cancel works"
+        )
     return ""
 
 

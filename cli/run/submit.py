@@ -29,7 +29,7 @@ from .follow import follow
 from .json_documents import StartedRun, UnstartedRun
 
 STOPPED_WATCHING = 130
-"""Exit code if the user stopped watching: that of a program that Ctrl-C ended, since the run's end is not known."""
+"""Exit code if the user stopped watching: the code of a program that Ctrl-C ended, since the run's end is not known."""
 
 
 def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
@@ -88,7 +88,8 @@ def manage(name: str) -> int:
     # Ctrl-C ends this manager as SIGTERM does, and not the run: pressing it by mistake must do no damage
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
-        print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
+        left = f"this manager left before the end; the roles of {run.id} go on"
+        print(f"{left}. Start another manager: rrl manage {run.id}", file=sys.stderr)
         return 0
     return _print_summary(run, False)
 
@@ -156,7 +157,7 @@ def _print_summary(run: RunDir, json: bool) -> int:
 
 
 def _weights(run: RunDir) -> str:
-    """Return where the user finds the weights: by a command for the built-in trainer's checkpoints; or an empty text.
+    """Return how the user gets the weights: a command for the built-in trainer's checkpoints, else an empty text.
 
     A trainer of the user's own writes files of its own format.
     """

@@ -41,7 +41,7 @@ class TurnNode(Struct, frozen=True):
     foreign: bool
     """True if it was sampled from another policy than the one that is trained: its answer is context."""
     recorded: bool
-    """True if an earlier attempt made it, and the newest one has not taken it over."""
+    """True if an earlier attempt made the turn, and the newest attempt has not replayed it."""
     versions: tuple[int, ...]
     """Steps of the weights that sampled it, in order."""
     trained: int | None
@@ -61,8 +61,8 @@ class Episode(Struct, frozen=True):
     failures: int
     """Number of attempts that count as failed."""
     holder: str | None
-    """Incarnation that makes the newest attempt, or has made it; of an agent outside of the run, that of the replica of
-    the endpoint that has opened it."""
+    """Incarnation that makes the newest attempt, or has made it. For an agent outside of the run: the incarnation of
+    the endpoint's replica that opened the episode."""
     outside: bool
     """True if an agent outside of the run makes the newest attempt."""
     step: int | None

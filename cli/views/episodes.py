@@ -81,7 +81,8 @@ def _attempt(episode: Episode) -> str:
 def _turn(turn: TurnNode) -> Text:
     text = Text(f"turn {turn.number}", "cyan")
     if turn.parent is not None and turn.offset < turn.parent_length:
-        text.append(f"  leaves turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens", "yellow")
+        branch = f"  branches off turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens"
+        text.append(branch, "yellow")
     by = f" by {versions_text(turn.versions)}" if turn.sampled else ""
     text.append(f"  given {turn.given}, sampled {turn.sampled}{by}", "none")
     if not turn.finished:
@@ -91,7 +92,7 @@ def _turn(turn: TurnNode) -> Text:
 
 
 def _use(turn: TurnNode) -> tuple[str, str]:
-    """Return what becomes of the sampled tokens of a turn, and the style of the text."""
+    """Return how the sampled tokens of a turn are used, and the style of the text."""
     if turn.foreign:
         return "  context: sampled from another policy", "yellow"
     if turn.recorded:

@@ -1,4 +1,4 @@
-"""Show the decisions of a run, each with its reasons and what became of it (``rrl explain``)."""
+"""Show the decisions of a run, each with its reasons and its result (``rrl explain``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_GROUP_NAMES = 8
 LABEL_COLUMNS = 13
 """Columns before the texts of an entry."""
 MIN_TEXT_COLUMNS = 20
-"""Least columns of the texts, however narrow the terminal is."""
+"""Minimum number of columns of the texts, even on a narrow terminal."""
 LEGEND = "rollout/1#2 is the second start of rollout/1."
 _ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red", Arrival.OPEN: "yellow"}
 
@@ -128,7 +128,7 @@ def _expected(explanation: Explanation) -> Text:
 
 
 def is_late(explanation: Explanation) -> bool:
-    """Return whether what was expected came after its deadline."""
+    """Return whether the expected effect occurred after its deadline."""
     result, deadline = explanation.result, explanation.action.why.deadline
     return result.arrival is Arrival.CAME and deadline is not None and result.at is not None and result.at > deadline
 
@@ -175,7 +175,7 @@ class SmallerRepair(Struct, frozen=True):
     """Repairs that come before the one that was taken, and what they would have needed."""
 
     repairs: list[str]
-    """Empty: all that come before."""
+    """Empty: every repair that comes before the one that was taken."""
     needed: str
 
 

@@ -131,7 +131,7 @@ def length_figures(figures: StreamFigures) -> list[Text]:
 
 
 def evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Text]:
-    """Return the result of the newest evaluation, with that of the first one for comparison; empty without one."""
+    """Return the result of the newest evaluation, compared with the first evaluation; empty if there is none."""
     if not evaluations:
         return []
     newest, first = evaluations[-1], evaluations[0]

@@ -45,13 +45,16 @@ _STATUS_COLOUR = {
 }  # fmt: skip
 _VERDICT_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
-"""What a replica is called of which a finding of this cause says that it failed; ``failed`` for other causes."""
+"""Word for a replica that has failed, by the cause in the finding; ``failed`` for other causes."""
 _DETECTORS = {"exit_record": "process ended", "step_gone": "process gone"}
 """Names of detectors for people, if they differ from the detector's name."""
 
 
 class Doing(NamedTuple):
-    """What a replica does, since a manager's time (s), and what comes next; ``next`` is empty if that is clear."""
+    """The activity of a replica since a manager's time (s).
+
+    ``next`` names the next step of its recovery; empty if that is clear.
+    """
 
     word: str
     colour: str

@@ -59,11 +59,12 @@ from .summary import MAX_STALE_SHARE, model_folder_rows, unscored_text
 MAX_NODES_LEFT = 3
 """Maximum number of left nodes that are shown with the reason, newest first."""
 MAX_GPU_NODES = 8
-"""Number of nodes up to which each is shown with the use of its GPUs; of more nodes, the extremes are shown."""
+"""Maximum number of nodes of which each is shown with the use of its GPUs; of more nodes, only the extremes are
+shown."""
 MAX_GPU_USE_AGE_S = 120.0
 """Age (s) above which the use of GPUs is not shown: it is recorded every 20 s."""
 _LABEL_COLUMNS = 12
-"""Columns of a row's label, including padding. They are fixed, so that a new row moves no other one."""
+"""Columns of a row's label, including padding. They are fixed, so that a new row does not move other rows."""
 
 _OUTCOME = {
     Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",

@@ -88,7 +88,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _tables_in(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Yield the tables of the keys of a table, and those in them."""
+    """Yield the tables among the keys of a table, and the tables within these."""
     for field in table.model_fields.values():
         for inner in _models_in(field.annotation):
             yield inner

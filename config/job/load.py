@@ -46,7 +46,7 @@ _RENAMED_KEYS = {
 
 
 class _Mistake(NamedTuple):
-    """What is wrong at a key."""
+    """A mistake in the value of a key."""
 
     key: KeyPath
     message: str

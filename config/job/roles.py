@@ -157,8 +157,8 @@ class RewardRole(Role):
 class AgentsRole(Role):
     """Runs your agents, each for one episode, and serves them an OpenAI endpoint (docs/agents.md).
 
-    With this table, the answers of an agent are what is trained, and ``[task]`` gives the items and, for an agent that
-    returns no reward, the score of its last answer.
+    With this table, the answers of the agents are trained. ``[task]`` gives the items and, for an agent that returns no
+    reward, the score of its last answer.
     """
 
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None

@@ -104,12 +104,12 @@ class RunTable(Table):
 
 
 class TokenizerTable(Table):
-    """A vocabulary of single pieces, for tasks that need only a few."""
+    """A vocabulary that the job lists itself, for tasks that need only a few tokens."""
 
     pieces: Annotated[str, Field(min_length=1)] | Strings
-    """The vocabulary after <pad> and <eos>: each character of a string, or a list of strings."""
+    """The tokens after <pad> and <eos>: each character of a string, or a list of strings."""
     join: str = ""
-    """Separator between pieces when tokens are converted to text."""
+    """Separator between two tokens when tokens are converted to text."""
     ignore: str = ""
     """Characters of a prompt that are dropped."""
     chat: Annotated[dict[str, str], AfterValidator(_chat_pieces)] | None = None
@@ -190,8 +190,8 @@ class TaskTable(Table):
 class EvalTable(Table):
     """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
 
-    The weights before the first step, those of every Nth step and those of the last step are evaluated. The trainer
-    waits for its next batch meanwhile.
+    The weights before the first step, of every Nth step and of the last step are evaluated. During an evaluation the
+    trainer waits for its next batch.
     """
 
     every: Annotated[int, Field(ge=1)]

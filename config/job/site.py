@@ -106,7 +106,7 @@ class ClusterTable(Table):
     min_replicas of a role still lack nodes."""
     reader: Literal["auto", "commands", "pyslurm"] = "auto"
     """How the manager reads Slurm: by its commands, or by pyslurm in a child process. auto: pyslurm if it is installed,
-    was built for this version of Slurm, and a first look by both gives the same values (docs/sites.md)."""
+    was built for this version of Slurm, and a first comparison gives equal values (docs/sites.md)."""
     one_node_components: bool = False
     """With form "hetjob": allow components of one node. Slurm kills such a component when a node of another component
     fails (measured on 22.05, 24.11 and 26.05)."""

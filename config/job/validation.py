@@ -133,7 +133,7 @@ def _same_file(one: str | None, other: str | None) -> bool:
 
 _SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),
                          "size": ("dataset", "function"), "prompt": ("dataset", "file", "function")}  # fmt: skip
-"""The sources of a task with which a key may be written."""
+"""For each key of [task]: the sources of a task for which the key is permitted."""
 
 
 def _model(job: Job) -> None:

@@ -50,8 +50,8 @@ _FAILED_STATES = ("hung", "broken")
 def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
-    A reader should work if the rules require it, if its state is hung or broken (its source then exists), or if it is
-    NVML's reader and has returned data before.
+    A reader should work in three cases: the rules require it; its state is hung or broken (its source then exists); or
+    it is NVML's reader and has returned data before.
     """
     gone = reader == "nvml" and reader in state.last_data
     return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
@@ -134,7 +134,8 @@ class CheckHysteresis:
     failures_in_row: int = 0
     non_failures_in_row: int = 0
     since: float = 0.0
-    """Time (s) at which the current problem began: the problem's own time, else that of the first run that found it."""
+    """Time (s) at which the current problem began: the problem's own time, else the time of the first run that found
+    it."""
     failure: Problem | None = None
     """Problem with verdict FAIL that is confirmed and not cleared."""
     warning: Problem | None = None

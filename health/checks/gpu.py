@@ -302,8 +302,8 @@ CHECKS = (
         _lost,
         "whether each GPU answers the driver",
         "a GPU does not: FAIL with the recovery action that the driver states, else reset or reboot (for Unknown"
-        " Error only after gpu.unknown_error samples in a row); Unknown Error on all GPUs at once: WARN, support"
-        " (cause software)",
+        " Error only after gpu.unknown_error samples in a row); Unknown Error on all GPUs at the same time: WARN,"
+        " support (cause software)",
         "NVML",
     ),
     Check(

@@ -146,8 +146,8 @@ CHECKS = (
         _mounts,
         "paths that the node needs, each probed with a deadline of its own",
         "a path does not answer in three runs in a row, or does not answer three processes for host.mount_hung s"
-        " while other paths answer: FAIL, exclude (cause storage; on several nodes at once it is not a node's"
-        " fault)",
+        " while other paths answer: FAIL, exclude (cause storage; if several nodes have it at the same time,"
+        " it is not a node's fault)",
         "NVRx",
     ),
     Check(

@@ -37,8 +37,8 @@ _STATUS = re.compile(r"Machine Check(?: Exception)?: [0-9a-f]+ Bank \d+: (?P<sta
 _UC = 1 << 61
 """Bit of the status register that is set if the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; same for AMD)."""
 _BEFORE_BOOT_S = 60.0
-"""Seconds after boot in which the kernel reports errors that happened before the boot (from the firmware's boot error
-record table, BERT, or from machine-check banks that still hold them)."""
+"""Seconds after boot in which the kernel reports errors that happened before the boot. It reads them from the
+firmware's boot error record table (BERT) or from the machine-check banks."""
 _STORAGE_TASK = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
 """Pattern in the message about a hung task that waits for a disk or a file system."""
 _BOOT_PERIOD_S = 600.0

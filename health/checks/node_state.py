@@ -178,7 +178,7 @@ class NodeState:
         self.role_deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_MAX_KILLS)
         """Times (s) at which a role ended without being killed by rrl, each with the role's GPUs."""
         self.expected_free: frozenset[str] = frozenset()
-        """GPUs that are to be free because a role is about to start; see `set_expected_free`."""
+        """GPUs that must be free because a role is about to start; see `set_expected_free`."""
         self._tenants: dict[str, tuple[str, str]] = {}
         """By GPU: role and incarnation that use it."""
         self._exporter_counts = False

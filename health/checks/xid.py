@@ -35,7 +35,7 @@ _LASTING_FIELDS = {
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
 _NVML_SETTLE_S = 2.0
-"""Seconds after an Xid by which an NVML sample ends that certainly began after the Xid, since NVML is sampled once a
+"""An NVML sample that ends at least this time (s) after an Xid certainly began after the Xid: NVML is sampled once a
 second."""
 _NVML_WAIT_S = 15.0
 """Seconds for which the check waits for an NVML sample that began after an Xid. A sample that takes 10 s counts as

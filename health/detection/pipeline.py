@@ -6,7 +6,7 @@ trainer that seems to wait although the store has data for it. 4. ``blame_ends_o
 waiting replicas by one finding about the awaited replica. 5. ``suppress_on_failed_nodes``: drop findings about the
 replicas of a node that failed itself. 6. ``await_stacks``: downgrade a hang until its stacks are collected, then add
 them as evidence. 7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's
-``[health]``. 8. ``correlate``: downgrade findings that many nodes or replicas have at once.
+``[health]``. 8. ``correlate``: downgrade findings that many nodes or replicas have at the same time.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 5 over the findings of the manager's detectors. These stages
 read only the observation table, because their result is kept until an observation changes. Then the manager requests
@@ -178,7 +178,7 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
 
 
 def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
-    """Hold back findings that many nodes or replicas have at once, and add one finding about their shared cause.
+    """Hold back findings that many nodes or replicas have at the same time; add one about their shared cause.
 
     This is the last stage because it compares the findings that would have consequences. It keeps a state between
     publications.

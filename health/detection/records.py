@@ -231,8 +231,8 @@ class StackSamples:
 
 
 SUSPEND_CHECK_HEARTBEATS = 4
-"""Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at
-once)."""
+"""Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured:
+immediately)."""
 FLAP_COUNT = 4
 """Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or
 slurmctld causes one or two losses."""
@@ -435,7 +435,8 @@ class NodeView:
     suspension_checked_at: float | None = None
     """Time of the last poll that reported whether the job of the node is suspended; None if there was no such poll."""
     reported_up: bool = False
-    """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at once."""
+    """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at the same
+    time."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
     """Times of the last losses of the state ``up``."""
     storage_stall: StorageStall = _NO_STALL

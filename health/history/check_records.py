@@ -37,7 +37,8 @@ REPEAT_INTERVAL_S = 3600.0
 """Seconds after which a standing finding is recorded again (a run records it again after ten minutes)."""
 RAISED = (Verdict.WARN, Verdict.FAIL)
 _NEWEST_FILES = 2
-"""Number of a node's files that are read to find its standing findings: this month's and the one before."""
+"""Number of a node's files that are read to find its standing findings: the files of this month and of the month
+before."""
 
 
 class Standing(Struct, frozen=True):

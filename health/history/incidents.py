@@ -324,7 +324,7 @@ def _related(incidents_by_time: list[Incident]) -> list[Incident]:
 
 
 def actions_taken(histories: list[RunHistory]) -> list[tuple[RunHistory, ActionTaken]]:
-    """Return the actions of runs on nodes, by time."""
+    """Return the actions that runs took against nodes, oldest first."""
     found = [
         (history, record) for history in histories for record in history.records if isinstance(record, ActionTaken)
     ]

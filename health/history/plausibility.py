@@ -43,7 +43,7 @@ class Implausible(Enum):
     BEFORE_BEGIN = "before their run began"
     BACKWARDS = "that end before they begin"
     GPU_HOURS = "with more GPU-hours than the run's nodes could give"
-    OVERCLAIMED = "about nodes on which the user's runs claim more GPUs at once than the nodes have"
+    OVERCLAIMED = "about nodes on which the user's runs claim more GPUs at the same time than the nodes have"
     TOO_MANY = "beyond the limit for one user: only the newest count"
 
 
@@ -134,7 +134,7 @@ def _time_violation(record: Record, began: float | None, now: float) -> Implausi
 
 
 def _overclaimed(runs: Collection[RunHistory], gpus_of: Mapping[str, int]) -> set[tuple[str, str]]:
-    """Return (user, node) pairs for which the user's runs together claim more GPUs at once than the node has."""
+    """Return (user, node) pairs for which the user's runs claim more GPUs at the same time than the node has."""
     claims: dict[tuple[str, str], list[tuple[Span, int]]] = defaultdict(list)
     for history in runs:
         for node, (spans, gpus) in node_intervals(history).items():
@@ -147,7 +147,7 @@ def _overclaimed(runs: Collection[RunHistory], gpus_of: Mapping[str, int]) -> se
 
 
 def _overlap(claims: Sequence[tuple[Span, int]], gpus: int) -> bool:
-    """Return whether more than ``gpus`` are claimed at once, for longer than successive runs can explain."""
+    """Return whether more than ``gpus`` are claimed at the same time, for longer than successive runs can explain."""
     changes = sorted(change for (start, end), count in claims for change in ((start, count), (end, -count)))
     claimed, since, excess = 0, 0.0, 0.0
     for at, change in changes:

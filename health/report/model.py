@@ -131,7 +131,7 @@ class SiteReport(Struct, frozen=True):
     lemons: list[str]
     days: list[Day]
     correlated: list[ReportLine]
-    """The five newest findings on many nodes at once, which count against no node."""
+    """The five newest findings on many nodes at the same time, which count against no node."""
     lines_lost: int
     """Number of lines that runs could not write into their histories."""
 

@@ -106,8 +106,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
-    A finding is open if it was never cleared, no later finding of the same detector replaces it, and other runs have
-    not held the node for ``RECOVERED_AFTER_S`` since then.
+    A finding is open if three conditions hold: it was never cleared, no later finding of the same detector replaces it,
+    and other runs have not held the node for ``RECOVERED_AFTER_S`` since then.
     """
     if raised.until < inf:
         return False

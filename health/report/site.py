@@ -103,7 +103,7 @@ def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str
 
 
 def _correlated(histories: Sequence[RunHistory], since: float) -> list[ReportLine]:
-    """Return the newest findings on many nodes at once."""
+    """Return the newest findings on many nodes at the same time."""
     lines = [
         ReportLine(record.at, f"{history.user}/{history.run}", record.evidence[0].text) for history in histories
         for record in history.records

@@ -34,7 +34,7 @@ class WorstCase(Struct, frozen=True):
 
 
 class Demand(Struct, frozen=True):
-    """What a run asks of its cluster, without the manager's own small job."""
+    """The resources that a run requests from its cluster, without the manager's own small job."""
 
     nodes: int
     spares: int
@@ -55,7 +55,7 @@ class Demand(Struct, frozen=True):
 
 
 def demand(spec: RunSpec, foreground: bool = False) -> Demand:
-    """Return what a run asks of its cluster; with ``foreground`` the manager is not a Slurm job."""
+    """Return the resources that a run requests; with ``foreground`` the manager is not a Slurm job."""
     on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
     return Demand(
         nodes=spec.nodes,
@@ -181,7 +181,7 @@ def _standby_lines(spec: RunSpec) -> Iterator[str]:
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)
-        name, where = f"warm {role.name}", [f"on {spares} of the spares, its engine running"]
+        name, where = f"warm {role.name}", [f"on {spares} of the spares, with a running engine"]
         if role.standby_shares_node:
             places = {"spares": spares, "rollouts' nodes": rollouts}
             name, where = "warm standby", [f"beside the {role.name}"]
@@ -208,7 +208,7 @@ def allocations(spec: RunSpec) -> list[tuple[str, str]]:
         ]
     requests = {
         request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
-    }  # if several requests are for the same node group, the first one
+    }  # of several requests for the same node group, the first one is kept
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):

@@ -50,7 +50,7 @@ def start_failure(run: RunDir, spec: RunSpec) -> str:
 
 
 def _submitted(run: RunDir) -> list[str]:
-    """Return the ids of the submitted managers that were to begin the run, oldest first.
+    """Return the ids of the managers that were submitted to begin the run, oldest first.
 
     An id is that of the Slurm job, or the pid of the process that submitit started.
     """

@@ -134,7 +134,7 @@ class NodeState(StrEnum):
 
 
 class AllocationState(StrEnum):
-    """Where an allocation is in its life cycle, as the cluster reports it."""
+    """The stage of an allocation's life cycle, as the cluster reports it."""
 
     PENDING = "pending"
     RUNNING = "running"

@@ -49,7 +49,7 @@ class CheckpointExports:
         """Newest step whose export was begun, or is waiting."""
 
     def on_event(self, event: ev.Event) -> None:
-        """Export the checkpoint of a step that was committed, if ``export`` is a number and the step a multiple."""
+        """Export the checkpoint of a committed step, if ``export`` is a number and the step is a multiple of it."""
         every = self._context.state().job.trainer.export
         if isinstance(event, ev.StepCommitted) and isinstance(every, int) and event.step % every == 0:
             self._request(event.step)
@@ -97,7 +97,7 @@ class CheckpointExports:
     async def _export(self, step: int) -> None:
         run = self._context.run_dir
         folder = run.export_of(step)
-        if await asyncio.to_thread(folder.exists):  # it appears only when it is complete
+        if await asyncio.to_thread(folder.exists):  # the folder appears only when it is complete
             return
         _log.info("exporting the checkpoint of step %d to %s", step, folder)
         failure = await self._run_child([str(run.path), str(step), str(folder)])
@@ -124,7 +124,7 @@ class CheckpointExports:
                 printed = (await child.stderr.read()).decode(errors="replace").strip()
                 code = await child.wait()
         except TimeoutError:
-            return f"it did not end within {EXPORT_TIMEOUT_S / 3600:g} h"
+            return f"the export did not end within {EXPORT_TIMEOUT_S / 3600:g} h"
         finally:
             if child.returncode is None:
                 child.stdin.close()  # the child removes its files and ends

@@ -27,7 +27,7 @@ from ..model import events as ev
 from ..model.actions import InjectFault
 
 ANSWER_TIMEOUT_S = 20.0
-"""Seconds within which an agent confirms a fault, or a role confirms a fault that it can inject at once."""
+"""Seconds within which an agent confirms a fault, or a role confirms a fault that it can inject immediately."""
 ANSWER_DELAY_S = 2.0
 """Seconds by which a confirmation may arrive after the report that the fault's target has ended: the two messages use
 different connections."""

@@ -3,9 +3,9 @@
 **Probes.** A ``Probe`` is sent to each replica named by :func:`rrl.health.detection.detectors.probing.due_probes`. A
 replica that is not connected counts as probed too, since other detectors find it. The detectors judge the reply.
 
-**Samples of stacks.** During long training passes that show no other sign of work than a busy GPU
-(:mod:`rrl.health.detection.detectors.stack_samples`), the stacks of all members are collected every few minutes, to
-learn whether all members stand at the same line.
+**Samples of stacks.** Some long training passes show no sign of work except a busy GPU
+(:mod:`rrl.health.detection.detectors.stack_samples`). During such a pass the stacks of all members are collected every
+few minutes, to learn whether all members stand at the same line.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
@@ -61,8 +61,8 @@ agent replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s.""
 RECOLLECT_AFTER_S = 60.0
 """Minimum seconds between two collections for the same gang, if a suspicion ended and another one began."""
 MAX_CONCURRENT = 64
-"""Maximum number of concurrent stack collections. More hangs at once have a common cause, so their stacks are not
-collected."""
+"""Maximum number of concurrent stack collections. More hangs at the same time have a common cause, so their stacks are
+not collected."""
 MAX_DUMP_BYTES = 16 * 2**20
 """Maximum size in bytes of the complete dumps of one gang. Beyond it, only the main threads of further members are
 kept."""
@@ -82,7 +82,7 @@ class _Incident:
 
     began: float
     defer_until: float
-    """Time (s) until which a FAIL is deferred, unless the incident is ``done`` before."""
+    """Time (s) until which a FAIL is deferred, unless the incident is ``done`` earlier."""
     done: bool = False
     evidence: tuple[Evidence, ...] = ()
 

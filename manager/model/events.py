@@ -218,7 +218,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
     target: str = ""
     """Replica to restart, or node to drain or undrain."""
     keep_allocations: bool = False
-    """True if ``cancel`` is not to release the allocations."""
+    """True if ``cancel`` must not release the allocations."""
     reason: str = ""
     """Reason that the user gave for a ``drain``."""
 

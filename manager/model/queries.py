@@ -78,7 +78,7 @@ def has_worked(state: State, role: str) -> bool:
 def failed_first_starts(state: State, replica: Replica) -> int:
     """Return how many starts of the replica failed before it joined for the first time.
 
-    While no replica of its role has worked, consecutive starts that the same exception ended count too.
+    Consecutive starts that ended with the same exception count too, while no replica of its role has worked.
     """
     unjoined = 0 if replica.ever_joined else replica.failed_starts
     return max(unjoined, 0 if has_worked(state, replica.role) else replica.exception_starts)
@@ -240,7 +240,7 @@ def first_symptom_at(
         node: Node of the incarnation, or the node that failed; None if it is unknown.
 
     Returns:
-        The time from the findings about the incarnation itself. Only if there are none, those about its node count:
+        The time from the findings about the incarnation itself. Findings about its node count only if there are none:
         the incarnation may have worked for a long time on a node with findings. None if no such finding has a time.
     """
     failing = [finding for finding in findings if finding.verdict is Verdict.FAIL]

@@ -145,7 +145,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
 
 
 def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
-    """Return whether the node is recorded as one of this allocation."""
+    """Return whether the node is recorded as a node of this allocation."""
     return name in nodes and nodes[name].allocation == tag
 
 

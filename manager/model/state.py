@@ -43,7 +43,7 @@ class Status(StrEnum):
     """Status of the newest incarnation of a replica. What a working replica does is its phase (``core.phases``)."""
 
     WANTED = "wanted"
-    """The replica is to be launched, for the first time or again."""
+    """The replica waits for its launch, for the first time or again."""
     LAUNCHING = "launching"
     """The incarnation is being launched; its first process has not reported yet."""
     STARTING = "starting"
@@ -367,7 +367,7 @@ class State(Struct, frozen=True):
     episode_figures: EpisodeFigures = EpisodeFigures()
     training_time: TrainingTime = TrainingTime()
     gpu_use: dict[NodeName, GpuUse] = {}
-    """Use of the GPUs of each node whose agent has reported it since the record before."""
+    """Use of the GPUs of each node whose agent has reported it since the previous record."""
     gpu_use_at: float = 0.0
     """Manager's time (s) of that record."""
     replicas: dict[ReplicaId, Replica] = {}

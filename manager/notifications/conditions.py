@@ -1,7 +1,7 @@
 """The conditions of a run that notifications are sent about, found in the state of the run. Pure.
 
-A condition has a key that names this one occurrence. Since conditions follow from the state, a new manager finds those
-that its predecessor died before sending.
+A condition has a key that names this one occurrence. Conditions follow from the state. So if a manager dies before it
+sends a notification, the next manager finds the condition again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..model.queries import workers
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
-"""Time (s) after a notification in which no other one of its kind is sent. The end of a run is no
-longer sent after this time."""
+"""Time (s) after a notification in which no other notification of its kind is sent. The end of a run is no longer sent
+after this time."""
 STALLED_AFTER_S = 1800.0
 """Minimum time (s) without a committed training step after which a run counts as stalled: as long as the first pass of
 a phase may take (``limits.first_pass``)."""
 USUAL_STEPS = 20
-"""Number of newest training steps from whose durations the usual one is computed."""
+"""Number of newest training steps from which the usual duration is computed."""
 _LEARNED_STEPS = 3
-"""Number of durations from which the usual one is computed, as for the deadlines of phases."""
+"""Number of durations from which the usual duration is computed, as for the deadlines of phases."""
 
 
 class Condition(Struct, frozen=True):

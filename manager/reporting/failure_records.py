@@ -93,7 +93,7 @@ class WorkChange(Struct, frozen=True):
 
 
 class Changes(Struct):
-    """What one event changed in the timeline."""
+    """The changes of the timeline by one event."""
 
     failures: list[Failure] = []
     """Failures that the event shows, or whose incarnation it fences."""

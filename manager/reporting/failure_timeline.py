@@ -77,7 +77,7 @@ class FailureTimeline:
         self._launched: dict[Incarnation, tuple[NodeName, float]] = {}
         """Node and time (s) of each incarnation's launch intent."""
         self._steps: dict[str, Incarnation] = {}
-        """Incarnation by the tag of its step; after a promotion, that of the member."""
+        """Incarnation by the tag of its step; after a promotion, the incarnation of the member."""
         self._retired: set[Incarnation] = set()
         """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()

@@ -1,8 +1,8 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
-A row is complete once the clock reading that covers its step is recorded, which is at most some seconds after the
-commit (:mod:`rrl.manager.intake.clock_recorder`), and once the evaluation of its weights is recorded, if one is due
-(``[eval]``). Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
+A row is complete once the clock reading that covers its step is recorded, at most some seconds after the commit
+(:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
+the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
 step once, and a row is the same whenever and wherever the journal is read.
 
 What happened between two commits (failures, restarts, values that roles logged) is part of the row of the later step.
@@ -73,8 +73,8 @@ class StepRow(Struct, frozen=True):
     incarnation: str
     """The incarnation of the trainer that reported the commit; empty if the commit was never reported."""
     seconds: float | None = None
-    """Seconds since the commit before, or for the first step since the trainer joined. Steps that were committed while
-    no manager ran share the time of that outage evenly."""
+    """Seconds since the previous commit, or for the first step since the trainer joined. Steps that were committed
+    while no manager ran share the time of that outage evenly."""
     tokens: int | None = None
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
@@ -86,12 +86,12 @@ class StepRow(Struct, frozen=True):
     metrics: dict[str, float] = {}
     """All metrics that were committed with the step."""
     logged: dict[str, dict[str, float]] = {}
-    """By replica, the newest values that its role has logged since the row before (``me.log``)."""
+    """By replica, the newest values that its role has logged since the previous row (``me.log``)."""
     marks: tuple[Mark, ...] = ()
-    """What happened since the row before."""
+    """What happened since the previous row."""
     evaluation: dict[str, float] = {}
     """Result of the evaluation of the weights after this step, by name; empty if there was none. ``step`` in it is the
-    step of the weights: the step before, if a run was resumed with an evaluation of its newest step."""
+    step of the weights: the previous step, if a run was resumed with an evaluation of its newest step."""
 
 
 class StepRows:
@@ -162,7 +162,7 @@ class StepRows:
         return iter(())
 
     def _on_step_committed(self, event: ev.StepCommitted, at: float) -> Iterator[StepRow]:
-        """Add the row of the step, and before it those of committed steps that no trainer has reported."""
+        """Add the row of the step, after the rows of earlier committed steps that no trainer has reported."""
         if self._newest < event.step <= self._steps:
             for step in range(self._newest + 1, event.step):
                 self._pending.append(StepRow(step, at, ""))

@@ -187,11 +187,11 @@ def replay(run: RunDir) -> Iterator[Stamped]:
 
 
 class EventFollower:
-    """Yields every event of a run in order, each once, and later those that were recorded since, by any manager.
+    """Yields every event of a run in order, each once; a later call yields the events recorded since then.
 
-    A manager that lost its lease may have written events that its successor does not know of. If they were read before
-    the successor wrote its first segment, they have been yielded, and events of the successor with the same numbers are
-    not. So callers must not rely on an event that is not durable elsewhere, as a committed step is.
+    A manager that lost its lease may have written events that its successor does not know of. If such events were read
+    before the successor wrote its first segment, they were yielded; the successor's events with the same numbers are
+    then not yielded. So callers may rely only on events that are durable elsewhere too, such as a committed step.
     """
 
     def __init__(self, run: RunDir) -> None:

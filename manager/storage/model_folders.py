@@ -1,4 +1,4 @@
-"""Where the weights of a run are: the newest checkpoint, and what the run itself has exported.
+"""Find the folders with the weights of a run: the newest checkpoint, and the exports by the run itself.
 
 The journal has the steps but not the folders, so the folders are found by their names.
 """
@@ -33,7 +33,7 @@ class ModelFolders(Struct, frozen=True):
 
 
 def model_folders(run: RunDir, committed: int) -> ModelFolders:
-    """Return the folders of a run whose newest committed step is ``committed``; what cannot be listed is left out."""
+    """Return the folders of a run whose newest committed step is ``committed``; unreadable folders are left out."""
     return ModelFolders(_newest_checkpoint(run, committed), _newest_export(run), _export_failure(run))
 
 

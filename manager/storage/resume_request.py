@@ -39,7 +39,7 @@ class ResumeRequest(Struct, frozen=True):
     source: str
     """Path of the job spec; the roles work in its folder."""
     ended: float
-    """Manager's time (s) of the end after which the run is to resume. The request does not apply to a later end."""
+    """Manager's time (s) of the end of the run that the request follows. The request does not apply to a later end."""
 
 
 class AlreadyRequested(RuntimeError):
@@ -52,7 +52,7 @@ def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[Ru
     On an exception the prepared files are removed.
 
     Args:
-        run: The run that is to be resumed.
+        run: The run to resume.
         request: The request.
         write_files: Function that writes the files into the folder of the RunDir that is passed to it.
 

@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """Send the row of a step. Steps come in order, from ``newest_step`` + 1 on."""
 
     def flush(self) -> None:
-        """Hand over what was sent, so that it outlives this process."""
+        """Flush the sent data, so that it outlives this process."""
 
     def finish(self, outcome: Outcome, last: StepRow | None) -> None:
         """Mark the run as ended; ``last`` is the row after the newest step, if any. May be called repeatedly."""
@@ -76,7 +76,7 @@ def scalars(row: StepRow) -> dict[str, float]:
 
 
 def annotation(row: StepRow) -> str:
-    """Return what happened since the row before, one line each; empty if nothing did."""
+    """Return a line for each mark since the previous row; empty if there is none."""
     return "\n".join(f"{mark.kind.value}: {mark.about}: {mark.text}" for mark in row.marks)
 
 

@@ -45,7 +45,7 @@ HUNG_EXIT, LOCKED_EXIT = 3, 4
 """Exit codes: a call of the tracker took longer than ``[track] timeout``; another process tracks this run."""
 FOLLOW, UNTIL_END, ONCE = "follow", "end", "once"
 HIDDEN = "(hidden)"
-"""What a tracker gets instead of the value of an environment variable or a line of ``[env] setup``."""
+"""Text that a tracker gets instead of the value of an environment variable or a line of ``[env] setup``."""
 MAX_ERROR_CHARS = 300
 
 

@@ -28,7 +28,7 @@ KILL_TIMEOUT_S = 5.0
 
 
 class Progress(Struct, frozen=True):
-    """What the process of a tracker has recorded."""
+    """The progress that the process of a tracker has recorded."""
 
     step: int = 0
     """Newest step that was sent."""

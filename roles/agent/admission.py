@@ -36,7 +36,7 @@ async def probe(supervisor: StepSupervisor) -> str:
     """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
     A probe that fails within half of its timeout is repeated once. Shared storage may be slow while all nodes import at
-    once, and the run does not use a node whose probe failed.
+    the same time, and the run does not use a node whose probe failed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -89,7 +89,7 @@ async def _run(launch: Launch, launch_file: str) -> None:
             await asyncio.to_thread(snapshot_server.start)
             async with node_monitor(supervisor) as monitor:
                 try:
-                    failure = await probe(supervisor)  # before the readers start, since it kills all descendants
+                    failure = await probe(supervisor)  # before the readers start: a probe kills all descendants
                     await run_admission_checks(supervisor, monitor)
                     await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, failure))
                 finally:

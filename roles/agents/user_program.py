@@ -25,7 +25,7 @@ TEMPORARY_FAILURE = os.EX_TEMPFAIL
 _TAIL_BYTES = 4096
 """Bytes of the end of each output that are kept: the reward or the reason is in the last line."""
 _LAST_READS = 16
-"""Maximum number of reads of 64 KiB after the end: a pipe holds that much once, but other processes may still write."""
+"""Maximum number of reads of 64 KiB after the end. One read empties the pipe, but other processes may still write."""
 _MAX_REASON_CHARS = 300
 
 
@@ -45,8 +45,8 @@ class ProgramFailed(Exception):
 def program_agent(command: Sequence[str], folder: Path) -> Agent:
     """Return an agent that starts a command for each attempt, and kills its process group when the attempt is over.
 
-    The agent raises :class:`ProgramFailed` for an exit code other than 0, and returns the last line of stdout as a
-    number, or None if it is not a number.
+    The agent returns the last line of stdout as a number, or None if that line is not a number. It raises
+    :class:`ProgramFailed` for an exit code other than 0.
 
     Args:
         command: The program and its arguments.

@@ -63,7 +63,7 @@ def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] =
     Args:
         run_dir: the run directory.
         files: files of one folder inside the run directory.
-        known: digests by file name, of files that then are not read again.
+        known: known digests by file name; these files are not read again.
 
     Returns:
         ``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.

@@ -38,10 +38,10 @@ class CommitStatus(Struct, frozen=True):
 def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -> list[str]:
     """Return the folders that can be deleted.
 
-    These are the checkpoints of committed steps except the newest ``keep_checkpoints`` steps, the abandoned attempts at
-    committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Three kinds
-    of folders are never included: the folders in ``status.folders`` with their parents; folders of step 0 (the
-    reference model of the built-in trainer, which no commit names); and folders whose name was not made by
+    These are the checkpoints of committed steps except the newest ``keep_checkpoints`` ones, abandoned attempts at
+    committed steps, and attempts of fenced trainers at later steps, which can no longer be committed. Three kinds of
+    folders are never included: the folders in ``status.folders`` with their parents; folders of step 0 (the reference
+    model of the built-in trainer, which no commit names); and folders whose name was not made by
     :func:`~rrl.roles.checkpoints.folders.fresh_folder`.
 
     Args:

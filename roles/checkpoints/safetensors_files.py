@@ -86,7 +86,7 @@ def _outputs(tensors: Iterable[StoredTensor], dtype: str) -> list[_Output]:
 
 
 def _files(outputs: Sequence[_Output], max_file_bytes: int) -> list[list[_Output]]:
-    """Return the tensors of each file. Within a file larger elements come first, so that all are aligned."""
+    """Return the tensors of each file; larger elements come first, so that all tensors are aligned."""
     files, size = [list[_Output]()], 0
     for one in outputs:
         if files[-1] and size + one.nbytes > max_file_bytes:

@@ -1,7 +1,7 @@
 """The addresses of the endpoint's replicas, each a file in the run directory.
 
 A replica writes its address when it listens. The file of a replica that has died remains until the next incarnation of
-the replica replaces it, so an address is where a replica listened last, whether it still answers or not.
+the replica replaces it. So an address says where the replica listened last; nobody may listen there now.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ServedRun(Struct, frozen=True):
     max_new: int
     """Greatest number of tokens of an answer."""
     max_length: float
-    """Greatest number of tokens of context and answer together."""
+    """Maximum number of tokens of context and answer together."""
 
 
 def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
@@ -182,7 +182,7 @@ class Endpoint:
             except FencedAttempt:
                 raise
             except Refused as error:  # such as a limit that has changed since the recorded attempt
-                _log.info("a recorded turn is not taken over: %s", error)
+                _log.info("a recorded turn is not used again: %s", error)
         return await self._open_turns(key, call, chat, number, self._context(call, episode.turns, chat))
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:

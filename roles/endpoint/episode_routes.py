@@ -25,7 +25,7 @@ from .key import EpisodeKey, encode_key
 from .turns.store_turns import Episodes
 
 OPEN_TIMEOUT_S = 30.0
-"""Seconds that a request for an episode waits for one."""
+"""Seconds that a request for an episode waits if no episode is ready."""
 _OPEN_WAIT_S = 5.0
 """Seconds that a request to the store waits for an episode before it is repeated."""
 _RETRY_AFTER_S = 5.0
@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 5.0
 _MAX_REQUEST_CHARS = 200
 """Characters of the longest ``Idempotency-Key``."""
 _MAX_REASON_CHARS = 2000
-"""Characters of the longest reason for a failure that is passed on."""
+"""Maximum number of characters of a failure's reason that are passed on."""
 
 
 class EpisodeRoutes(Struct, frozen=True):

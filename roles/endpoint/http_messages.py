@@ -18,10 +18,12 @@ from .key import EpisodeKey, decode_key
 _log = logging.getLogger("rrl.endpoint")
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Bytes of the largest body: a conversation of 1 M tokens has about 4 MB of text."""
+"""Maximum size (bytes) of a body: a conversation of 1 M tokens has about 4 MB of text."""
 BODY_TIMEOUT_S = 60.0
 """Seconds in which a body must arrive, so that slow senders do not occupy memory indefinitely."""
-_SERVED = "served here are POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
+_SERVED = (
+    "this server answers POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
+)
 
 
 class Abandoned(Exception):

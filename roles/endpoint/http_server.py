@@ -19,9 +19,9 @@ LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 20.0
 """Seconds in which a new connection must send the head of its first request."""
 _MAX_CONNECTIONS = 8192
-"""Connections at once; further ones get 503. An agent has one or two for each of its calls."""
+"""Concurrent connections; further ones get 503. An agent has one or two for each of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
-"""Bytes of the largest header that is buffered."""
+"""Maximum size (bytes) of a header that is buffered."""
 IDLE_S = 75.0
 """Seconds in which a connection must send the next request: longer than clients keep idle connections, so that the
 server never closes one that a client is about to use."""
@@ -74,7 +74,7 @@ class EndpointServer:
 class _BoundedProtocol(H11Protocol):
     """A connection that is closed if the head of a request does not arrive in time, or if the server stops.
 
-    uvicorn itself has no deadline for the first request, and ends that of a later one with its first byte.
+    uvicorn itself has no deadline for the first request; its deadline for a later request ends with the first byte.
     """
 
     _head_deadline: asyncio.TimerHandle | None = None

@@ -23,7 +23,7 @@ _SIGNATURE_BYTES = 16
 _PURPOSE = b"rrl: API key of an episode\0"
 """Text that precedes what is signed, so that no other signature with the secret of the run is a valid key."""
 _MAX_KEY_CHARS = 400
-"""Characters of the longest key that is decoded: names of run directories are shorter than 256 bytes."""
+"""Maximum number of characters of a key that is decoded: names of run directories are shorter than 256 bytes."""
 
 
 class EpisodeKey(Struct, frozen=True):

@@ -26,8 +26,8 @@ class LoopbackEndpoint:
         secret: The secret of the run.
         chat: Tokenizer and chat template.
         ask: Sends requests to the store.
-        on_change: Called in the thread of the endpoint with the number of calls that wait for tokens, and of those that
-            were answered so far, whenever one of them has changed.
+        on_change: Called in the thread of the endpoint when one of its arguments has changed: the number of calls that
+            wait for tokens, and the number of calls answered so far.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The role ``endpoint`` (``python -m rrl.roles.endpoint.main``): serves agents outside of the run.
 
-It is the same application as in the process of the run's own agents, at the address of the node in the run's network,
-with routes by which an agent opens and ends episodes. Its address is in the run directory before it is ready.
+It is the application that the process of the run's own agents also serves, with more routes: an agent opens and ends
+episodes by them. It listens at the address of the node in the run's network. Its address is in the run directory before
+it is ready.
 """
 
 from __future__ import annotations

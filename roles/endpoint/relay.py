@@ -38,9 +38,10 @@ from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 _log = logging.getLogger("rrl.relay")
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""Bytes of the largest event of a stream: one event has at most the tokens of a prompt and of a segment."""
+"""Maximum size (bytes) of an event of a stream: one event has at most the tokens of a prompt and of a segment."""
 MAX_MEMORY_BYTES = 512 * 2**20
-"""Bytes that all calls together may keep; a call that needs more gets 503, which clients repeat later."""
+"""Maximum number of bytes that all calls together may keep; a call that needs more gets 503, which clients repeat
+later."""
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer, as at the endpoint."""
 SILENCE_S = 15.0
@@ -181,7 +182,7 @@ class Relay:
 
     Args:
         look: Returns the base URLs of the endpoint's replicas, as far as they are known now, and whether the run has
-            ended. It may block; it is called in threads, and never twice at once.
+            ended. It may block; it is called in threads, and never twice at the same time.
     """
 
     def __init__(self, look: Callable[[], tuple[Sequence[str], bool]]) -> None:
@@ -365,8 +366,8 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
     """Yield the events of an upstream without its comments, each once the position after it is known.
 
-    An event without a position is yielded with the next one. If the upstream is lost, what it sent after the last
-    position is not yielded, because it is sent again.
+    An event without a position is yielded with the next one. If the upstream is lost, its events after the last
+    position are not yielded, because they are sent again.
     """
     held: list[bytes] = []
     async with aclosing(_blocks(upstream, take)) as blocks:

@@ -1,8 +1,8 @@
 """Report to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
-The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role,
-and each sample in which the command used the CPU or a GPU, or wrote something, is one unit of progress. A command that
-waits in a busy loop seems to work; only a command that calls :func:`rrl.join` can report the difference.
+The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role. A
+sample is one unit of progress if the command used the CPU or a GPU, or wrote something, in it. A command that waits in
+a busy loop seems to work; only a command that calls :func:`rrl.join` can report the difference.
 """
 
 from __future__ import annotations

@@ -44,10 +44,11 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         env = {**os.environ, **node_environment(launch)}
     except NoAddress:
         return ""
-    env = command_env(env, supervisor.launch_file, supervisor.process)  # with the marks, the agent's sweeps find it
-    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # in a process of its own: NVML may hang
+    # with these marks the agent finds the process in its sweeps
+    env = command_env(env, supervisor.launch_file, supervisor.process)
+    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # a process of its own, since NVML may hang
     checking = asyncio.create_task(
-        # with a grace: a process inside the driver should not be killed at once
+        # with a grace, since a process inside the driver should not be killed immediately
         run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
     )
     checking.add_done_callback(lambda _: supervisor.wakeup.set())

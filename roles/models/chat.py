@@ -1,6 +1,6 @@
-"""Conversations as tokens: the chat template of a model's folder, or the pieces of ``[model.tokenizer] chat``.
+"""Conversations as tokens: the chat template of a model's folder, or the texts in ``[model.tokenizer] chat``.
 
-A conversation is encoded as a whole only where nothing of it was sampled. What follows a sampled answer is encoded by
+A conversation is encoded as a whole only if none of it was sampled. The part after a sampled answer is encoded by
 itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.turn_context`).
 """
 
@@ -25,7 +25,7 @@ from .template_chat import TemplateChat
 from .tokenizer import Tokenizer, open_tokenizer
 
 CONTENT = "{content}"
-"""Place of a message's text in a piece of ``[model.tokenizer] chat``."""
+"""Placeholder of a message's text in a value of ``[model.tokenizer] chat``."""
 
 
 class UnknownRole(ValueError):
@@ -105,7 +105,7 @@ class FolderChat:
 
     Args:
         tokenizer: Tokenizer of the folder.
-        tool_parser: Name of the parser of tool calls; None: that of the model's family.
+        tool_parser: Name of the parser of tool calls; None: the parser of the model's family.
 
     Raises:
         ValueError: The folder has no chat template, or the template refuses a question and its answer.

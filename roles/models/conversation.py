@@ -68,7 +68,7 @@ class Chat(Protocol):
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
-        """Return the tokens of a conversation of which the beginning has tokens already.
+        """Return the tokens of a conversation whose beginning was converted to tokens before.
 
         Args:
             context: Tokens before an answer.
@@ -94,7 +94,7 @@ class ModelChat(Chat, Protocol):
     """The chat of a model, in which it may be offered tools."""
 
     def with_tools(self, tools: str) -> Chat:
-        """Return the same for conversations in which the model is offered tools. The first call may take seconds.
+        """Return the chat for conversations in which the model is offered tools. The first call may take seconds.
 
         Args:
             tools: OpenAI's list of tools as JSON.
@@ -117,16 +117,16 @@ class TemplateTokenizer(Tokenizer, Protocol):
         ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with a text; None if there is none."""
+        """Return the id of the token with this text; None if there is none."""
         ...
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with that of special tokens."""
+        """Return the text of tokens, including the text of special tokens."""
         ...
 
 
 class ToolFormat(Protocol):
-    """How a model is offered tools, and how it calls them."""
+    """The format in which a model is offered tools and calls them."""
 
     def bind(self, tools: str) -> Chat:
         """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""

@@ -43,7 +43,7 @@ class Task(Protocol):
 
 
 class TaskError(ValueError):
-    """The ``[task]`` table, or that of an evaluation, is invalid.
+    """The ``[task]`` table, or the task table of an evaluation, is invalid.
 
     Args:
         key: The key of ``[task]`` to change.

@@ -55,7 +55,7 @@ class TemplateChat:
         return self._folder_tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
 
     def _find_end(self) -> str | None:
-        """Return what the template writes after the text of an answer; None if it rewrites what precedes the answer."""
+        """Return the text that the template adds after an answer; None if it rewrites the text before the answer."""
         asked, answer = Message("user", "a"), Message(ASSISTANT, "b")
         before = self._render([asked], answer_begins=True)
         whole = self._render([asked, answer], answer_begins=False)

@@ -43,7 +43,7 @@ def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
 def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors: views of ``flat`` if aligned, else copies.
 
-    A view is valid as long as its memory, and must not be written to.
+    A view is valid only while its memory exists, and must not be written to.
 
     Raises:
         ValueError: A dtype is not one of torch's, a shape does not fit its size, or a tensor is outside of ``flat``.

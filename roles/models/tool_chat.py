@@ -1,9 +1,10 @@
 """Conversations in which the model is offered tools, by the library renderers.
 
 The library knows the formats of some families of models: it renders their conversations, continues a sampled answer
-without encoding it again, and reads the calls in an answer. Whether a folder is of a family is not asked of its name:
-the family's renderer must write the same tokens as the folder's own chat template for some conversations. For any other
-folder, ``[model] tool_parser`` names a parser of the library, and the folder's template renders the conversations.
+without encoding it again, and reads the calls in an answer. The name of a folder does not show its family. A folder
+belongs to a family if the family's renderer writes the same tokens as the folder's own chat template for some
+conversations. For any other folder, ``[model] tool_parser`` names a parser of the library, and the folder's template
+renders the conversations.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ _PROBES = (
 )
 """Conversations that a family's renderer and the folder's template must encode alike."""
 _NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
-"""A token without which a renderer is not tried: that of gpt-oss downloads a vocabulary when it is opened."""
+"""A renderer is tried only if the vocabulary has this token: the renderer of gpt-oss downloads a vocabulary when it is
+opened."""
 _FIRST_TAG = 0x110000
-"""Number above those of all characters."""
+"""Number above the code points of all characters."""
 _REASONING_END = "</think>"
 """End of reasoning, in which nothing is a call."""
 
@@ -125,7 +127,7 @@ class FamilyTools:
 
 
 class FamilyChat:
-    """The chat of a family with tools; arguments as of :class:`FamilyTools`, and the decoded list of tools."""
+    """The chat of a family with tools; it takes the arguments of :class:`FamilyTools`, and the decoded tools."""
 
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer: Tokenizer = tokenizer
@@ -282,7 +284,7 @@ class _LibraryTokenizer:
         return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: int | Sequence[int], **_: Any) -> str:
-        """Return the text of tokens, with that of special tokens."""
+        """Return the text of tokens, including the text of special tokens."""
         return self._tokenizer.decode_all([tokens] if isinstance(tokens, int) else tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:

@@ -19,20 +19,20 @@ StepOutput = tuple[list[Segment], list[int]]
 
 
 class Sampling(Struct, frozen=True):
-    """How to sample.
+    """The settings of sampling.
 
-    Recorded log-probabilities are those of the distribution that was sampled from, including the temperature.
+    Recorded log-probabilities belong to the distribution that was sampled from, including the temperature.
     """
 
     temperature: float = 1.0
     segment_tokens: int = 64
     """Number of new tokens after which a trajectory's segment is returned."""
     greedy: bool = False
-    """True to take the most likely token (for evaluation). Log-probabilities are those of the policy in both cases."""
+    """True to take the most likely token (for evaluation). In both cases the log-probabilities come from the policy."""
 
 
 class Engine(Protocol):
-    """A model that extends many trajectories at once, step by step; used by one thread.
+    """A model that extends many trajectories together, step by step; used by one thread.
 
     :class:`Sampling` is given at construction. If :meth:`step`, :meth:`load` or :meth:`probe` raises an exception, the
     engine is unusable: the process ends, and the next incarnation continues from the segments that were returned. Only

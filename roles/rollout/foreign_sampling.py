@@ -56,7 +56,7 @@ def next_token(
 
 
 def _penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Tensor:
-    """Return the logits after the penalties: that on repetition counts the prompt, too, the others only the answer."""
+    """Return the logits after the penalties; only the penalty on repetition also counts the tokens of the prompt."""
     vocabulary = logits.shape[-1]
     counts = torch.bincount(torch.tensor(sampled, dtype=torch.long, device=logits.device), minlength=vocabulary)
     if (penalty := sampling.repetition_penalty) is not None:

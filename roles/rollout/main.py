@@ -36,9 +36,9 @@ _log = logging.getLogger("rrl.rollout")
 LOG_EVERY_VERSIONS = 10
 """Number of versions between two lines in the log."""
 APPEND_INTERVAL_S = 0.1
-"""Least number of seconds between two appends while the engine has no free slots. Each append costs the store a flush,
-in which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses the tokens of at
-most this time more."""
+"""Minimum time (s) between two appends while the engine has no free slots. Each append costs the store a flush, in
+which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses at most the tokens of
+this time in addition."""
 _VLLM_SEED_LIMIT = 2**31
 """Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
@@ -85,8 +85,8 @@ def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _App
 class _Leases:
     """Requests for work of a rollout, besides those that its appends contain.
 
-    Turns of agents appear while the engine samples others. So with free slots such a request waits at the store
-    meanwhile: without it a new turn would wait until the next append, which is up to a segment of tokens away. In other
+    Turns of agents appear while the engine samples others. So while the engine has free slots, a request waits at the
+    store. Without it a new turn would wait until the next append, which is up to a segment of tokens later. In other
     jobs all work is there before a rollout requests it, and no request waits while the engine has work.
     """
 
@@ -109,7 +109,7 @@ class _Leases:
             self._receive(self._open)
 
     def advance(self) -> None:
-        """Give to the engine what the store has sent, and request more if there are free slots; between two steps."""
+        """Give the leased work to the engine, and request more if there are free slots; called between two steps."""
         if self._open is not None and self._open.answered:
             self._receive(self._open)
         if self._work_appears and self._open is None and self._engine.free_slots:
@@ -138,12 +138,12 @@ class _Appends:
         self._sent_at = time.monotonic()
 
     def add(self, segments: Iterable[Segment], finished: Iterable[int]) -> None:
-        """Add what a step of the engine returned."""
+        """Add the segments that a step of the engine returned."""
         self._segments += segments
         self._finished += finished
 
     def advance(self) -> None:
-        """Send what is due, and pass answers on to the engine; called between two steps."""
+        """Send the appends that are due, and pass answers on to the engine; called between two steps."""
         if self._open is not None and self._open.answered:
             self.receive()
         if not self._segments and not self._finished:
@@ -154,7 +154,7 @@ class _Appends:
                 self.receive()
 
     def send(self) -> None:
-        """Append what was added, after the answer to the append before."""
+        """Append the added segments, once the previous append was answered."""
         self.receive()
         if self._segments or self._finished:
             lease = 0 if self._me.stopping.is_set() else max(0, self._engine.free_slots - self._leases.requested)

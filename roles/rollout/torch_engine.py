@@ -34,11 +34,9 @@ class TorchEngine:
     """Engine in plain torch; a step generates one segment of each trajectory.
 
     Args:
-        model: Any transformers causal language model, on the device to compute on.
-        stop_tokens: Tokens that end a trajectory.
-        seed: Seed of this incarnation.
-        sampling: How to sample.
-        lease: Maximum number of trajectories that run at once. New trajectories are accepted only when all running
+        model: Any transformers causal language model, on the device to compute on. stop_tokens: Tokens that end a
+        trajectory. seed: Seed of this incarnation. sampling: How to sample. lease: Maximum number of trajectories that
+        run at the same time. New trajectories are accepted only when all running
             trajectories are complete.
     """
 

@@ -189,9 +189,9 @@ class Worker:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.
 
         The handler does a small piece of real work and returns a short text about it. If the handler raises, or does
-        not return in time, the role is restarted. It runs in the thread that registers it, at that thread's next call
-        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`) or while that thread
-        waits for the store or for its first weights, so that a role which is stuck elsewhere does not answer.
+        not return in time, the role is restarted. It runs in the thread that registers it: at that thread's next call
+        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`), or while that thread
+        waits for the store or for its first weights. So a role that hangs elsewhere does not answer.
         """
         self._connection.probes.on_probe(handler)
 
@@ -344,7 +344,7 @@ class Worker:
     def publish_each(
         self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
     ) -> None:
-        """Serve weights like :meth:`publish` without holding all tensors in memory at once.
+        """Serve weights like :meth:`publish` without holding all tensors in memory at the same time.
 
         Args:
             number: the training step that produced the weights.

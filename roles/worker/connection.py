@@ -59,13 +59,13 @@ WELCOME_TIMEOUT_S = 600.0
 STOPPING_STORE_TIMEOUT_S = 0.5
 """Seconds that a role whose stop was requested still waits for the store."""
 MAX_DROPPED_VERSIONS = 2
-"""Number of partly received versions dropped in a row after which the publisher is the first source of the next."""
+"""Number of dropped versions in a row, partly received, after which the next version comes first from the publisher."""
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
 """Seconds between two checks of a standby's main thread for SIGTERM; a promotion or stop request ends the wait."""
 CLOCK_REPORT_INTERVAL_S = 5.0
-"""Least number of seconds between two reports of the clock that are sent with heartbeats."""
+"""Minimum time (s) between two heartbeats that also report the clock."""
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class ManagerConnection:
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
         self._welcomed = threading.Event()
         self._standby_over = threading.Event()
-        """Set when a standby stops waiting: it was promoted, is to stop, or its connection failed."""
+        """Set when a standby stops waiting: it was promoted, it was asked to stop, or its connection failed."""
         self._new_version = threading.Event()
         self._loop = open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
@@ -167,7 +167,7 @@ class ManagerConnection:
         self._loop.call_soon_threadsafe(callback, *args)
 
     def set_phase(self, phase: str, waits_for: ReplicaId | None = None, idle_cause: str | None = None) -> None:
-        """Enter a phase; the arguments are those of :class:`CurrentPhase`."""
+        """Enter a phase; the arguments have the meaning of the fields of :class:`CurrentPhase`."""
         self.status.enter(phase, waits_for, idle_cause)
         self.call_soon(self._schedule_phase_report, phase)
 

@@ -60,7 +60,7 @@ class Episode:
         self.base_url = base_url
         """Base URL for OpenAI's clients."""
         self.api_key = api_key
-        """The key of this attempt; give it to whatever works for the episode."""
+        """The key of this attempt; give it to every program that works for the episode."""
         self.attempt = attempt.leased.attempt
         """Number of the attempt, from 1."""
 

@@ -46,7 +46,10 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """Perform an exit, or store another fault for :meth:`trigger`. Called in the connection's thread."""
+        """Perform the fault if it is an exit; store any other fault for :meth:`trigger`.
+
+        Called in the connection's thread.
+        """
         fault = injection.fault
         if injection.tag != self.launch.tag:
             self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")
@@ -131,7 +134,7 @@ class ProbeResponder:
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # before the handler, which may call the API itself
+        probe = self._pending.popleft()  # cleared before the handler, which may call the API itself
         try:
             result = self._handler()
         except Exception as error:

@@ -1,7 +1,7 @@
 """Publishes the weight versions of this process: fills the memory of a version, signs its manifest, and offers it.
 
 A version becomes current as a whole: the store of this process gets it once its last tensor is written and its manifest
-is signed. A process that ends before that, or an exception, leaves the version before as the current one.
+is signed. If the process ends before that, or on an exception, the previous version stays current.
 """
 
 from __future__ import annotations

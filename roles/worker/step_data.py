@@ -1,4 +1,4 @@
-"""What a trainer gets of the store: the parts or the whole batches of steps, in their encoded form."""
+"""The data that a trainer receives from the store: parts or whole batches of steps, in encoded form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Data = TypeVar("_Data")
 
 
 class StepData:
-    """The data of steps, requested one after the other; what is returned counts as uncommitted.
+    """The data of steps, requested one after the other; returned data counts as uncommitted.
 
     Args:
         connection: Connection to the store.
@@ -76,7 +76,7 @@ class StepData:
             while not self._connection.stopping.is_set():
                 try:
                     result = self._connection.call_store(request())
-                except Stopping:  # the caller may still have finished steps to commit
+                except Stopping:  # no exception: the caller may need to commit steps that it has finished
                     return None
                 if result is not None:
                     return result

@@ -1,4 +1,4 @@
-"""The steps that a trainer has received and not committed: what their commits need, computed part by part.
+"""The steps that a trainer has received and not committed: the data that their commits need, computed part by part.
 
 A step that was received as a whole batch is a step of one part.
 """
@@ -13,12 +13,12 @@ from ..trajectories.types import PackedPart
 
 
 class UncommittedStep(Struct, frozen=True):
-    """What the commit of a step needs of its batch."""
+    """The data of a step's batch that its commit needs."""
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the number of its ``parts``, the age of its tokens, the number and
-    share of groups that could not be scored if there are any, and, if the job limits staleness, those of stale groups.
+    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the age of the tokens. If groups could
+    not be scored, also their number and share; if the job limits staleness, also the number and share of stale groups.
     """
 
 

@@ -17,8 +17,8 @@ from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
 
 _MAX_ENDED = 65_536
-"""Number of trajectories that this process had leased and that are remembered after their end, because a rollout may
-append to a trajectory once more before it reads that the trajectory is lost. A number takes about 100 bytes."""
+"""Number of ended trajectories that are remembered, of those that this process had leased: a rollout may append to a
+trajectory once more before it reads that the trajectory is lost. A number takes about 100 bytes."""
 _MAX_NAMED = 5
 """Number of trajectories that a message names."""
 

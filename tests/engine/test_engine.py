@@ -39,7 +39,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(shared: Engine) -> Iterator[Engine]:
-    """With the weights of step 0, and idle."""
+    """Return an idle engine with the weights of step 0."""
     engines.load(shared, 0, _A)
     yield shared
     shared.abort(range(1000))

@@ -102,7 +102,7 @@ def test_rollout_ends_with_all_its_vllm_workers_when_one_of_them_dies(tmp_path: 
 
 @contextmanager
 def _running(folder: Path, toml: str) -> Iterator[TestRun]:
-    """Cancelled and gone afterwards, whatever happened."""
+    """Yield a run, which is cancelled and has ended after the block, even if the test failed."""
     run = submit_here(folder, toml)
     try:
         yield run

@@ -182,7 +182,7 @@ _API_PROGRAMS = [
 
 
 def _attributes(kind: type) -> set[str]:
-    """What an instance has: what its class has, and what its ``__init__`` sets."""
+    """Return the attributes of an instance: those of its class, and those that its ``__init__`` sets."""
     body = ast.walk(ast.parse(inspect.getsource(kind)))
     made = {one.attr for one in body if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)}
     return set(dir(kind)) | made

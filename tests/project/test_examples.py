@@ -24,7 +24,7 @@ SLURM = {
     "scontrol": "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'",
     "sacctmgr": "exit 1",
 }
-"""What the login node of the cluster of the example says that is for one."""
+"""Output of Slurm's commands on the login node of the cluster for which the example is written."""
 NOT_HERE = "on this machine; the nodes need"
 
 

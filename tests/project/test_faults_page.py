@@ -24,7 +24,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def needs(traits: FaultTraits) -> str:
-    seconds = "seconds" if traits.needs_seconds else "seconds, if it is to end" if traits.takes_seconds else ""
+    seconds = "seconds" if traits.needs_seconds else "seconds, unless it is permanent" if traits.takes_seconds else ""
     return "; ".join(filter(None, ("amount" if traits.amount else "", seconds))) or "–"
 
 

@@ -1,4 +1,4 @@
-"""What sdist and wheel contain, what an index shows of them, and that an installed rrl works without the clone."""
+"""The content of sdist and wheel, their page in an index, and an installed rrl that works without the clone."""
 
 from __future__ import annotations
 

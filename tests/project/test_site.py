@@ -33,7 +33,7 @@ def test_the_site_has_no_dead_link_and_every_page_is_in_the_navigation(tmp_path:
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the build of a site with mistakes complains about."""
+    """Return the complaints of the build of a site with mistakes."""
     source = tmp_path_factory.mktemp("site")
     (source / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "conf.py", source / "docs")

@@ -22,7 +22,7 @@ ALLOWED = {
     "SO_LINGER": "an option of sockets",
     "eye": "torch's identity matrix",
 }
-"""identifiers of other libraries that contain a retired word: what they are"""
+"""Identifiers of other libraries that contain a retired word, with their meaning."""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _ROW = re.compile(r"^\| ([a-z, ]+) \| (.+) \|$", re.MULTILINE)
 

@@ -35,7 +35,7 @@ UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
 
 @pytest.fixture(scope="module")
 def run(owner: PlainUser) -> Iterator[TestRun]:
-    """A run of the owner that says nothing about ``[transport]``, once everybody works."""
+    """Return a run of the owner without a table ``[transport]``, once all replicas work."""
     toml = light_job("local", 100_000).replace('[transport]\nweights = "tcp"\n', "")
     assert "[transport]" not in toml
 
@@ -63,7 +63,7 @@ def workers(run: TestRun) -> dict[str, int]:
 
 
 def listening_ports(owner: PlainUser) -> set[tuple[str, int]]:
-    """Of all processes of the owner, as any user of the machine sees them."""
+    """Return the listening ports of all processes of the owner, as any user of the machine sees them."""
     found = set()
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(name).read_text().splitlines()[1:]:
@@ -88,7 +88,7 @@ def test_a_default_run_listens_on_loopback_and_loads_no_ucx(run: TestRun, owner:
 
 
 def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]]:
-    """What the attack of :mod:`rrl.tests.support.security.ucx_attack` reached at each port."""
+    """Return the result of the attack of :mod:`rrl.tests.support.security.ucx_attack` at each port."""
     if importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
     attack = attacker.popen(sys.executable, "-m", "rrl.tests.support.security.ucx_attack", LOOPBACK, *map(str, ports))

@@ -48,7 +48,7 @@ def history() -> Iterator[Path]:
 
 
 def report(reader: PlainUser, history: Path) -> tuple[dict[str, Any], str]:
-    """What ``rrl health report`` prints for the last 28 days, and what it says on stderr."""
+    """Return the output of ``rrl health report`` for the last 28 days, and its stderr."""
     rrl = str(Path(sys.executable).parent / "rrl")
     command = (rrl, "health", "report", "--history", str(history), "--since", "28d", "--format", "json")
     process = reader.popen(*command, XDG_CACHE_HOME=str(reader.home / "cache"))

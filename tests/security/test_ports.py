@@ -43,7 +43,7 @@ BOUND = 180
 ROUNDS = 3
 """of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
 GROWTH = 3 * 2**20
-"""bytes that an attack may leave behind: 5 % of what a manager has"""
+"""Bytes by which an attack may increase the memory: 5 % of a manager's memory."""
 KINDS = ["manager", "store", *PIPES, "snapshots"]
 WANTED = AdmissionRequest(Incarnation(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
 

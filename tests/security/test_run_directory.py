@@ -181,7 +181,7 @@ def open_root() -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
 def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mode: int) -> None:
-    """Root looks on as ``nobody``; whoever cannot become somebody else takes the rights from himself."""
+    """As root, run the commands as ``nobody``; as another user, remove that user's own rights."""
     run = Story("his-1").works().written(open_root)
     run.path.chmod(mode)
     other = os.geteuid() == 0 and others_can_run_us()

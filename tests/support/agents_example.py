@@ -1,4 +1,4 @@
-"""``examples/agents.toml`` for tests: small, and without what they do not need."""
+"""``examples/agents.toml`` for tests: small, and without the tables that tests do not need."""
 
 from __future__ import annotations
 

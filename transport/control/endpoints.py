@@ -101,7 +101,7 @@ class Listener:
         socket = self._context.socket(zmq.ROUTER)
         apply_socket_limits(socket, bounds)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise a full queue loses messages silently
-        socket.set(zmq.BACKLOG, 1024)  # the whole run dials a new manager at once
+        socket.set(zmq.BACKLOG, 1024)  # all processes of the run dial a new manager at the same time
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

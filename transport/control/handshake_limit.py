@@ -18,8 +18,8 @@ from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
 """Maximum number of unauthenticated connections. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower
-limit delays processes that dial at once: of 900 processes the last was accepted after 0.4 s without a limit, 0.6 s with
-a limit of 128, 1.0 s with 64, and 2.7 s with 16."""
+limit delays processes that dial at the same time: of 900 processes the last was accepted after 0.4 s without a limit,
+0.6 s with a limit of 128, 1.0 s with 64, and 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
 """A connection that has sent fewer bytes cannot have authenticated: a handshake sends 567 bytes (CURVE, ZMTP 3.1;
 measured)."""

@@ -43,7 +43,7 @@ MANAGER_BOUNDS = Bounds(2**20, 1000)
 """Limits of the manager, whose largest messages are a step's metrics and a finding's evidence. They are low, because
 even an unauthenticated peer can make the manager allocate one frame of the maximum size."""
 STORE_BOUNDS = Bounds(64 * 2**20, 1000)
-"""Limits of the store, to which a rollout may send many whole trajectories at once. 64 trajectories of 32,768 tokens
+"""Limits of the store, to which a rollout may send many whole trajectories in a row. 64 trajectories of 32,768 tokens
 each, with versions and log-probabilities, take about 30 MiB."""
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class UnixConnection:
     """A :class:`rrl.transport.streams.connection.Connection` over a Unix socket.
 
-    It may be used in one event loop after another, but never in two at once.
+    It may be used in one event loop after another, but never in two at the same time.
     """
 
     def __init__(self, connected: socket.socket) -> None:

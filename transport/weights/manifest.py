@@ -160,7 +160,7 @@ def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest
     """Decode and verify the manifest of ``version`` that a source sent.
 
     Raises:
-        ValueError: ``data`` is not a manifest, or the manifest is not signed with the run's secret, is that of another
+        ValueError: ``data`` is not a manifest; or the manifest is not signed with the run's secret, belongs to another
             version, or has chunks or tensors that do not fit its buffer.
     """
     try:

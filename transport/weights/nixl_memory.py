@@ -52,8 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds for which NIXL's thread sleeps unless UCX wakes it. An idle thread then takes 0.7 % of a core (66 % with
 the default, 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Shortest and longest pause (s) between two polls of a read: about a tenth of the duration of a slot at 10 GB/s, and a
-sixteenth of its duration at 2 Gbit/s."""
+"""Shortest and longest pause (s) between two polls of a read: about a tenth of the time that a slot takes at 10 GB/s,
+and a sixteenth of the time that it takes at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -285,7 +285,7 @@ class NixlRuntime:
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:
         """Wait for a read. Return an empty text on success, the reason of a failure, or None if it was given up."""
-        outcome = self._poll(self._agent.postXferReq, read)  # within a machine this may copy everything at once
+        outcome = self._poll(self._agent.postXferReq, read)  # within a machine this may copy everything in this call
         interval = _MIN_POLL_S
         while outcome is None and not claim.revoked:
             time.sleep(interval)

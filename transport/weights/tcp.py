@@ -14,8 +14,8 @@ from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
 _SLICE_BYTES = 256 * 2**10
-"""Maximum number of bytes passed to asyncio's transport at once, since asyncio copies the part that the kernel does not
-take (Python 3.11)."""
+"""Maximum number of bytes passed to asyncio's transport in one call, since asyncio copies the part that the kernel does
+not take (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
 """Size in bytes of the buffer for data that arrives while nothing is being received. A request has 33 bytes, and an
 unauthenticated peer must not cost much memory."""

@@ -38,7 +38,7 @@ FAULT_TEXTS = {
     FaultKind.DISK_FULL: "The file system of the run directory is filled up.",
     FaultKind.OUTAGE: "slurmctld does not answer.",
 }
-"""What each kind of fault does (docs/faults.md)."""
+"""Text about the effect of each kind of fault (docs/faults.md)."""
 
 
 class Change(NamedTuple):
@@ -46,9 +46,9 @@ class Change(NamedTuple):
 
     title: str
     effects: tuple[str, ...]
-    """What will happen, a sentence each."""
+    """The effects of the change, a sentence each."""
     command: str
-    """The command that does the same."""
+    """The command that makes the same change."""
     request: Callable[[str], str]
     """Requests the change, given the reason that the user wrote, and returns what to say. Blocks on the file system.
     Raises UsageError or OperationFailed."""
@@ -64,7 +64,7 @@ class ChangeRequested(Message):
 
 
 def restart_of(watched: WatchedRun, state: State, replica: ReplicaId) -> Change:
-    """Return the restart of a replica; of one rank of a gang, that of the gang."""
+    """Return the restart of a replica; for one rank of a gang, the restart of the gang."""
     id = gang_of(replica)
     members = gang(state, id)
     running = [one for one in members if one.is_current]

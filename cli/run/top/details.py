@@ -1,6 +1,7 @@
 """Render one replica and one node of a run, and the rows of the tables of both. Pure.
 
-``rrl status`` shows replicas and nodes of a run together; these views have room for everything about one of them.
+``rrl status`` shows replicas and nodes of a run together; each of these views shows everything about one replica or
+node.
 """
 
 from __future__ import annotations
@@ -225,5 +226,5 @@ def _grid() -> Table:
 
 
 def missing_view(what: str, names: Sequence[str]) -> RenderableType:
-    """Return the view of a replica or node that the run no longer has; ``names`` are those that it has."""
+    """Return the view of a replica or node that the run no longer has; ``names`` lists the existing ones."""
     return Text(f"the run has no {what} any more; it has {', '.join(names) or 'none'}", "yellow")

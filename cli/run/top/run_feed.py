@@ -27,7 +27,7 @@ class OpenedRun(NamedTuple):
     liveness: Liveness = Liveness()
     files: RunFiles = RunFiles()
     waiting: str = ""
-    """What the run waits for, if it has no state; empty if it has one."""
+    """What the run waits for, while it has no state; else empty."""
 
     @classmethod
     def read(cls, watched: WatchedRun) -> OpenedRun:
@@ -42,7 +42,7 @@ class OpenedRun(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What one reading has found."""
+    """The result of one reading."""
 
     runs: tuple[WatchedRun, ...] = ()
     """All runs, newest first."""

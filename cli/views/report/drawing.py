@@ -18,7 +18,7 @@ from ....manager.reporting.accounting.run_report import LaneReport, RunReport
 WIDTH, LANE_HEIGHT, CURVE_HEIGHT = 1000, 10, 120
 """Sizes of the drawings."""
 MAX_TITLED_SPANS = 3000
-"""Number of intervals in a page up to which each has a title; beyond it only incarnations have one."""
+"""Maximum number of intervals of which each has a title; in a page with more, only incarnations have titles."""
 TICKS = 4
 
 

@@ -1,14 +1,14 @@
-"""Hold back findings that many nodes or replicas have at once, because they probably share a cause.
+"""Hold back findings that many nodes or replicas have at the same time, because they probably share a cause.
 
 If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
-share. There are three more such cases: all rollouts stall at once; workers on many nodes miss heartbeats while their
-agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at once (a switch that fails over
-is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
+share. There are three more such cases: all rollouts stall at the same time; workers on many nodes miss heartbeats while
+their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at the same time (a switch
+that fails over is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
-GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof at once, a driver, a
-wrong rule or a shared cause is more likely, and the findings are held back.
+GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof at the same time, a
+driver, a wrong rule or a shared cause is more likely, and the findings are held back.
 
 A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
 are sampled at other times. A shared cause is kept for a while, because some nodes report it late; the next manager
@@ -41,15 +41,15 @@ MOST_SHARE = 0.5
 SHARED_CAUSE_LIFETIME_S = 600.0
 """Time (s) for which a shared cause still explains equal findings after enough nodes last reported them."""
 STALL_GRACE_S = 120.0
-"""Time (s) for which the stalls of all rollouts at once are held back. Then the rollouts are repaired."""
+"""Time (s) for which the stalls of all rollouts at the same time are held back. Then the rollouts are repaired."""
 STALL_SPREAD_S = 30.0
-"""Maximum time (s) between the first and the last stall of rollouts that count as stalling at once."""
+"""Maximum time (s) between the first and the last stall of rollouts that count as stalling at the same time."""
 SILENCE_GRACE_S = 30.0
-"""Time (s) for which findings about workers or nodes that fall silent at once are held back (our choice: three times
-the silence limit)."""
+"""Time (s) for which findings about workers or nodes that fall silent at the same time are held back (our choice: three
+times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Minimum number of nodes that must fall silent at once to suggest a shared cause; for workers also the minimum number
-of gangs.
+"""Minimum number of nodes that must fall silent at the same time to suggest a shared cause; for workers also the
+minimum number of gangs.
 
 Two may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
@@ -70,11 +70,11 @@ _SUSPECTS = {
 SharedCauseKind = tuple[Cause, str, str]
 """What equal findings have in common: cause, detector and, for storage, the path."""
 _STALL: SharedCauseKind = (Cause.HANG, "", "")
-"""Kind of a shared cause: all rollouts stall at once."""
+"""Kind of a shared cause: all rollouts stall at the same time."""
 _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
-"""Kind of a shared cause: workers on different nodes fall silent at once."""
+"""Kind of a shared cause: workers on different nodes fall silent at the same time."""
 _LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
-"""Kind of a shared cause: several nodes fall silent at once."""
+"""Kind of a shared cause: several nodes fall silent at the same time."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
 """Time (s) for which a shared cause of each of these kinds holds findings back. The shared cause itself is kept until
 no finding of its kind is left, so that one stall or silence has only one shared cause."""
@@ -360,14 +360,16 @@ def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: 
     """Return the finding about the whole run that says that the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:
-        text = f"all rollouts stall at once: {_few(names)}; suspected: storage, fabric or a service that they wait for"
+        text = f"all rollouts stall at the same time: {_few(names)}"
+        text += "; suspected: storage, fabric or a service that they wait for"
     elif kind == _SILENCE:
-        text = f"workers, but not nodes, are silent at once: {_few(names)}; suspected: the network or this manager"
+        text = f"workers, but not nodes, are silent at the same time: {_few(names)}"
+        text += "; suspected: the network or this manager"
     elif kind == _LOST:
-        text = f"nodes are silent at once: {_few(names)}; suspected: the network between them and this manager"
+        text = f"nodes are silent at the same time: {_few(names)}; suspected: the network between them and this manager"
     else:
         text = f"{detector}{f' of {component}' if component else ''}"
-        text += f" on {'most' if most else 'many'} nodes at once: {_few(names)}"
+        text += f" on {'most' if most else 'many'} nodes at the same time: {_few(names)}"
         text += f"; suspected: {_SUSPECTS.get(cause, _DEFAULT_SUSPECT)}" if most else ""
     component_key = ":".join((cause.value, detector, component)).rstrip(":")
     cause = Cause.SOFTWARE if cause in (Cause.GPU, Cause.HANG, Cause.PROCESS) else cause

@@ -1,8 +1,8 @@
 """Find the member of a gang that blocks the others: when it stalls, all other members wait for it in a collective.
 
 The CPU and GPU loads show which member blocks the others. If some members are idle while the GPUs of the others are
-busy in a collective, an idle member is to blame. If all members are inactive (idle, or spinning in a collective), the
-member with the least progress is to blame. If one member works while the others are inactive, they wait for it. Its
+busy in a collective, an idle member causes the stall. If all members are inactive (idle, or spinning in a collective),
+the member with the least progress causes it. If one member works while the others are inactive, they wait for it. Its
 work may be legitimate (an evaluation by the first rank only), so only the deadline of the phase applies.
 """
 

@@ -68,7 +68,8 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of a process that is not in the largest group of equal stacks; if there is none, of the oldest process."""
+    """Stack of a process that is not in the largest group of equal stacks; if there is none, the stack of the oldest
+    process."""
 
 
 class GroupedStacks(Struct, frozen=True):
@@ -201,7 +202,7 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group lacks; if there is none, that of the oldest process."""
+    """Return, with line numbers, a stack that the largest group lacks, else a stack of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

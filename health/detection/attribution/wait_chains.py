@@ -99,10 +99,10 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
 
-    The wait of this replica must be endless (``wait_endless``), and so must each wait that began much later, since a
-    replaced replica may still end the waits. Busy services do not explain such waits. A FAIL finding about any replica
-    or node explains them, and so does a replica without progress before its deadline (``_may_be_awaited``). Returns an
-    empty dict if there is such an explanation, or no such set.
+    The wait of this replica must be endless (``wait_endless``). Each wait that began much later must be endless too,
+    since a replaced replica may still end the waits. Busy services do not explain such waits. A FAIL finding about any
+    replica or node explains them, and so does a replica without progress before its deadline (``_may_be_awaited``).
+    Returns an empty dict if there is such an explanation, or no such set.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}

@@ -132,9 +132,10 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _silence_factor(view: ReplicaView, limits: Limits) -> float:
-    """Return the multiple of the silence limit for a worker, from a load that was measured well after its last message.
+    """Return the factor by which the silence limit of a worker is extended.
 
-    A stopped process uses no CPU, even if a kernel occupies its GPU.
+    It is 1 if no load was measured well after the last message of the worker. A worker that is stopped or uses CPU is
+    not dead, so it gets more time. A stopped process uses no CPU, even if a kernel occupies its GPU.
     """
     at = view.loads.latest_at
     if at is None or at < view.last_message_at + heartbeat_slack(limits):

@@ -38,9 +38,9 @@ first checkpoint of a trainer has no state of the optimizer, and later ones are 
 BUSY_DEADLINE_FACTOR = 6.0
 """Multiple of the deadline for a replica whose GPU (or CPU, without a GPU) works, so that it is slow and not hung."""
 FIRST_IDLE_SHARE = 0.25
-"""Share of ``longest`` for which a replica may be idle in a phase of which no pass is known (15 min of 1 h)."""
+"""Share of ``longest`` for which a replica may be idle in a phase without a known pass (15 min of 1 h)."""
 MIN_FIRST_IDLE_S = 900.0
-"""Least time (s) for which a replica may be idle in a phase of which no pass is known: starts read many files, and the
+"""Minimum time (s) for which a replica may be idle in a phase without a known pass: starts read many files, and the
 first checkpoint may create a whole folder tree on busy storage (ours)."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
@@ -100,8 +100,8 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
 def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
     """Return the time (s) from which a replica has been idle for too long, and a text with the limit.
 
-    Return None if recent loads do not show an idle replica, or if idleness is no evidence in its phase. It is none
-    while the replica waits, and in a phase that only the job declares.
+    Return None if recent loads do not show an idle replica, or if idleness is no evidence in its phase. Idleness is no
+    evidence while the replica waits, or in a phase that only the job declares.
 
     Args:
         view: The replica.

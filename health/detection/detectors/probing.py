@@ -69,7 +69,7 @@ def next_probe_on_node(node_view: NodeView, limits: Limits) -> float:
 
 
 def next_probe_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) of the replica's next probe (inf: there is no reason for one)."""
+    """Return the time (s) of the replica's next probe (inf: no probe is needed)."""
     probe = view.probe
     if probe.no_probe_handler or probe.failed or (due := suspect_at(view, limits)) == inf:
         return inf

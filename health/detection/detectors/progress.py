@@ -67,9 +67,9 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
 
-    Such a short wait is evidence only against a service that does nothing. It is no evidence in a phase that may also
-    work itself. In a phase that declares no wait, the replica is blocked in a call to a service, and the limit is
-    ``shortest`` of the service's phase.
+    Such a short wait is evidence only against a service that does nothing. It is no evidence in a phase in which the
+    replica may also work itself. In a phase that declares no wait, the replica is blocked in a call to a service, and
+    the limit is ``shortest`` of the service's phase.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -141,7 +141,7 @@ def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> R
 
 
 def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdict: Verdict, problem: str) -> Result:
-    """Compare the time without progress with the deadline, which work of CPU or GPU and storage stalls extend.
+    """Compare the time without progress with the deadline; work of CPU or GPU, and storage stalls, extend it.
 
     Args:
         view: The replica.

@@ -203,5 +203,5 @@ def _terminate(process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(END_TIMEOUT_S)
             return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    _log.error("the readers' supervisor (process %d) does not end on SIGKILL; it is left running", process.pid)
+    _log.error("the readers' supervisor (process %d) does not end on SIGKILL; it still runs", process.pid)
     return "not even on SIGKILL"

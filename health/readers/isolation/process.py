@@ -57,7 +57,7 @@ def describe_blocked_call(pid: int) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process ended; ``status`` is that of waitpid."""
+    """Return how a process ended; ``status`` is the status that waitpid returned."""
     code = os.waitstatus_to_exitcode(status)
     return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 

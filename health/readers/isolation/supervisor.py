@@ -69,7 +69,7 @@ class _Child:
         self.signalled = 0
         """Last signal that the supervisor sent to the process; 0 if it sent none."""
         self.escalate_at: float | None = None
-        """Time of the next stronger signal to a process that is to end; None if it is not to end."""
+        """Time of the next stronger signal to a process that must end; None if it is not to end."""
         self.started_at = 0.0
         self.deaths = 0
 
@@ -267,14 +267,14 @@ class _Supervisor:
         child.pid = child.pidfd = 0
 
     def _escalate_signal(self, child: _Child, now: float) -> None:
-        """Send the next stronger signal to a process that is to end; leave a process that survives SIGKILL."""
+        """Send the next stronger signal to a process that must end; after SIGKILL, send nothing more."""
         if child.signalled == 0:
             child.signalled, child.escalate_at = signal.SIGTERM, now + TERM_TIMEOUT_S
         elif child.signalled == signal.SIGTERM:
             child.signalled, child.escalate_at = signal.SIGKILL, now + KILL_TIMEOUT_S
         elif self._closing:
             at = describe_blocked_call(child.pid)
-            _log.error("reader %s: process %d does not end on SIGKILL; it is left running%s", child.name, child.pid, at)
+            _log.error("reader %s: process %d does not end on SIGKILL; it still runs%s", child.name, child.pid, at)
             self._release(child)
             child.escalate_at = _NEVER
             return

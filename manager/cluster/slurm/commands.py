@@ -96,8 +96,8 @@ class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
     Reads that are needed to carry out an action are never refused (credit). The managers of a user share
-    ``reads_per_minute`` equally. Each manager counts the others in the queue that it polls anyway, so no file has to be
-    shared between hosts, and a manager that died has no share any longer.
+    ``reads_per_minute`` equally. Each manager counts the other managers in the queue that it polls anyway. So no file
+    has to be shared between hosts, and a manager that has died no longer has a share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

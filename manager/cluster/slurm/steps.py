@@ -32,7 +32,7 @@ class _Srun(Struct):
     stderr_file: Path
     """File for srun's standard error, in the run directory. Unlike a pipe, a file needs no reader."""
     joined: asyncio.Event
-    """Set once the step has connected to the manager, or the srun is to be killed."""
+    """Set once the step has connected to the manager, or once the srun has to be killed."""
 
 
 class Sruns:

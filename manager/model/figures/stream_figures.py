@@ -67,7 +67,10 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
 
 
 class EpisodeFigures(Struct, frozen=True):
-    """Counts over the run as of its newest step. Turns and what follows count in finished episodes."""
+    """Counts over the run as of its newest step.
+
+    The turns and all later fields are counted in finished episodes only.
+    """
 
     at_work: int = 0
     """Episodes whose newest attempt was being made when the newest step was committed."""

@@ -23,7 +23,8 @@ from ....core.run_spec import RunSpec
 RECENT_S = 3600.0
 """Seconds before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Seconds from a point to the point after the next one, at least: so :data:`RECENT_S` has about 190 of them at most."""
+"""Minimum time (s) between a point and the second point after it, so that :data:`RECENT_S` has at most about 190
+points."""
 MAX_COMMITS = 21
 """Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
 
@@ -88,10 +89,10 @@ class TrainingTime(Struct, frozen=True):
 
 
 def member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
-    """Return what the members of trainers and rollouts are weighted by, and the weight of one member by role.
+    """Return (unit, weights): the unit of the weights, and for each role the weight of one member.
 
-    Members are weighted by their GPUs (``gpu``); in a job whose trainers and rollouts use none, by their share of the
-    replica's nodes (``node``).
+    The weight of a member is its number of GPUs (unit ``gpu``). In a job whose trainers and rollouts use no GPU, it is
+    the member's share of the replica's nodes (unit ``node``).
     """
     roles = [role for role in job.roles if role.kind in ("trainer", "rollout")]
     if any(role.per_member.gpus for role in roles):
@@ -130,7 +131,7 @@ def resumed(time: TrainingTime, at: float) -> TrainingTime:
 
 
 def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: float) -> TrainingTime:
-    """Return the time with this share of effective training ``since`` a time, which may lie in the past.
+    """Return the training time in which this share counts from the time ``since`` on, which may lie in the past.
 
     The share that was counted after ``since`` is then taken back, up to the last change of the share.
     """

@@ -59,7 +59,7 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
         missing = node_group.nodes - len(inventory.candidates(node_group.name)) - inventory.expected(node_group.name)
         why = Why(
             (f"{node_group.name}: {node_group.nodes} nodes wanted, {missing} missing",),
-            expects="nodes, in time to start",
+            expects="nodes in time, so that the run can start",
         )
         actions += [Request(request, why) for request in new_requests(state, node_group, missing, now)]
     return actions, deadline
@@ -151,9 +151,9 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
         pending = [f"{a.tag}: {a.status.detail or a.status.state}" for a in state.allocations.values()
                 if a.pending and a.request.node_group == node_group.name and a.status is not None]  # fmt: skip
         suffix = f" ({'; '.join(pending)})" if pending else ""
-        needed = f"{present} of the {node_group.min_nodes} nodes that the run cannot start without"
+        needed = f"{present} of the {node_group.min_nodes} nodes that the run needs to start"
         evidence.append(f"{node_group.name}: {needed}, after {state.job.start_within:g} s{suffix}")
-    lower = every_lower("the nodes without which the run cannot start, in time")
+    lower = every_lower("the nodes that the run needs to start, in time")
     return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is released", lower=lower))
 
 

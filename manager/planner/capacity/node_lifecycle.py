@@ -78,7 +78,7 @@ def _is_healthy(node: Node) -> bool:
     """Return whether the cluster reports the node as healthy, apart from this run's own drain.
 
     The status of a node that has left the run is unknown. Such a node counts as healthy if it was excluded without
-    proof and this run has not drained it, since the cluster does not grant nodes that are down.
+    proof and this run has not drained it: the cluster grants no nodes that are down.
     """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)
@@ -105,7 +105,7 @@ def drain_actions(state: State) -> list[ExternalAction]:
 
 
 def should_drain(state: State, node: Node) -> bool:
-    """Return whether the node is to be drained: excluded by a user or for its hardware, and no drain was tried yet."""
+    """Return whether the node must be drained: excluded by a user or for its hardware, and no drain was tried yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
     if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False
@@ -128,8 +128,7 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
     """Return releases of excluded nodes from allocations whose other nodes are kept.
 
     A node is released once all roles of its group work, or at once if it is down or was excluded with proof. If the
-    node is to be drained, the release waits until the drain is settled; otherwise another job could get the broken
-    node.
+    node must be drained, the release waits until the drain is settled; otherwise another job could get the broken node.
     """
     if state.job.cluster != "slurm":
         return []

@@ -180,7 +180,7 @@ class NodeInventory:
         return self.occupancy()
 
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
-    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each member to
+    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members in one pass adds each member to
     # ``occupancy``, and removes the rollouts that are preempted.
     def can_place(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
         """Return whether a node other than the replica's own could host the replica now."""
@@ -272,7 +272,7 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the donor rollout whose node this member could take, with a ready standby process there; None if none.
+        """Return the donor rollout whose node, with a ready standby process, this member could take; None if none.
 
         Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and that
         node has capacity left, :meth:`spare_with_standby` returns the node.
@@ -302,7 +302,8 @@ class NodeInventory:
         """Return the rollouts to preempt so that this member can be promoted.
 
         These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
-        without a free standby process, the result is one donor; this occurs when a gang loses two nodes at once.
+        without a free standby process, the result is one donor; this occurs when a gang loses two nodes at the same
+        time.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -372,7 +373,7 @@ class NodeInventory:
         """Return whether another node may help this replica.
 
         Another node does not help if the replica has failed too often on two nodes already. It does not help either if
-        replicas fail too often on many nodes at once: the likely cause is then storage, fabric or software.
+        replicas fail too often on many nodes at the same time: the likely cause is then storage, fabric or software.
         """
         if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False

@@ -267,8 +267,8 @@ def stop_orphans(
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
     Standby processes, and steps for whose end a gang waits, get no grace. A gang waits for the steps of its own earlier
-    incarnations, whose state is in the snapshots, and for the steps on the nodes in ``targets``, where it is to be
-    launched.
+    incarnations, whose state is in the snapshots. It also waits for the steps on the nodes in ``targets``, which are
+    the nodes of its launch.
     """
     stops: list[StopStep] = []
     wake = NEVER

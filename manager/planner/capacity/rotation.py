@@ -28,8 +28,8 @@ _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
     """Return the moves that are due now, and the next wake (manager's time, s).
 
-    A replica waits while another replica of its role is not at work. All members of a gang on expiring nodes move at
-    once, since each move restarts the whole gang.
+    A replica waits while another replica of its role is not at work. All members of a gang on expiring nodes move
+    together, since each move restarts the whole gang.
     """
     decisions: list[Decision] = []
     moving: set[str] = set()
@@ -151,9 +151,10 @@ def _redundant(
 
 
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
-    """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
+    """Return whether an allocation without usable nodes is kept.
 
-    The first allocation of a group is kept because the manager may run in it, or its end would end other components.
+    This holds if the allocation is the pool, or if one of its nodes must be drained. The first allocation of a group is
+    kept because the manager may run in it, or its end would end other components.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip

@@ -110,7 +110,7 @@ _NODE_NOT_BARRED = Need(
 _FEW_FAILURES_HERE = Need(lambda case: not fails_often_here(case), _few_failures_text)
 _FURTHER_TRY = Need(
     lambda case: not _last_try_on_other_node(case),
-    lambda case: "a start after this one: the last try is made on another node",
+    lambda case: "a further start to be left: the last one is made on another node",
 )
 _TRANSIENT = (_NODE_USABLE, _NODE_NOT_BARRED, _FEW_FAILURES_HERE, _FURTHER_TRY)
 """Needs of a restart on the same node: it is likely to help."""
@@ -152,8 +152,8 @@ def lower_rungs(
         policy: All rungs.
         taken: The rung that fits.
         case: The failure.
-        skipped: What the rungs would have needed that were not considered, since the evidence called for a more severe
-            one; a noun phrase.
+        skipped: Noun phrase: what would have been needed by the rungs that were not considered because the evidence
+            called for a more severe rung.
     """
     before = policy[: policy.index(taken)]
     unsuited = tuple(dict.fromkeys(spec.rung for spec in before if severity(spec.rung) < severity(case.first_rung)))

@@ -164,7 +164,7 @@ def limit_exclusions(
             deferred.append(DeferredExclusion(exclude, why, NEVER))
         elif excluded >= allowed:
             share = f"{excluded} of {len(state.nodes)} nodes"
-            why = f"{share} excluded within {recovery.window:g} s, and no more may be"
+            why = f"{share} excluded within {recovery.window:g} s, and no more may be excluded"
             deferred.append(DeferredExclusion(exclude, why, recent[0] if recent else now + recovery.window))
         else:
             excluded += 1

@@ -126,7 +126,7 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
 
 
 def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Return the fences of rollouts on whose nodes a standby process is to be promoted."""
+    """Return the fences of rollouts whose nodes are needed for the promotion of a standby process."""
     fences: dict[Incarnation, Decision] = {}
     for role in state.job.roles:
         members = (
@@ -247,7 +247,7 @@ def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]
 def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung, skipped: str) -> Decision:
     """Return the decision of the first rung of the policy that fits, from ``first_rung`` on.
 
-    ``skipped`` is what the rungs before ``first_rung`` would have needed.
+    ``skipped`` says what the rungs before ``first_rung`` would have needed.
     """
     state, failed = case.state, case.failed
     case = msgspec.structs.replace(case, first_rung=first_rung)

@@ -57,7 +57,7 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
 
 
 def starts_with_clean_exit(state: State, failed: Replica) -> int:
-    """Return how many consecutive starts ended because the replica's program returned early; 0 if the last did not.
+    """Return how many of the newest starts in a row ended because the replica's program returned early.
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """

@@ -1,6 +1,6 @@
 """Distinguish faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
 
-The rules are those of RobustRL (paper, 5.1): a failure in the first step after a restart, a second failure in the same
+The rules come from RobustRL (paper, 5.1): a failure in the first step after a restart, a second failure in the same
 step, or a second restart that fails. A failure with another explanation does not count:
 
 * an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step; *

@@ -1,1 +1,1 @@
-"""What a run's time and GPUs were spent on: effective training time, and the report of a whole run. Pure."""
+"""The use of a run's time and GPUs: effective training time, and the report of a whole run. Pure."""

@@ -9,10 +9,10 @@ most with the median duration of the undisturbed steps. The estimate is the sum 
 of this run. Training that was done again, waits and the time of every interruption are losses. What the protection
 costs in each step is part of the median, so the estimate does not contain it.
 
-An attempt lasts from the commit before, or after an interruption from the trainer's first ``train``, to the commit. A
+An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
 trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
 the predecessor's attempt counts. Steps that were committed while no manager ran share their time evenly. A step is
-undisturbed if no replica was interrupted since the commit before, and the manager was the same.
+undisturbed if no replica was interrupted since the previous commit, and the manager was the same.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class CommittedStep(Struct, frozen=True):
     """The newest of these steps."""
     count: int
     since: float
-    """Time of the commit before, or of the first ``train``."""
+    """Time of the previous commit, or of the first ``train``."""
     at: float
     attempt_since: float
     attempt_until: float
     """Interval of the attempt that was committed."""
     discarded: tuple[Attempt, ...]
-    """Attempts since the commit before whose work was lost."""
+    """Attempts since the previous commit whose work was lost."""
     disturbed: bool
     evaluated: bool
     """Whether the trainer waited for an evaluation before this step."""
@@ -61,7 +61,7 @@ class CommittedStep(Struct, frozen=True):
 
 
 class StepMedians(Struct, frozen=True):
-    """Median seconds of the undisturbed steps: those before which the trainer waited for an evaluation are apart.
+    """Median seconds of the undisturbed steps; steps after a wait for an evaluation have a median of their own.
 
     A run without failures evaluates, too: the time of its evaluations is not lost.
     """
@@ -122,7 +122,7 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps; a kind of which there is none has that of the other kind."""
+        """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
         plain, evaluated = (
             [step.at - step.since for step in self.steps if not step.disturbed and step.evaluated is kind]
             for kind in (False, True)

@@ -35,7 +35,7 @@ class Curves(Struct, frozen=True):
     reward: list[CurvePoint] = []
     """Mean reward of the steps."""
     tokens_per_second: list[CurvePoint] = []
-    """Trained tokens divided by the time since the commit before."""
+    """Trained tokens divided by the time since the previous commit."""
     trainer_version: list[CurvePoint] = []
     """Step of the newest weights that the trainer had published when the step was committed."""
     oldest_version: list[CurvePoint] = []
@@ -48,7 +48,7 @@ class CurveRecorder:
     def __init__(self) -> None:
         self._reward: list[CurvePoint] = []
         self._tokens: list[tuple[float, int, int, float]] = []
-        """(time, step, tokens, seconds since the commit before) of each committed step."""
+        """(time, step, tokens, seconds since the previous commit) of each committed step."""
         self._trainer: list[CurvePoint] = []
         self._oldest: list[CurvePoint] = []
         self._versions: dict[ReplicaId, int] = {}

@@ -58,7 +58,7 @@ class ReservedTime:
         return request.node.gpus if self.unit == "gpu" else 1
 
     def on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
-        """Count the nodes of an allocation until ``at`` (s), and from then on those that it has now."""
+        """Count the nodes of an allocation until ``at`` (s), and from then on the nodes that it has now."""
         weight, since = self._held.pop(event.tag, (0, at))
         self._seconds += weight * (at - since)
         if event.status is not None and event.status.state in _GRANTED:

@@ -202,7 +202,7 @@ class Interruptions:
             self._end(interruption, at)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> list[Interruption]:
-        """Begin the interruption that the end of the run is for the trainer, as of the decision to end the run."""
+        """Begin the interruption of the trainer by the end of the run, at the time of the decision to end it."""
         self._kinds = {role.name: role.kind for role in event.job.roles}
         finished, self._finished = self._finished, None
         number = self._joined.get(TRAINER, 0)
@@ -225,7 +225,7 @@ class Interruptions:
         return [interruption]
 
     def _successor_of(self, incarnation: Incarnation) -> Interruption | None:
-        """Return the open interruption that this incarnation is to end; None for other members of a gang."""
+        """Return the open interruption that this incarnation should end; None for other members of a gang."""
         interruption = self.open.get(incarnation.replica)
         return interruption if interruption is not None and incarnation.number > interruption.number else None
 

@@ -1,8 +1,8 @@
 """A lane for each member of a role's replica: its incarnations, and what it did at any time of the run. Pure.
 
 A lane is a list of intervals, each with the phase that the member reported. A run of many steps has very many
-intervals, so :meth:`Lane.spans` then returns the activity that prevailed in each of a limited number of equal parts of
-the run.
+intervals, so :meth:`Lane.spans` then divides the run into a limited number of equal parts, and returns the main
+activity in each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_SPANS = 400
 
 
 class Use(StrEnum):
-    """What kind of activity a member was in."""
+    """The kind of a member's activity."""
 
     ABSENT = "absent"
     """The member was never launched, or the run has ended."""
@@ -88,7 +88,7 @@ class Span(Struct, frozen=True, array_like=True):
 
 
 class Lane:
-    """What one member did."""
+    """The activities of one member."""
 
     def __init__(self, replica: ReplicaId) -> None:
         self.replica = replica
@@ -119,7 +119,7 @@ class Lane:
         return spent
 
     def spans(self, since: float, until: float) -> list[Span]:
-        """Return the intervals between two times; of a long lane, what prevailed in each of :data:`MAX_SPANS` parts."""
+        """Return the intervals between two times; for a long lane, the main activity in :data:`MAX_SPANS` parts."""
         if len(self.starts) > MAX_SPANS:
             return self._prevailing(since, until)
         return [

@@ -100,7 +100,7 @@ def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterabl
 def _divide(
     step: CommittedStep, medians: StepMedians, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
 ) -> Iterable[tuple[str, str, float]]:  # fmt: skip
-    """Yield (cause, stage, seconds) of the time that was lost between the commit before and that of ``step``."""
+    """Yield (cause, stage, seconds) of the time lost between the previous commit and that of ``step``."""
     left = step.at - step.since - step.useful_s(medians)
     for piece in of_trainer:
         seconds = min(left, piece.within(step.since, step.at))

@@ -1,4 +1,4 @@
-"""The report of a whole run, folded from its journal: where its time and its GPUs went, and why. Pure.
+"""The report of a whole run, folded from its journal: how its time and its GPUs were used, and why. Pure.
 
 :func:`account` folds the events once; ``rrl report`` shows the result as a table, as JSON or as a page.
 """
@@ -69,7 +69,7 @@ class DecisionReport(Struct, frozen=True):
 
 
 class LaneReport(Struct, frozen=True):
-    """What one member did."""
+    """The activities of one member."""
 
     replica: str
     incarnations: list[LaneIncarnation]
@@ -87,7 +87,7 @@ class Strict(Struct, frozen=True):
     steps: int
     """Number of steps that were compared."""
     ft_overhead: float | None
-    """How much longer than the clean run a run without interruptions took, as a share; None after an interruption."""
+    """Share by which this run took longer than the clean run; None if this run was interrupted."""
     doubts: list[str]
     """Why the comparison may not be valid."""
 
@@ -254,7 +254,7 @@ class Account:
         )  # fmt: skip
 
     def _missing(self) -> Iterator[str]:
-        """Yield what the journal does not say."""
+        """Yield a sentence for each figure for which the journal lacks data."""
         steps, curves = self.steps, self.curves.curves()
         if not self.reserved.weights:
             yield "The job has neither trainer nor rollouts: all reserved time is shown as idle."
@@ -270,15 +270,15 @@ class Account:
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
         if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
             yield (
-                f"{len(with_weights)} recoveries have no weight version before the first work: load is not"
-                " told apart from reconnect."
+                f"{len(with_weights)} recoveries have no weight version before the first work: the time to"
+                " load weights is not separated from the time to reconnect."
             )
         if not curves.reward:
             yield "The metrics of the steps have no `reward`."
         if not curves.tokens_per_second:
             yield "The metrics of the steps have no `tokens`: the throughput is unknown."
         if any(one.replica.startswith("rollout/") and one.charged for one in self.interruptions.all):
-            yield "Which tokens a failed rollout lost is not recorded: GPU time that was redone is that of the trainer."
+            yield "Tokens that a failed rollout lost are not recorded: `redone` is GPU time of the trainer only."
 
 
 class NoEvents(Exception):
@@ -317,7 +317,7 @@ def _strict(run: Account, clean: Account) -> Strict | None:
 
 
 def _doubts(run: Account, clean: Account) -> Iterator[str]:
-    """Yield why the strict ETTR may not be what it says."""
+    """Yield the reasons why the figure of the strict ETTR may be wrong."""
     if clean.interruptions.all:
         yield f"{clean.run} was interrupted {len(clean.interruptions.all)} times: it is not a clean run."
     if protections := list(_protections(clean.job)):

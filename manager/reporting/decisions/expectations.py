@@ -52,7 +52,7 @@ class Result(Struct):
     at: float | None = None
     """Manager's time (s) at which the effect occurred, or was certain not to occur; None while that is open."""
     text: str = ""
-    """What happened, in words."""
+    """Description of the event."""
 
     def settle(self, arrival: Arrival, at: float, text: str) -> None:
         """Set the result, unless there is one."""
@@ -74,16 +74,16 @@ class Expectations:
     def __init__(self) -> None:
         self._policy = _ONE_BY_ONE
         self._joins: dict[ReplicaId, list[tuple[Incarnation, Result]]] = {}
-        """Open restarts with the incarnation that each ended, by the replica that is to join again."""
+        """Open restarts by the replica that should join again, each with the incarnation that it ended."""
         self._launches: dict[Incarnation, Result] = {}
-        """Launches, by the incarnation that is to join."""
+        """Launches, by the incarnation that should join."""
         self._launch_tags: dict[str, Incarnation] = {}
         self._requests: dict[str, Result] = {}
         """Requests for nodes, by tag."""
         self._answers: dict[str, Result] = {}
         """Actions that are done once the cluster or a process confirms them, by tag."""
         self._stops: dict[str, Result] = {}
-        """Stops, by the step that is to end."""
+        """Stops, by the step that should end."""
         self._absences: dict[ReplicaId, list[Result]] = {}
         """Replicas without which the run continues."""
         self._unused: dict[NodeName, list[Result]] = {}

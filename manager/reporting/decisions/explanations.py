@@ -204,7 +204,7 @@ _WORDS: dict[type, str] = {
     RestartAll: "restart the whole run",
     Finish: "end the run",
 }
-"""What each action does, for users."""
+"""Description of each action, for users."""
 
 
 def words_of(action: Action) -> str:

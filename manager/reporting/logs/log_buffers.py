@@ -1,7 +1,7 @@
 """Keep the newest log lines of every incarnation in the manager, in case its log file is lost with its node.
 
-The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` if its incarnation is no longer
-current and has not reported that its own file is complete, or if a step reports lines that it cannot write itself.
+The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` in two cases: its incarnation is no
+longer current and has not reported that its own file is complete, or a step reports lines that it cannot write itself.
 Readers drop duplicates, since a line is identified by its timestamp. Each file name contains the epoch, so that the
 file has only one writer: O_APPEND is not atomic on NFS.
 """
@@ -38,7 +38,7 @@ class _LogBuffer:
         self.newest_stamp = b""
         """Timestamp of the newest line received."""
         self.due_at: float | None = None
-        """Time (s) at which the buffer is to be written; None if it is not to be written."""
+        """Time (s) at which the buffer must be written; None if it need not be written."""
         self.complete = False
         """True once the last line was received; the buffer is then removed after it is written."""
 
@@ -112,7 +112,7 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Whether any buffer is to be written."""
+        """Whether any buffer must be written now."""
         return bool(self._due)
 
     def write_all_due(self) -> None:

@@ -15,9 +15,9 @@ from .messages import parse_message, take_tools
 from .sampling import foreign_sampling
 
 MAX_CHOICES = 128
-"""Greatest number of answers to one request, as in OpenAI's API."""
+"""Maximum number of answers to one request, as in OpenAI's API."""
 _MAX_STOPS = 16
-"""Greatest number of stop texts: each is looked for after every token. OpenAI allows 4, vLLM any number."""
+"""Maximum number of stop texts: each is searched for after every token. OpenAI allows 4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
 """Characters of the longest stop text."""
 _DIGEST_CHARS = 32
@@ -44,7 +44,7 @@ class Call(Struct, frozen=True):
     """The plain prompt, as text or tokens."""
     choices: int = 1
     max_new: int | None = None
-    """Greatest number of tokens to sample; None: the job's."""
+    """Maximum number of tokens to sample; None: the job's limit."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
     tools: str = ""
@@ -52,7 +52,7 @@ class Call(Struct, frozen=True):
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     sampling: Sampling | None = None
-    """How a foreign call is sampled; None: the sampling of the job."""
+    """The sampling of a foreign call; None: the sampling of the job."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream ends with the numbers of tokens."""
@@ -89,7 +89,7 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
 
 
 def parse_completion(body: bytes, policy: Policy) -> Call:
-    """Return the request in the body of ``/v1/completions``; arguments and errors as of :func:`parse_chat`."""
+    """Return the request in the body of ``/v1/completions``; it has the arguments and errors of :func:`parse_chat`."""
     given = _table(body)
     prompt = given.pop("prompt", None)
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):

@@ -13,7 +13,7 @@ from .errors import unsupported, wrong
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
 """Keys of an answer's message, which a client may send back without a value."""
 _MAX_TOOLS = 128
-"""Greatest number of tools, as in OpenAI's API."""
+"""Maximum number of tools, as in OpenAI's API."""
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ def parse_message(given: Any, index: int) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
-    """Return the text of a message: a text, or a list of pieces of text."""
+    """Return the text of a message, whose ``content`` is a text or a list of pieces of text."""
     pieces = content if isinstance(content, list) else [] if content is None else [content]
     texts = [
         piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in pieces

@@ -34,7 +34,7 @@ class SampledAnswer:
         self._stopped = False
         self._reported, self._end_reported = resumed, ended
         self._sent: str | None = None if resumed else ""
-        """Text that the stream has sent; None until the tokens that an earlier stream has sent are here."""
+        """Text that the stream has sent; None until the tokens that an earlier stream has sent have arrived."""
         self.finished = False
 
     @property

@@ -25,7 +25,7 @@ class OpenedTurns(Struct, frozen=True):
     """The turns of a call."""
 
     number: int
-    """Number of the call among those with the same body."""
+    """Number of the call among the calls with the same body."""
     prompt: tuple[int, ...]
     """All tokens of the context."""
     requests: tuple[str, ...]

@@ -69,7 +69,7 @@ class KnownTurns:
         return EpisodeTurns(read.attempt, tuple(turns[number] for number in sorted(turns)), read.recorded)
 
     def _keep(self, episode: int, read: EpisodeTurns) -> None:
-        """Keep those of the turns that are complete."""
+        """Keep the turns that are complete."""
         kept = self._kept.setdefault(episode, _Kept(read.attempt, {}))
         self._kept.move_to_end(episode)
         for turn in filter(self._is_complete, read.turns):

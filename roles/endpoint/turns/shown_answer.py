@@ -1,7 +1,7 @@
 """An answer as an agent gets it: its text, cut before a stop text, and its tool calls.
 
-It is computed from the sampled tokens and the ``options`` of the turn only, so an answer is the same each time, and can
-be recognised in a later request. Everything here is pure.
+It depends only on the sampled tokens and the ``options`` of the turn. So an answer is the same each time, and can be
+recognised in a later request. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
     """Return where an answer ends because of the first stop text in it; None if it contains none."""
     if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
         return None
-    low, high = 0, len(tokens)  # numbers of tokens whose text has no stop text, and has one
+    low, high = 0, len(tokens)  # with ``low`` tokens the text has no stop text, with ``high`` it has one
     while high - low > 1:
         middle = (low + high) // 2
         found = _first_stop(_stable(tokenizer.decode(tokens[:middle])), stop)

@@ -22,7 +22,7 @@ RATE_BYTES_PER_S = 1 * 2**20
 """Maximum average number of bytes written per second. Three minutes at this rate fit into the files, and 100 roles at
 this rate write 100 MiB/s to the storage."""
 BURST_BYTES = 16 * 2**20
-"""Number of bytes that may be written at once, for example tracebacks of all threads or a table at the start."""
+"""Number of bytes that may be written in one burst, for example tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10
 """Size in bytes above which a line is split, as by Docker's json-file driver."""
 PARTIAL_LINE_TIMEOUT_S = 1.0

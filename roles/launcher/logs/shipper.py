@@ -20,7 +20,7 @@ from ....transport.keys import RunKeys
 RATE_BYTES_PER_S = 32 * 2**10
 """Maximum average number of bytes sent per second. 2,000 replicas at this rate send 64 MiB/s to the manager."""
 BURST_BYTES = 64 * 2**10
-"""Number of bytes that may be sent at once: all lines that are kept (:data:`TAIL_BYTES`)."""
+"""Number of bytes that may be sent in one burst: all lines that are kept (:data:`TAIL_BYTES`)."""
 MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Bytes that the rate limit adds to the text of each message, so that on average at most eight messages are sent per
 second."""

@@ -33,8 +33,8 @@ _ENVIRONMENT_IF_UNSET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to core 0 (docs/sources.md, vLLM)
 }
 _MAX_SEQUENCES = 1024
-"""Default number of sequences at once: vLLM's own default on the largest GPUs. It is less than the number of tokens in
-one of vLLM's steps, as vLLM requires."""
+"""Default number of concurrent sequences: vLLM's own default on the largest GPUs. It is less than the number of tokens
+in one of vLLM's steps, as vLLM requires."""
 _KV_SHARE = 0.5
 """Maximum share of the role's memory for the key-value cache on CPU. The rest is for the process, the model and two
 weight versions."""
@@ -82,7 +82,7 @@ def configure(
         dtype: Dtype of the model.
         max_length: Maximum number of tokens of prompt and answer together.
         seed: Seed of this incarnation.
-        lease: Maximum number of trajectories that are leased at once.
+        lease: Maximum number of trajectories that are leased at the same time.
         memory: Memory of the role in bytes.
         gpus: Number of GPUs assigned to the role.
         given: The user's arguments.

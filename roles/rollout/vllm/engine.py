@@ -42,7 +42,7 @@ class VllmEngine:
         model: The model as transformers builds it, for names and shapes; may be on the meta device.
         stop_tokens: Tokens that end a trajectory.
         sampling: How to sample.
-        lease: Maximum number of trajectories that are accepted at once.
+        lease: Maximum number of trajectories that are accepted at the same time.
     """
 
     def __init__(

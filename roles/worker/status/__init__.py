@@ -1,1 +1,1 @@
-"""What a worker reports about itself: its phase, its progress, what it waits for, and where its time goes."""
+"""What a worker reports about itself: its phase, its progress, what it waits for, and how it uses its time."""

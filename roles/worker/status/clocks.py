@@ -1,4 +1,4 @@
-"""Counts where the time of a worker's process goes: by phase, and by what the process waits for.
+"""Counts how a worker's process uses its time: by phase, and by what the process waits for.
 
 A process is in exactly one phase at a time, whichever of its threads entered the phase, and waits for at most one
 cause. So each moment of its lifetime is counted once, also if phases are nested or other threads enter phases, and all
@@ -34,8 +34,8 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: Returns for how long (ns), until the time of ``now`` that it is given, threads of this process have
-            waited for services outside of the run. This time counts as :data:`rrl.core.phases.WAIT_EXTERNAL` instead of
+        external: Takes a time of ``now``; returns for how long (ns) until then threads of this process have waited for
+            services outside of the run. This time counts as :data:`rrl.core.phases.WAIT_EXTERNAL` instead of
             the phase in which the wait happened.
     """
 
@@ -56,7 +56,7 @@ class PhaseClock:
             self._start(name)
 
     def enter(self, name: str, idle_cause: str = "") -> None:
-        """Enter a phase; ``idle_cause`` is what the process waits for in it, empty if it works."""
+        """Enter a phase; ``idle_cause`` names what the process waits for in this phase; empty if it works."""
         with self._lock:
             self._count()
             self._phase, self._idle_cause, self._thread = name, idle_cause, threading.get_ident()

@@ -51,7 +51,7 @@ class EpisodeStatus:
             self._enter()
 
     def endpoint_changed(self, waiting: int, answered: int) -> None:
-        """Report the number of calls that wait for tokens, and of those that were answered so far."""
+        """Report the number of calls that wait for tokens, and the number of calls that were answered so far."""
         with self._lock:
             if answered > self._answered:
                 self._count(answered - self._answered)

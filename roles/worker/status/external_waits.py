@@ -26,8 +26,8 @@ _services = Counter[str]()
 _waiting_since = 0.0
 """Time (s, monotonic clock) since which at least one thread has waited."""
 _began_ns, _waited_ns = 0, 0
-"""Start (ns, :func:`rrl.roles.worker.clocks.boot_time_ns`) of the present wait, and duration of all earlier ones: of
-the time in which at least one thread waited."""
+"""Start (ns, :func:`rrl.roles.worker.clocks.boot_time_ns`) of the present wait, and total duration of the earlier
+waits. A wait lasts while at least one thread waits."""
 _lock = threading.Lock()
 
 

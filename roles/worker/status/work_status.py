@@ -36,9 +36,9 @@ class CurrentPhase(NamedTuple):
 
 
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
-    """Return phase ``name``, in which a process waits for a role or replica; None: for what the phase declares.
+    """Return phase ``name``, in which a process waits for a role or replica.
 
-    The replica of a role is named only if the role has no other.
+    None stands for the role that the phase declares. The replica of a role is named only if the role has no other.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)
@@ -76,7 +76,10 @@ class WorkStatus:
         self.clock.restart(name)
 
     def enter(self, name: str, waits_for: ReplicaId | None, cause: str | None = None) -> None:
-        """Enter a phase that waits for a replica; ``cause`` is its idle cause, None for that of phase and replica."""
+        """Enter a phase that waits for a replica.
+
+        ``cause`` is its idle cause; None: the idle cause of phase and replica.
+        """
         self.phase = CurrentPhase(name, waits_for, idle_cause(name, waits_for) if cause is None else cause)
         self.clock.enter(name, self.phase.idle_cause)
 
@@ -146,5 +149,5 @@ class WorkStatus:
         return Heartbeat(incarnation, name, self.done, blocked_by, note, untaken)
 
     def read_clock(self) -> ClockReading:
-        """Return where the time of this process went until now."""
+        """Return how this process has used its time until now."""
         return self.clock.read(self.done)

@@ -12,7 +12,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 FAKE_APPTAINER = Path(__file__).parents[2] / "support" / "fake_apptainer"
 SHELL = {"LOOK_SECRET": "s3", "SLURM_NTASKS": "64", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5"}
-"""of whoever submits; the last four are of a launcher that has nothing to do with the run"""
+"""Variables of the submitting shell; the last four belong to a launcher that has nothing to do with the run."""
 BOXED = """
 [container]
 image = "box.sif"

@@ -39,7 +39,7 @@ STEPS = 140
 RECOVERED = {
     "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
 }  # fmt: skip
-"""by replica: how often it must come back from what is planned"""
+"""By replica: the number of recoveries that the planned faults must cause."""
 HANGS_ARE_FOUND = """
 [recovery]
 backoff = "100ms"
@@ -76,7 +76,7 @@ def _rejoined(id: ReplicaId) -> Callable[[State], bool]:
 
 
 def _commands(run: TestRun) -> None:
-    """What people order meanwhile: done, refused by the command, refused by the manager."""
+    """Send commands while the run works: one is done, one is refused by the command, one is refused by the manager."""
     code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
     assert (code, "SIGSTOP to pid" in out) == (0, True), err
     code, _, err = _inject(run, "kill", "--target", "judge/0")

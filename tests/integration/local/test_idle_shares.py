@@ -19,7 +19,7 @@ from rrl.tests.support.runs import TestRun, check_sound, light_job, submit_here
 KILLED = ReplicaId("rollout/1")
 TRAINER = ReplicaId("trainer/0")
 STEP_SECONDS = 0.1
-"""s that the light trainer sleeps in each step"""
+"""Time (s) that the light trainer sleeps in each step."""
 KILL = f'[[faults.planned]]\nkind = "kill"\ntarget = "{KILLED}"\nat = "step=3"\n'
 
 

@@ -1,4 +1,4 @@
-"""Rollouts go on receiving new weight versions while the manager is frozen, and when it is dead for good."""
+"""Rollouts continue to receive new weight versions while the manager is frozen, and after it has died."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _manager_pid(run: TestRun) -> int:
 
 
 def _trained(run: TestRun, step: int) -> Path | None:
-    """What the light trainer noted of this step, once it has trained it."""
+    """Return the note of the light trainer about this step, once it has trained the step."""
     return next((run.run.path / "batches").glob(f"{step}.*.json"), None)
 
 

@@ -1,5 +1,5 @@
-"""Whole runs on nodes with GPUs of a stand-in driver: one that fails costs its node, and nobody else anything; one that
-is broken from the start is never used."""
+"""Whole runs on nodes with GPUs of a stand-in driver: a GPU that fails costs only its node; a GPU that is broken from
+the start is never used."""
 
 from __future__ import annotations
 

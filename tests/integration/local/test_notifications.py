@@ -1,4 +1,4 @@
-"""Notifications of whole runs: by real commands, and once whatever happens to the managers."""
+"""Notifications of whole runs: sent by real commands, and only once even if managers die."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 
 
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
-    """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
+    """A frozen rollout is replaced. Once it continues, it receives that it is fenced, and exits."""
     run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]

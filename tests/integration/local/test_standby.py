@@ -33,7 +33,7 @@ TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 
 def standbys(state: State) -> list[Replica]:
-    """Those that stand by."""
+    """Return the standby processes."""
     return [one for one in state.replicas.values()
             if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
 
@@ -105,8 +105,8 @@ def wait_for_engine(run: TestRun) -> Replica:
 
 
 def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
-    """The node of rollout/1 is lost in the middle of its work; its next life is this process, and nobody else is
-    touched. Its predecessor's unfinished trajectories are gone on with."""
+    """The node of rollout/1 is lost in the middle of its work. Its next incarnation is this process, and no other
+    replica changes. Unfinished trajectories of the lost incarnation are continued."""
     before = current_incarnations(run.state())
     node = run.state().replica(ROLLOUT).node
     assert node is not None

@@ -31,7 +31,7 @@ KILLS = 8
 HASTY = 'first_pass = "1s"\n' + "".join(
     f'[phases.{phase}]\nshortest = "3s"\nlongest = "3s"\n' for phase in ("train", "checkpoint", "publish", "wait_data")
 )
-"""so short that whoever is blamed for the time that the store is away is restarted"""
+"""Limits so short that a replica that is blamed while the store is away would be restarted."""
 OFTEN = '[recovery]\nbackoff = "100ms"\nper_node = 50\nper_replica = 50\n'
 
 

@@ -24,7 +24,7 @@ STREAM = "[sampling]\nstream = true\nstaleness = 1"
 
 
 def _parts(run: TestRun, incarnation: int) -> dict[tuple[int, int], dict[str, Any]]:
-    """What came in each part, by (step, index), of all parts that this incarnation of the trainer was given."""
+    """Return the content of each part that this incarnation of the trainer received, by (step, index)."""
     found = {}
     for path in (run.run.path / "parts").glob(f"[0-9]*.{incarnation}.json"):
         step, index, _, _ = path.name.split(".")

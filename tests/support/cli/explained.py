@@ -1,4 +1,4 @@
-"""What every decision of a run must be explained by (``rrl explain``), whatever led to it."""
+"""Check that ``rrl explain`` explains every decision of a run completely."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rrl.manager.reporting.decisions.explanations import Explanation, explain, s
 INSIDE_WORDS = re.compile(
     r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|exit_record|holds)\b"
 )
-"""Words that nobody needs to know who reads an explanation."""
+"""Words that must not appear in an explanation, because its reader need not know them."""
 FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.FULL_RESTART}
 """The rung before which ``recovery.policy`` has none."""
 

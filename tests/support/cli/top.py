@@ -30,7 +30,7 @@ LEASE_AHEAD_S = 25.0
 
 
 class Top:
-    """The running application, and who uses it."""
+    """The running application, and the pilot that uses it."""
 
     def __init__(self, app: TopApp, pilot: Pilot[None]) -> None:
         self.app, self.pilot = app, pilot

@@ -30,7 +30,7 @@ KEYS = RunKeys.make()
 
 
 class Script(Struct, frozen=True):
-    """What happens in a run, and how it ends."""
+    """The events of a run, and its end."""
 
     outcome: Outcome
     granted: int

@@ -84,7 +84,7 @@ class Site:
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
         self.max_nodes_held = 0
-        """Largest number of nodes that were allocated at once."""
+        """Largest number of nodes that were allocated at the same time."""
         self.cancelled: dict[str, tuple[NodeName, ...]] = {}
         """Allocations that were cancelled from outside and that the cluster still lists."""
         self.launched: list[str] = []

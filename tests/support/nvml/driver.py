@@ -60,8 +60,8 @@ Value = int | str | bool | Iterable[str] | None
 def library(old: bool = False) -> Path:
     """Return the folder with the library, which is compiled once for each version of its source.
 
-    The folder is in the virtual environment and is removed with it. Several processes may call this at once. With
-    ``old``, the library lacks the functions that a driver before r525 lacks.
+    The folder is in the virtual environment and is removed with it. Several processes may call this at the same time.
+    With ``old``, the library lacks the functions that a driver before r525 lacks.
     """
     flags = ["-DOLD_DRIVER"] if old else []
     digest = sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:16]

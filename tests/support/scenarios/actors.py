@@ -80,7 +80,7 @@ class Member:
     stuck: float = 0.0
     """Time (s) until which its work makes no progress."""
     stuck_how: str = ""
-    """How it is stuck: ``hang``, ``wedge``, ``quiet`` or ``freeze``."""
+    """The way in which the actor is stuck: ``hang``, ``wedge``, ``quiet`` or ``freeze``."""
     false_progress_until: float = 0.0
     """Time (s) until which its progress counter rises although it does nothing."""
     loads: Loads | None = None
@@ -96,7 +96,7 @@ class Member:
     sent_goodbye: bool = False
     """Whether it has sent a Goodbye."""
     end: tuple[str, int | None, int | None, str] | None = None
-    """How it ended: ``exit`` or ``vanish``, exit code, signal, last line of output."""
+    """The end of the actor: ``exit`` or ``vanish``, exit code, signal, last line of output."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
     """Messages in transit: due time, method of the judge, arguments."""
 

@@ -42,7 +42,7 @@ pass."""
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """What a baseline knows about one incarnation."""
+    """The knowledge of a baseline about one incarnation."""
 
     node: NodeName
     since: float

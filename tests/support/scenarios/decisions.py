@@ -1,4 +1,4 @@
-"""What the manager decides about the failures that a scenario's detectors find, and how that is explained."""
+"""The manager's decisions about the failures that a scenario's detectors find, and their explanations."""
 
 from __future__ import annotations
 

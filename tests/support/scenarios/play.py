@@ -43,7 +43,7 @@ class Outcome(Struct, frozen=True):
     verdict: str
     since: float
     found_at: float | None
-    """Time of the first alarm about it, in time or late."""
+    """Time of the first alarm about the expected finding, in time or late."""
     in_time: bool
     named: str
     """Cause in that alarm."""

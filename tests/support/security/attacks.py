@@ -27,7 +27,8 @@ SEND_TIMEOUT_MS = 60_000
 _DEAF = 1.2
 """Seconds after which a port counts as not accepting: the kernel has retried once."""
 _AT_ONCE = 50
-"""Connections of one barrage that are open at once: as fast as one thread can be without running out of ports."""
+"""Connections of one barrage that are open at the same time: as fast as one thread can be without running out of
+ports."""
 
 
 # ── messages of the attacker ───────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ RECORD = Path("/var/lib/rrl-lab/packages")
 def install(accounting: bool = False) -> str:
     """Install missing Debian packages (root only), and create the labs' plain user; return what was done.
 
-    The user is created here because two labs that start at once would both create it.
+    The user is created here because two labs that start at the same time would both create it.
 
     Raises:
         RuntimeError: Something is missing and cannot be installed; the text says what to do instead.

@@ -27,7 +27,7 @@ FOREVER_S = 3600.0
 
 
 class Control(Struct):
-    """What the false pyslurm does."""
+    """The behaviour of the fake pyslurm."""
 
     recording: str
     """Path of a recording (:mod:`.recording`)."""

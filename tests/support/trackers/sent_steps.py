@@ -1,4 +1,4 @@
-"""What trackers have of a run, read by their own packages: steps in the order in which they were sent."""
+"""Read the steps that trackers have of a run, by the trackers' own packages, in the order of sending."""
 
 from __future__ import annotations
 

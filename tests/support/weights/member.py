@@ -68,7 +68,7 @@ SEEDS = 199
 _PERIOD = 251
 """Bytes after which content repeats (:func:`content`)."""
 _PIECE = 2**23
-"""Bytes that are compared at once."""
+"""Bytes that are compared in one step."""
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2)."""
 

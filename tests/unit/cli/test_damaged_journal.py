@@ -50,7 +50,7 @@ def frames(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def framed_again(data: bytearray, at: int, length: int) -> bytes:
-    """With the checksum of the payload as it is now."""
+    """Return the frame with the checksum of its present payload."""
     FRAME.pack_into(data, at - FRAME.size, length, zlib.crc32(data[at : at + length]))
     return bytes(data)
 

@@ -1,4 +1,4 @@
-"""The file of ``[task] file``: which rows are accepted, and what is said of those that are not."""
+"""The file of ``[task] file``: which rows are accepted, and the messages about the others."""
 
 from __future__ import annotations
 

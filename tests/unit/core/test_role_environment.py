@@ -1,4 +1,4 @@
-"""What [env] becomes: the bash text itself, and what bash makes of it."""
+"""The bash script of ``[env]``: its text, and its effect in bash."""
 
 from __future__ import annotations
 

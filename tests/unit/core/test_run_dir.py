@@ -18,7 +18,7 @@ OLD, NEW = b"the old bytes", b"the new bytes, which are more than those"
 
 @contextmanager
 def no_file_larger_than(nbytes: int) -> Iterator[None]:
-    """As a full disk: a write takes what there is room for, and only the next one fails."""
+    """Imitate a full disk: a write takes the bytes that still fit, and only the next write fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""What would command a terminal is escaped; all other text stays as it is."""
+"""Characters that command a terminal are escaped; all other text stays as it is."""
 
 from __future__ import annotations
 

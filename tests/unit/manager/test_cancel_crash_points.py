@@ -30,7 +30,7 @@ SPARSE = 37
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:
     assert (outcome, state.step) == (Outcome.COMPLETED, JOB.steps)
-    assert site.max_nodes_held == POOL, f"{site.max_nodes_held} nodes were held at once: {site.granted}"
+    assert site.max_nodes_held == POOL, f"{site.max_nodes_held} nodes were held at the same time: {site.granted}"
     assert (site.allocations, state.allocations) == ({}, {})
     folded = None
     for stamped in site.records:

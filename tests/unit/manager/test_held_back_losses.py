@@ -122,7 +122,7 @@ def test_open_breaker_names_the_node_its_finding_and_its_end() -> None:
     held, at, state = deferred[0]
     lost = next(finding for finding in state.findings.values() if finding.node == held.exclude.node)
     assert lost.detector == "node_lost"
-    assert held.why == "2 of 6 nodes excluded within 600 s, and no more may be"
+    assert held.why == "2 of 6 nodes excluded within 600 s, and no more may be excluded"
     first = min(node.excluded_at for node in state.nodes.values() if node.excluded is not None)
     assert held.until == first + state.job.recovery.window > at
 

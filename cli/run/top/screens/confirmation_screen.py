@@ -18,7 +18,9 @@ from ..changes import Change
 
 
 class ConfirmationScreen(ModalScreen[str | None]):
-    """Asks for one change. The result is the reason that the user wrote, often empty, or None if nothing is to happen.
+    """Asks the user to confirm a change, and for its reason.
+
+    The result is the reason, which may be empty, or None if the user does not confirm the change.
 
     Args:
         change: The change.
@@ -42,7 +44,7 @@ class ConfirmationScreen(ModalScreen[str | None]):
             same = Text.assemble(("The same as: ", "bright_black"), change.command, overflow="fold")
             yield Static(Escaped(Group(*effects, "", same)))
             if change.takes_reason:
-                yield Input(placeholder="the reason, for others (may be empty)", id="reason")
+                yield Input(placeholder="the reason that others will see (may be empty)", id="reason")
             with Horizontal(classes="buttons"):
                 yield Button(change.title, variant="error", id="confirm")
                 yield Button("Cancel", variant="primary", id="cancel")

@@ -1,4 +1,4 @@
-"""The form of a fault that is to be injected into a run."""
+"""The form in which the user describes a fault to inject into a run."""
 
 from __future__ import annotations
 

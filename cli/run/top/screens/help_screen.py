@@ -21,8 +21,8 @@ _OF_TABLES = (
 )
 """Keys that Textual's table has itself."""
 _NOTES = (
-    "rrl top reads only the run directories, and never asks Slurm: where it cannot know more, rrl status RUN can.",
-    "Restart, drain and inject are asked for before anything happens, and carried out by the manager of the run.",
+    "rrl top reads only the run directories, and never asks Slurm. rrl status RUN asks Slurm, and may know more.",
+    "Restart, drain and inject need your confirmation. Then the manager of the run carries them out.",
 )
 
 

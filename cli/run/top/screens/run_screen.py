@@ -120,12 +120,12 @@ class RunScreen(Screen[None]):
             self.post_message(ChangeRequested(restart_of(self._opened.watched, self._state, self._replica)))
 
     def action_drain(self) -> None:
-        """Ask whether to drain the node that has the cursor, or that of the replica that has it."""
+        """Ask whether to drain the node that has the cursor, or the node of the replica that has it."""
         if self._opened is not None and self._state is not None and self._node is not None:
             self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
 
     def action_inject(self) -> None:
-        """Let the user describe a fault of what has the cursor."""
+        """Let the user describe a fault for the replica or node that has the cursor."""
         if self._opened is not None and self._state is not None:
             target = self._replica or self._node or ""
             self.app.push_screen(FaultScreen(self._opened.watched, self._state, target))
@@ -148,7 +148,7 @@ class RunScreen(Screen[None]):
 
     @property
     def _node(self) -> NodeName | None:
-        """The node that has the cursor, or that of the replica that has it."""
+        """The node that has the cursor, or the node of the replica that has it."""
         key, state = self._table.cursor_key, self._state
         if key is None or state is None:
             return None
@@ -173,7 +173,7 @@ class RunScreen(Screen[None]):
         self._keys.refresh()
 
     def _show_table(self, state: State, now: float) -> None:
-        """Bring the table that is visible up to date."""
+        """Update the visible table."""
         table = self._table
         replicas = table.id == "replica-table"
         table.show(replica_rows(state, now, failures_now(state, now)) if replicas else node_rows(state, now))

@@ -190,7 +190,7 @@ class ListTable(Vertical):
         return rows[::-1] if self._reversed else rows
 
     def _draw(self, cursor_key: str | None = None) -> None:
-        """Bring the table up to date; ``cursor_key`` names the row that the cursor moves to; None keeps its row."""
+        """Update the table; ``cursor_key`` names the row that the cursor moves to; None keeps its row."""
         rows, table = self._selected_rows(), self._table
         if [row.key for row in rows] == list(self._shown):
             for row in rows:

@@ -23,7 +23,8 @@ FIRST_LINES = 200
 MAX_LINES = 2000
 """Maximum number of lines that are kept: older ones are in the file, for ``rrl logs``."""
 MAX_LINES_AT_ONCE = 500
-"""Maximum number of lines of one reading that are shown: nobody can read more at once, so only the newest are kept."""
+"""Maximum number of lines of one reading that are shown: nobody can read more in one glance, so only the newest are
+kept."""
 
 
 class LogTail(RichLog):

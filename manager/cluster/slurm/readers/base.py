@@ -30,7 +30,7 @@ class SlurmConfig(Struct, frozen=True):
 
 
 class SlurmReader(Protocol):
-    """What rrl reads from Slurm.
+    """The requests of rrl to Slurm for data and node changes.
 
     All methods raise only Refused or Unanswered, and each returns within its own deadline.
     """

@@ -53,7 +53,7 @@ class PyslurmChild:
 
     Args:
         module: the module that the process imports as pyslurm.
-        python: the interpreter of the process; default: that of this process.
+        python: the interpreter of the process; default: the interpreter of this process.
         start_timeout_s: seconds for the process to import the module.
     """
 

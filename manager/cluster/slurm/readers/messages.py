@@ -43,7 +43,7 @@ class Ready(Struct, frozen=True, tag=True):
     """The first line of the process: pyslurm is imported."""
 
     version: str
-    """Version of pyslurm; its first two numbers are those of the Slurm that it was built for."""
+    """Version of pyslurm; its first two numbers are the release of Slurm that it was built for."""
 
 
 class JobRow(Struct, frozen=True):

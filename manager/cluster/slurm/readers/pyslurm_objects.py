@@ -22,7 +22,7 @@ from .messages import ConfigRow, Done, Failed, JobRow, JobRows, NodeRow, NodeRow
 
 MAX_SINGLE_NODES = 8
 """Largest number of nodes that are read one by one, with two requests to slurmctld each; beyond it all nodes of the
-cluster are read at once. Two requests for one node take slurmctld less time than one for thousands of nodes."""
+cluster are read in one request. Two requests for one node take slurmctld less time than one for thousands of nodes."""
 OWN_ERROR = -1
 """Error number that pyslurm itself sets, for example for a node that does not exist (SLURM_ERROR)."""
 INVALID_NODE_NAME = 2018
@@ -44,12 +44,12 @@ class PyslurmObjects:
         self._user = os.geteuid()
 
     def jobs(self) -> JobRows:
-        """Return the jobs of this user; pyslurm reads those of all users."""
+        """Return the jobs of this user; pyslurm reads the jobs of all users."""
         jobs = list(self._jobs.load().values())
         return JobRows(tuple(_job(job) for job in jobs if job.user_id == self._user), len(jobs))
 
     def steps(self) -> StepRows:
-        """Return the numbered steps of this user; pyslurm reads those of all users."""
+        """Return the numbered steps of this user; pyslurm reads the steps of all users."""
         return StepRows(
             tuple(
                 StepRow(job, step.id, ",".join(step.allocated_nodes or ()), _text(step, "name"))

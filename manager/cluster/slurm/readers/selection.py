@@ -1,9 +1,8 @@
 """Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep the choice until pyslurm fails.
 
-``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and a first look by both
-readers gave the same values. ``pyslurm`` uses pyslurm, if installed, without comparing. Either way
-the commands take over for the rest of the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child
-process.
+``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and gave the same values as
+the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. Either way the commands
+take over for the rest of the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child process.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ MAX_CHILD_FAILURES = 3
 """Number of failures of the child process after which a manager reads by commands only."""
 LARGE_QUEUE_JOBS = 500
 """Number of jobs of all users above which jobs are read by squeue: slurmctld sends squeue only the jobs of this user,
-but pyslurm those of all users: with 500 jobs of others that costs either about 1 ms of CPU a look (docs/sites.md)."""
+but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU either way
+(docs/sites.md)."""
 FIRST_LOOKS = 3
-"""Number of looks at one cluster by both readers. A difference counts if all of them show it, because the cluster
-changes between two readers' looks."""
+"""Number of comparisons of the two readers at the start. A difference counts only if all comparisons show it, because
+the cluster may change between the reads of the two readers."""
 FIRST_LOOK_PAUSE_S = 1.0
 """Seconds between two of these looks."""
 SHOWN_DIFFERENCES = 2
 """Number of differences that are named; a large cluster may have thousands."""
 CLOCK_DIFFERENCE_S = 5.0
-"""Seconds by which the time left of a job may differ between two readers that look one after the other."""
+"""Seconds by which the time left of a job may differ between two readers that read one after the other."""
 
 _log = logging.getLogger("rrl.manager")
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Choice(Struct):
 
     reader: SlurmReader
     reason: str
-    """Which reader it is and why, for people."""
+    """Text about the chosen reader and the reason, for people."""
     rejected: bool = False
     """True if pyslurm is installed, but does not fit this cluster."""
 
@@ -89,11 +89,11 @@ async def choose_reader(
         elif differences := await _first_looks(by_commands, by_pyslurm):
             more = f"; {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
             shown = "; ".join(differences[:SHOWN_DIFFERENCES])
-            reason = f"pyslurm {version} gave other values at the first look: {shown}{more}"
+            reason = f"pyslurm {version} gave other values in the first comparison: {shown}{more}"
         else:
-            return Choice(by_pyslurm, f"pyslurm {version}: a first look gave the same values as the commands")
+            return Choice(by_pyslurm, f"pyslurm {version}: a first comparison gave equal values as the commands")
     except ChildFailed as error:
-        reason = f"pyslurm failed at the first look: {error}"
+        reason = f"pyslurm failed in the first comparison: {error}"
     except BaseException:
         await by_pyslurm.close()
         raise
@@ -183,7 +183,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
-    """Return the differences between the values of two readers that each of several looks shows, as texts."""
+    """Return, as texts, the differences between two readers that each of several comparisons shows."""
     remaining: dict[str, str] | None = None
     for attempt in range(FIRST_LOOKS):
         if attempt:

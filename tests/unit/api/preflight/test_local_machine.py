@@ -1,4 +1,4 @@
-"""What ``rrl check`` and ``rrl submit`` compare with this machine before a local run starts."""
+"""The comparison of a local run with this machine by ``rrl check`` and ``rrl submit``."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_both_forms_print_json_for_programs(run: RunDir, store: Store, capsys: p
         key: value for key, value in listed[0].items() if key != "turns"
     }
     assert main.run(["episodes", RUN, "0"]) == 0
-    assert "leaves turn 1 after 4 of its 5 tokens" in capsys.readouterr().out
+    assert "branches off turn 1 after 4 of its 5 tokens" in capsys.readouterr().out
 
 
 def test_episodes_that_cannot_be_shown_are_one_line(

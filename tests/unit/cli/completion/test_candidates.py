@@ -1,4 +1,4 @@
-"""What a shell offers for a command line of rrl, asked as the scripts ask, and by a real bash on a terminal."""
+"""The candidates for a command line of rrl, requested as the scripts do, and by a real bash on a terminal."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_a_request_that_the_check_on_the_node_denies_drains_nothing(
     lab.clear()
     request_drains(
         folder, "n2", cause="fabric"
-    )  # the check finds another failure: a mount, which many nodes may lack at once
+    )  # the check finds another failure: a mount, which many nodes may lack at the same time
     done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
     assert done.returncode == 1
     assert done.stdout == f"n2: not drained: rrl health check there does not confirm the records of {ME}\n"

@@ -1,5 +1,5 @@
-"""``rrl check`` and what ``rrl submit`` asks of Slurm first. Slurm's commands are scripts here: what the real ones say
-is in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
+"""``rrl check``, and the test of Slurm by ``rrl submit``. Slurm's commands are scripts here; the answers of the real
+commands are in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE_ENFORCED = "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40
 
 
 class Site:
-    """A login node: what its Slurm commands say, and where the runs lie."""
+    """A login node: the output of its Slurm commands, and the folder of runs."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bin, self.runs = folder / "bin", folder / "runs"
@@ -95,7 +95,7 @@ def test_check_shows_the_number_of_spares_with_a_warm_rollout(site: Site, capsys
     site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
-    assert "warm rollout  at most 1: on 1 of the spares, its engine running; once a step is committed" in shown
+    assert "warm rollout  at most 1: on 1 of the spares, with a running engine; once a step is committed" in shown
 
 
 def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_model_folder_is_checked_where_the_job_is_checked(site: Site, capsys: py
         ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json has no max_position_embeddings"
          " (the maximum length of a text); set `max_length` in [model]"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
-        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
+        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no space for a prompt:"
          " the model in path takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
          " of transformers wrote for a model"),

@@ -1,4 +1,4 @@
-"""What ``rrl init`` writes of what was found: always a job that can be checked, and every line says why."""
+"""The job.toml that ``rrl init`` writes: always a job that passes ``rrl check``, with the reason in every line."""
 
 from __future__ import annotations
 

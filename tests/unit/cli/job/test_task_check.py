@@ -106,7 +106,7 @@ def test_check_of_the_quickstart_shows_two_prompts_with_answers_and_rewards(
         ("metadata[matrix]", "metadata[matrx]", '21: task.prompt: "{metadata[matrx]}=" does not fit an item of'
          " spiral_matrix (KeyError: 'matrx'); an item has question, answer, metadata[source_dataset],"),
         ("0123456789=", "012345679", "27: model.tokenizer.pieces: prompts and answers of the first 100 items of [task]"
-         " contain '8' '=', which no piece has: add each to `pieces` or to `ignore`"),
+         " contain '8' '=', which is in no piece: add each to `pieces` or to `ignore`"),
     ],
 )  # fmt: skip
 def test_mistake_in_the_task_of_the_quickstart_is_one_line(

@@ -32,14 +32,14 @@ from rrl.api.runs import find_run
 from rrl.cli.run.submit import watch_until_end
 sys.exit(watch_until_end(find_run({RUN!r}), False))
 """
-"""What ``rrl submit --wait`` does once the run is started."""
+"""Program that does the same as ``rrl submit --wait`` once the run is started."""
 
 FOREGROUND = f"""\
 from rrl.api.runs import find_run
 from rrl.cli.run.follow import follow
 follow(find_run({RUN!r}), summary_follows=True, manages=True)
 """
-"""What ``rrl submit --foreground`` draws."""
+"""Program that draws the same view as ``rrl submit --foreground``."""
 
 
 def terminal_with(root: Path, command: str = STATUS_LIVE, columns: int = 100, rows: int = 40, **env: str) -> Terminal:

@@ -126,7 +126,7 @@ def test_older_than_takes_ended_runs_of_that_age_only(
     assert main.run(["rm", "--older-than", "7d", "--yes"]) == 0
     out, err = capsys.readouterr()
     assert {line.split()[1] for line in out.splitlines() if line.startswith("removed")} == {"old-1", "old-2"}
-    assert err.startswith("rrl: broken-1 is left alone: ")
+    assert err.startswith("rrl: broken-1 is not removed: ")
     assert sorted(os.listdir(root)) == ["broken-1", "recent-1", "running-1"]
 
 
@@ -155,7 +155,7 @@ def test_without_a_terminal_option_yes_is_required(
     run = completed("over-1").written(root)
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     assert main.run(["rm", "over-1"]) == 2
-    assert "there is nobody to ask; to remove without asking: --yes" in capsys.readouterr().err
+    assert "you cannot be asked; to remove without a question: --yes" in capsys.readouterr().err
     assert run.journal.is_dir()
 
 

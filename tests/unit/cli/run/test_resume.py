@@ -1,5 +1,4 @@
-"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in
-tests/integration/local/test_resume.py."""
+"""Requests that ``rrl resume`` and ``rrl restart`` refuse. tests/integration/local/test_resume.py resumes real runs."""
 
 from __future__ import annotations
 

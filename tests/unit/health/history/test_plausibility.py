@@ -73,7 +73,7 @@ def test_claims_of_more_gpus_than_a_node_has_are_left_out() -> None:
     kept, left_out = plausible([*claims, *honest], NOW, {"n1": 8})
     assert {(one.user, getattr(one.record, "node", "")) for one in kept} == {(ANNA, ""), (BEN, ""), (BEN, "n1")}
     assert left_out == (
-        f"{ANNA}: 45 records about nodes on which the user's runs claim more GPUs at once than the nodes have",
+        f"{ANNA}: 45 records about nodes on which the user's runs claim more GPUs at the same time than the nodes have",
     )  # fmt: skip
 
 

@@ -327,12 +327,11 @@ def test_failures_on_a_single_day_make_no_lemon() -> None:
 
 
 def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
-    at, line = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
+    text = "mounts of /scratch on many nodes at the same time: n1, n2"
+    at, line = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", text)
     many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(line,))
     site = made(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), many, over(HOUR))).site
-    assert [(one.source, one.text) for one in site.correlated] == [
-        ("anna/r", "mounts of /scratch on many nodes at once: n1, n2")
-    ]
+    assert [(one.source, one.text) for one in site.correlated] == [("anna/r", text)]
 
 
 def test_finding_of_most_nodes_blames_none_of_them_even_with_proof() -> None:

@@ -153,7 +153,7 @@ def test_an_export_that_does_not_end_is_ended_and_reported(tmp_path: Path, monke
         monkeypatch.setattr(checkpoint_exports, "EXPORT_TIMEOUT_S", 0.5)
         await run.settle()
         assert run.made == []
-        assert model_folders(run.run, 4).export_failure.startswith("step 4: it did not end within")
+        assert model_folders(run.run, 4).export_failure.startswith("step 4: the export did not end within")
 
     _play(story)
 

@@ -1,4 +1,4 @@
-"""Random failures and commands, many at once and in any order.
+"""Random failures and commands, many at the same time and in any order.
 
 The planner reaches its fixpoint after each of them, nothing is launched twice, and once the troubles are over all
 replicas work again or the run has ended. :class:`World` checks every plan. A seed, which the test names, gives a story.

@@ -182,8 +182,8 @@ def test_scorer_that_raises_loses_only_the_trajectory(users_folder: Path, caplog
     assert scored.faulty == [2, 3, 5]
     assert caplog.text.count("the scorer raised ValueError (") == 1
     mistake = "ZeroDivisionError: division by zero (my_rrl_task.py:5)"
-    assert (
-        scorer.note == f"at least 2 answers could not be scored, and their groups are dropped; the last one: {mistake}"
+    assert scorer.note == (
+        f"at least 2 answers could not be scored, and their groups are dropped; the last error: {mistake}"
     )
 
 
@@ -205,8 +205,8 @@ def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the
     assert (scored.scores, scored.faulty) == ([], [1])
     assert scored.failed == {1: f"the scorer raised ValueError ({place})"}
     assert scorer.note == (
-        "1 answer could not be scored, and their groups are dropped; the last one: ValueError: score(7, '1 2') returned"
-        f" {returned!r}; return two finite numbers: the reward to report, and the reward to train on ({place})"
+        "1 answer could not be scored, and their groups are dropped; the last error: ValueError: score(7, '1 2')"
+        f" returned {returned!r}; return two finite numbers: the reward to report, and the reward to train on ({place})"
     )
 
 

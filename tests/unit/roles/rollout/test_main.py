@@ -1,4 +1,4 @@
-"""The rollout's loop, with an engine that only counts: what is leased, loaded, handed over, and in which phase."""
+"""The rollout's loop, with an engine that only counts: its leases, weights, appends and phases."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Clock:
 
 
 def _step(store: Store, number: int, clock: Clock | None = None) -> list[int]:
-    """One step with one rollout that works on two trajectories at once. Returns what it leased, in order."""
+    """One step with one rollout that works on two trajectories at the same time. Returns what it leased, in order."""
     clock = clock or Clock()
     held: dict[int, tuple[Item, int]] = {}
     order: list[int] = []

@@ -1,4 +1,4 @@
-"""What a rollout appends is checked in its own process, against what was leased to it."""
+"""The appends of a rollout are checked in its own process, against its leases."""
 
 from __future__ import annotations
 

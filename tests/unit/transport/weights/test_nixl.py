@@ -1,4 +1,4 @@
-"""What only the nixl pipe has: slots that are read from outside, NIXL's ports, and frames. Needs NIXL."""
+"""Properties of the nixl transport alone: slots that peers read, NIXL's ports, and frames. Needs NIXL."""
 
 from __future__ import annotations
 

@@ -491,7 +491,7 @@ def test_an_error_in_one_fetch_ends_the_other_fetches_before_the_pull_raises(kin
 
 # ── server side ────────────────────────────────────────────────────────────────────────────────────────────────────
 def connections(transport: WeightTransport) -> int:
-    """That it serves."""
+    """Return the number of connections that the source serves."""
     (_, desk), *_ = transport._served  # type: ignore[attr-defined]
     return len(desk.close.__self__._tasks)
 

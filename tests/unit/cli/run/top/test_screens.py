@@ -1,4 +1,4 @@
-"""What a user of ``rrl top`` sees and does: sorting, filtering, opening, explaining, changing."""
+"""The use of ``rrl top``: sorting, filtering, opening, explaining, changing."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_start_timeout_releases_the_nodes_and_names_what_is_missing() -> None:
     world.play()
     assert world.now == pytest.approx(1600.0, abs=2.0)
     (end,) = world.decided(Finish)
-    needed = "0 of the 1 nodes that the run cannot start without"
+    needed = "0 of the 1 nodes that the run needs to start"
     assert end.why.evidence == (f"trainer: {needed}, after 600 s ({TRAIN}: QOSGrpNodeLimit)",)
     assert roles_launched(world) == []
     assert_nothing_is_left(world, Outcome.FAILED)

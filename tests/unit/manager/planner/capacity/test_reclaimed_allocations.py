@@ -310,7 +310,7 @@ def test_expiring_pool_is_replaced_with_its_spares_and_left_role_by_role() -> No
     assert (follow.count, follow.walltime) == (asked.count, 4 * HOUR)
     while world.state.replica(R0).incarnation_number == 1 or not world.works():
         down = [r.role for r in world.state.replicas.values() if r.role != AGENT and r.status is not Status.JOINED]
-        assert len(down) == len(set(down)), "two of a role were away at once"
+        assert len(down) == len(set(down)), "two of a role were away at the same time"
         world.wait(0.25)
     world.play(lambda: POOL not in world.state.allocations, timeout_s=HOUR)
     assert world.now < ends

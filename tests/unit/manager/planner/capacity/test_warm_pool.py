@@ -22,8 +22,8 @@ from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost,
 
 R0, R1, R2, R3 = (replica_id("rollout", i) for i in range(4))
 N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
-"""the store and the reward role are on n1, the trainer on n2, the rollouts on n3 to n5, n6 and whatever follows are
-spares"""
+"""The store and the reward role are on n1, the trainer is on n2, the rollouts are on n3 to n5; n6 and all later nodes
+are spares."""
 CALM = Recovery(breaker=0.9)
 
 

@@ -6,7 +6,7 @@ from rrl.tests.support.roles.worker_scene import JOB
 
 
 class Reported:
-    """What a process has reported."""
+    """The reports of a process."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

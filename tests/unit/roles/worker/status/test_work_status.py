@@ -1,4 +1,4 @@
-"""What a heartbeat reports of a process."""
+"""The content of a heartbeat about a process."""
 
 from __future__ import annotations
 

@@ -315,11 +315,11 @@ def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., Non
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("settings", "uses_pyslurm", "reason"), [
-    ({}, True, "a first look gave the same values"),
+    ({}, True, "a first comparison gave equal values"),
     ({"version": "24.11.0"}, False, "24.11.0 was not built for Slurm 22.05.8"),
-    ({"moment": "preempting"}, False, "gave other values at the first look: job "),
-    ({"behaviour": "lie"}, False, "gave other values at the first look: node n1: "),
-    ({"behaviour": "die"}, False, "failed at the first look: the process of pyslurm ended with "),
+    ({"moment": "preempting"}, False, "gave other values in the first comparison: job "),
+    ({"behaviour": "lie"}, False, "gave other values in the first comparison: node n1: "),
+    ({"behaviour": "die"}, False, "failed in the first comparison: the process of pyslurm ended with "),
     ({"import_behaviour": "die"}, False, "fatal: Unable to process configuration file"),
 ])  # fmt: skip
 def test_auto_takes_pyslurm_only_if_it_fits_and_agrees(
