@@ -69,8 +69,9 @@ ROUNDS = 3
 KILLS_PER_RUN = 2
 """Number of kills in each run: as many as ``[recovery] per_node`` restarts in place. 6 kills per arm with 3 rounds."""
 KILL_WINDOW_S = 30.0
-"""Length (s) of the time from which the moment of a kill is drawn. Real failures are hours apart, and a standby process
-is ready after some ten seconds here: so the wait for one weighs more than in a real run."""
+"""Length (s) of the time from which the moment of a kill is drawn. Real failures are hours apart. A standby process
+starts with low priority, and on few busy cores it is often not ready by then: so the start of one weighs more here than
+in a real run."""
 STEPS = 1_000_000
 """Number of steps of the job, which a run never reaches, because it is cancelled after its kills."""
 
