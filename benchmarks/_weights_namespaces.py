@@ -312,7 +312,7 @@ def report(results: Nics) -> dict[str, object]:
         print(f"{name}: {figure['median']:.2f} times a copy's time ({low:.2f} to {high:.2f} in {rounds} rounds), "
               f"{'under' if figure['median'] <= bar else 'OVER'} {bar}")  # fmt: skip
     print(f"to keep pace with these NICs the chain takes {needed:.2f} cores; {busy:.2f} of {os.cpu_count()} were busy"
-          + (": the cores of this machine limit these times" if limited else ""))  # fmt: skip
+          + (": no core was free, which prolongs these times" if limited else ""))  # fmt: skip
     return {
         "chain_over_ideal": round(chain["median"], 3),
         "chain_over_ideal_range": chain["range"],

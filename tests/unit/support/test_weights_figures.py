@@ -1,7 +1,13 @@
-"""The ratios that benchmarks/weights.py prints for transfers on one machine."""
+"""The figures of benchmarks/weights.py, and its yardstick gloo."""
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from rrl.benchmarks import _weights_gloo, _weights_namespaces, weights
+from rrl.benchmarks._weights_gloo import BroadcastDone, FillBuffer
 from rrl.benchmarks._weights_loopback import (
     AFTER,
     BESIDE,
@@ -13,6 +19,11 @@ from rrl.benchmarks._weights_loopback import (
     report,
     with_publishing,
 )
+from rrl.benchmarks._weights_namespaces import Nics
+from rrl.core.types import Version
+from rrl.tests.support.weights.member import seed_of
+from rrl.tests.support.weights.source import content
+from rrl.transport.weights.manifest import CHUNK_BYTES, digest
 
 
 def _measured(seconds: dict[str, list[float]]) -> Loopback:
@@ -42,3 +53,67 @@ def test_the_slower_of_both_transports_is_shown() -> None:
     ours = {"ucx": [1.0], "tcp": [4.0]} | {with_publishing(kind): [5.0] for kind in KINDS}
     figures = report(_measured(ours | {arm: [1.0] for arm in (GLOO, AFTER, BESIDE)}))
     assert (figures["ours_over_gloo_1"], figures["ucx_over_gloo_1"]) == (4.0, 1.0)
+
+
+class FakeTorch:
+    """The part of torch that a rank uses: tensors are views of its buffer here."""
+
+    uint8 = "uint8"
+
+    def frombuffer(self, buffer: memoryview, dtype: str) -> memoryview:
+        return buffer
+
+
+class FakeDist:
+    """A broadcast that arrives at once, from the content of a version."""
+
+    def __init__(self, version: Version, nbytes: int) -> None:
+        self._content = content(nbytes, seed_of(version))
+        self.sizes: list[int] = []
+
+    def broadcast(self, tensor: memoryview, source: int, group: object) -> None:
+        start = sum(self.sizes)
+        tensor[:] = self._content[start : start + tensor.nbytes]
+        self.sizes.append(tensor.nbytes)
+
+    def barrier(self, group: object) -> None:
+        """Return at once: there is no other rank."""
+
+
+@pytest.mark.parametrize(
+    ("beside", "sizes"),
+    [(False, [8_390_656, 8_390_720]), (True, [CHUNK_BYTES, 2_048, CHUNK_BYTES - 2_048, 4_160])],
+)
+def test_rank_of_gloo_digests_every_chunk_once(beside: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes, version = 2 * CHUNK_BYTES + 4_160, Version(3, 1)
+    digested: list[bytes] = []
+    monkeypatch.setattr(_weights_gloo, "digest", lambda chunk: digested.append(digest(chunk)))
+    flat, dist = memoryview(bytearray(nbytes)), FakeDist(version, nbytes)
+    done = _weights_gloo._broadcast(dist, FakeTorch(), flat, FillBuffer(version, nbytes, 2), None, 1, beside)
+    assert isinstance(done, BroadcastDone)
+    assert done.is_correct
+    assert dist.sizes == sizes
+    chunks = [flat[start : start + CHUNK_BYTES] for start in range(0, nbytes, CHUNK_BYTES)]
+    assert sorted(digested) == sorted(map(digest, chunks))
+
+
+def test_chain_is_compared_with_one_copy_and_with_the_cores_of_the_machine() -> None:
+    results = Nics(ideal_s=2.0)
+    for arm in ("one", "chain", "star", "fault", "gloo, digests beside"):
+        results.seconds[arm] = [2.2, 2.4, 2.6]
+    results.seconds["chain"] = [2.4, 2.6, 3.4]
+    results.source_free_s["chain"], results.source_copies["chain"] = [2.1, 2.2, 2.3], [1.0, 1.0, 1.0]
+    results.cpu_s["chain"], results.busy_cores["chain"] = [3.0, 3.0, 3.0], [0.1, 0.2, 1000.0]
+    results.slowdowns = [1.0, 1.5, 1.1]
+    results.pairs = [(1, 2, 2.5)] * 3
+    figures = _weights_namespaces.report(results)
+    assert (figures["chain_over_ideal"], figures["chain_over_ideal_range"]) == (1.3, [1.2, 1.7])
+    assert (figures["source_free_over_copy"], figures["source_free_over_copy_range"]) == (1.1, [1.05, 1.15])
+    assert (figures["chain_cores_needed"], figures["limited_by_cores"]) == (1.5, False)
+
+
+def test_all_samples_of_a_part_can_be_written_as_json() -> None:
+    results = _measured({GLOO: [1.0]})
+    result = weights._of(results, {})
+    written = json.loads(json.dumps(result.samples))
+    assert written["seconds"]["gloo, 4, flat"] == [1.0]
