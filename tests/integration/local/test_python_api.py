@@ -27,7 +27,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     end_runs_with_caller(tmp_path / "runs")
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    return write_job(tmp_path, light_job("local", 2, rollouts=1, spares=0))
+    return write_job(tmp_path, light_job("local", 2, rollouts=1, spares=0, warm=False, one_node=True))
 
 
 def in_a_cell(code: str, names: dict[str, Any]) -> None:
