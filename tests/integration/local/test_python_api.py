@@ -39,6 +39,7 @@ def in_a_cell(code: str, names: dict[str, Any]) -> None:
     asyncio.run(cell())
 
 
+@pytest.mark.long  # the same example runs on Slurm, and the programs of the page below run in a running event loop, too
 def test_a_notebook_finds_the_best_of_three_learning_rates(
     job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
