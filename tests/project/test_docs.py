@@ -270,7 +270,7 @@ class Engine:
 def test_programs_of_the_readme_train_a_run_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     trainer, rollout = _programs()
-    toml = light_job("local", 3, rollouts=1, spares=0, warm=False)
+    toml = light_job("local", 3, rollouts=1, spares=0, warm=False, one_node=True)
     for light, program in (("light_trainer.py", trainer), ("light_rollout.py", rollout)):
         name = light.replace("light", "my")
         (tmp_path / name).write_text(program)

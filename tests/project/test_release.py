@@ -121,8 +121,8 @@ def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) 
 @pytest.mark.torch
 def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl) -> None:
     rrl("init", "--force")
-    settings = ("run.steps=3", "cluster.spares=0", "roles.rollout.replicas=1", "faults.planned=[]")
-    sets = [word for setting in settings for word in ("--set", setting)]
+    smallest = ("cluster.spares=0", "roles.trainer.warm=false", "roles.rollout.replicas=1")
+    sets = [word for setting in ("run.steps=3", "faults.planned=[]", *smallest) for word in ("--set", setting)]
     ended = rrl("submit", "job.toml", *sets, "--wait")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     exported = rrl("export", "quick", "model")

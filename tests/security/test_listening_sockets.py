@@ -16,7 +16,7 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.tests.support.plain_user import PlainUser, popen_as
-from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, write_job
+from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, with_light_task, write_job
 from rrl.tests.support.security.sockets import Bound, bound_by
 from rrl.tests.support.supervisor import end_runs_with_caller
 
@@ -27,7 +27,7 @@ _START_TIMEOUT_S = 300.0
 @pytest.fixture
 def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     """A run of the owner's: the quickstart with a trainer of two ranks, and weights over TCP. It is cancelled after."""
-    toml = QUICKSTART.read_text().replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
+    toml = with_light_task(QUICKSTART.read_text()).replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
     toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
     toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")  # more are of the same kind
     toml += '\n[transport]\nweights = "tcp"\n'

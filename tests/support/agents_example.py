@@ -10,13 +10,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 _CHANGES = (
     ("replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n", ""),
     ("spares = 1", "spares = 0"),
-    ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
+    ('cpus = 3, mem = "3GiB"', 'cpus = 8, mem = "8GiB"'),
+    ("entropy = 0.01", "entropy = 0.01\nexclusive = false\nwarm = false"),
+    ("lease = 64", "lease = 64\nexclusive = false"),
 )
 
 
 def submit_agents_example(folder: Path, steps: int, prompts: int, *changes: tuple[str, str]) -> TestRun:
     """Submit the example with one replica of the agents, without its own fault, a spare node, and a standby process of
-    the trainer, which loads torch.
+    the trainer, which loads torch. All roles are on one node, so that there is one agent.
 
     Args:
         folder: Folder of the job and of its task.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,13 +42,17 @@ The answer to each turn is a random digit."""
 
 
 def light_job(
-    cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, warm: bool = True, extra: str = ""
+    cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, warm: bool = True, one_node: bool = False,
+    extra: str = "",
 ) -> str:  # fmt: skip
     """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are real.
 
-    Each spare node and each standby of the trainer (``warm``) costs processes: a test that needs none has none.
+    Each node has an agent, and each spare node and each standby of the trainer (``warm``) costs processes. A test that
+    needs none of these has none, and ``one_node`` for all roles.
     """
     python = sys.executable
+    node = 'cpus = 8, mem = "2GiB"' if one_node else 'cpus = 2, mem = "1GiB"'
+    exclusive = str(not one_node).lower()
     return f"""
 [run]
 name = "light"
@@ -55,7 +60,7 @@ steps = {steps}
 [cluster]
 kind = "{cluster}"
 spares = {spares}
-node = {{ cpus = 2, mem = "1GiB" }}
+node = {{ {node} }}
 [task]
 function = "light_task:make"
 [model]
@@ -66,10 +71,12 @@ group_size = 4
 max_new_tokens = 5
 [roles.trainer]
 warm = {str(warm).lower()}
+exclusive = {exclusive}
 command = ["{python}", "{LIGHT}/light_trainer.py"]
 mem = "256MiB"
 [roles.rollout]
 replicas = {rollouts}
+exclusive = {exclusive}
 command = ["{python}", "{LIGHT}/light_rollout.py"]
 mem = "256MiB"
 [roles.trajectories]
@@ -87,6 +94,14 @@ quiet = "10s"
 step_grace = "3s"
 {extra}
 """
+
+
+def with_light_task(toml: str) -> str:
+    """Return a job with the task of the light roles: reasoning-gym takes each process that imports it 1.2 s of CPU."""
+    table = r"(?ms)^\[task\]\n.*?^(?=\[)"
+    changed, count = re.subn(table, '[task]\nfunction = "light_task:make"\n\n', toml)
+    assert count == 1
+    return changed
 
 
 Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]

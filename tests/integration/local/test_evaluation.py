@@ -52,7 +52,7 @@ def _kill(run: TestRun, replica: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.long)], ids=["batches", "parts"])
 def test_each_evaluation_is_there_once_after_kills_of_every_role_and_the_manager(tmp_path: Path, stream: bool) -> None:
-    toml = light_job("local", STEPS, spares=0, warm=False, extra=EVALUATION)
+    toml = light_job("local", STEPS, spares=0, warm=False, one_node=True, extra=EVALUATION)
     run = submit_here(tmp_path, toml.replace("[sampling]", f"[sampling]\nstream = {str(stream).lower()}"))
     for step, victims in ((0, ["rollout/0"]), (4, ["trajectories/0", "reward/0"]), (8, ["trainer/0"])):
         _wait_evaluating(run, step)

@@ -74,7 +74,7 @@ def _frozen(pid: int) -> Iterator[None]:
 
 
 def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 100_000))
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
     with _frozen(_manager_pid(run)):
         begun = _newest(run)
@@ -94,7 +94,7 @@ def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Pat
 
 def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_path: Path) -> None:
     steps = 3 + STEPS_AWAY
-    run = submit_here(tmp_path, light_job("local", steps))
+    run = submit_here(tmp_path, light_job("local", steps, spares=0, warm=False))
     run.wait_steps(3)
     os.kill(_manager_pid(run), signal.SIGKILL)
     _wait_trained(run, steps)
@@ -116,7 +116,7 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
 def test_versions_arrive_although_both_managers_of_a_slurm_run_are_cancelled(slurm_lab: SlurmLab) -> None:
     """The one that manages and the one that waits; the run is managed again by hand once its last step is trained."""
     steps = 3 + STEPS_AWAY
-    run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0))
+    run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0, warm=False))
     run.wait_steps(3)
     slurm_lab.run_as_user(["scancel", f"--name={run.run.id}.manager"])
     _wait_trained(run, steps)

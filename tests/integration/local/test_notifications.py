@@ -34,7 +34,7 @@ def files_with_the_secret(run: TestRun) -> list[Path]:
 
 
 def test_run_that_loses_its_manager_notifies_once_that_it_is_complete(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", STEPS, spares=0, warm=False, extra=notify(tmp_path)))
+    run = submit_here(tmp_path, light_job("local", STEPS, spares=0, warm=False, one_node=True, extra=notify(tmp_path)))
     run.wait_steps(3)
     os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGKILL)
     with run.call("manage", run.run.id):

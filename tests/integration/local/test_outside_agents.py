@@ -155,7 +155,7 @@ def check_trained(run: TestRun, player: Player) -> None:
 def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]  # a port that a restart keeps
-    run = submit(tmp_path, port)
+    run = submit(tmp_path, port, ("replicas = 2\n", ""))  # each rollout loads torch: 4 s of CPU
     run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
     check_trained(run, asyncio.run(play(run, read_addresses(run.run)[0], retries=20)))
 

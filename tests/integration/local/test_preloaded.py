@@ -31,7 +31,7 @@ ROLLOUT = ReplicaId("rollout/1")
 
 def preloading_job(steps: int) -> str:
     """Return a job whose light rollouts are preloaded; the trainer has no standby process."""
-    job = light_job("local", steps, spares=0, warm=False)
+    job = light_job("local", steps, spares=0, warm=False, one_node=True)
     return job.replace("[roles.rollout]\n", "[roles.rollout]\npreload = true\n")
 
 

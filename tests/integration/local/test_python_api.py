@@ -27,7 +27,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     end_runs_with_caller(tmp_path / "runs")
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    return write_job(tmp_path, light_job("local", 2, rollouts=1, spares=0))
+    return write_job(tmp_path, light_job("local", 2, rollouts=1, spares=0, warm=False, one_node=True))
 
 
 def in_a_cell(code: str, names: dict[str, Any]) -> None:
@@ -39,6 +39,7 @@ def in_a_cell(code: str, names: dict[str, Any]) -> None:
     asyncio.run(cell())
 
 
+@pytest.mark.long  # the same example runs on Slurm, and the programs of the page below run in a running event loop, too
 def test_a_notebook_finds_the_best_of_three_learning_rates(
     job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

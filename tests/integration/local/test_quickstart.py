@@ -1,4 +1,4 @@
-"""The shipped quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy), a few steps of it.
+"""The quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy), a few small steps of it.
 
 One rollout is killed, and once it is back the engine of the other one stops while its process goes on sending
 heartbeats. The tests read the journal and the files of that one run.
@@ -14,26 +14,13 @@ from rrl.core.launch import ExitReason
 from rrl.core.types import AGENT, STANDBY_ROLE, Cause, Incarnation, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
-from rrl.tests.support.runs import QUICKSTART, TestRun, check_sound, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, submit_here
+from rrl.tests.support.slow_quickstart import slow_quickstart
 
 KILLED, WEDGED = ReplicaId("rollout/1"), ReplicaId("rollout/0")
 WEDGED_INCARNATION = Incarnation(WEDGED, 1)
 IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
 """Limits with which a wedged engine is found soon; torch takes its time to leave a busy machine."""
-SLOW_TASK = """
-import time
-from rrl.roles.models.tasks import DatasetTask
-
-class SlowTask(DatasetTask):
-    def score(self, i, answer):
-        time.sleep(0.004)
-        return super().score(i, answer)
-
-def make(seed, **dataset):
-    return SlowTask(seed=seed, split=str.split, **dataset)
-"""
-"""The task of the quickstart, with a scorer that takes 1 s for a step. The trainer and the rollouts mostly wait for it,
-so that they leave the cores to the processes that start."""
 TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.torch
@@ -51,22 +38,16 @@ def _restarted_with_weights(run: TestRun, replica: ReplicaId) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     """Play the run until both rollouts are back, then cancel it; nothing of it is left but its files."""
-    toml = QUICKSTART.read_text().replace("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]")
+    folder = tmp_path_factory.mktemp("quickstart")
+    toml = slow_quickstart(folder, prompts=4, step_s=1.0)
     for shipped, tested in (
         ("steps = 300", "steps = 4000"), ('at = "step=60"', 'at = "step=5"'), ("[limits]\n", f"[limits]\n{IMPATIENT}"),
-        ("spares = 1", "spares = 0"),  # each standby loads torch, and none is needed
-        ("warm_start_steps = 30", "warm_start_steps = 30\ndonor_rollouts = 0"),
-        ('dataset = "spiral_matrix"\nargs = { min_n = 2, max_n = 2 }\nprompt = "{metadata[matrix]}="\n'
-         "partial_credit = 0.5 ",
-         'function = "slow_task:make"\nargs = { dataset = "spiral_matrix", args = { min_n = 2, max_n = 2 }, prompt ='
-         ' "{metadata[matrix]}=", size = 500, partial_credit = 0.5 } '),
+        ("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]"),
     ):  # fmt: skip
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)
     assert "[transport]" not in toml
     toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
-    folder = tmp_path_factory.mktemp("quickstart")
-    (folder / "slow_task.py").write_text(SLOW_TASK)
     run = submit_here(folder, toml)
 
     _restarted_with_weights(run, KILLED)

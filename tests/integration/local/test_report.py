@@ -27,7 +27,7 @@ at = "step=6"
 def completed(folder: Path, extra: str = "") -> TestRun:
     """Run steps of two seconds to the end."""
     folder.mkdir()
-    job = light_job("local", STEPS, spares=0, warm=False, extra=extra)
+    job = light_job("local", STEPS, spares=0, warm=False, one_node=True, extra=extra)
     run = submit_here(folder, job.replace("light_trainer.py", "paced_trainer.py"))
     assert run.wait_end().outcome is Outcome.COMPLETED
     run.wait_gone()

@@ -21,7 +21,7 @@ def _recorded(run: TestRun, *argv: str) -> tuple[int, str, str]:
 
 
 def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 40, spares=0, warm=False))
+    run = submit_here(tmp_path, light_job("local", 40, spares=0, warm=False, one_node=True))
     run.wait_steps(4)
     (run.run.mailbox / "0.json").write_text("no command")  # it must not be in the way of the cancellation
     assert _recorded(run, "cancel", run.run.id)[0] == 0
@@ -62,7 +62,7 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
 
 
 def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 1000))
+    run = submit_here(tmp_path, light_job("local", 1000, warm=False))
     run.wait_steps(1)
     code, _, error = _recorded(run, "resume", run.run.id)
     assert (code, error) == (2, f"rrl: {run.run.id} has not ended; see: rrl status {run.run.id}\n")
@@ -86,7 +86,7 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
 
     assert _recorded(run, "cancel", run.run.id)[0] == 0
     other = tmp_path / "other.toml"
-    other.write_text(light_job("local", 1000).replace("0123456789", "01234567"))
+    other.write_text(light_job("local", 1000, warm=False).replace("0123456789", "01234567"))
     code, _, error = _recorded(run, "resume", run.run.id, "--job", str(other))
     line = other.read_text().splitlines().index("[model]") + 1
     message = f"rrl: {other}:{line}: model: is not that of {run.run.id}; to change it start a new run\n"

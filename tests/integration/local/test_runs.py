@@ -64,7 +64,7 @@ def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) ->
 
     While the store or the trainer is away no step is committed, so that the run cannot end before the last kill.
     """
-    run = submit_here(tmp_path, light_job("local", 40))
+    run = submit_here(tmp_path, light_job("local", 40, spares=0, warm=False))
     for replica in (ReplicaId("trajectories/0"), ReplicaId("trainer/0")):
         before = joined_incarnations(run)
         pid = before[replica][1]
@@ -93,7 +93,7 @@ def _last_lines_stored(run: TestRun) -> list[str]:
 
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 40))
+    run = submit_here(tmp_path, light_job("local", 40, warm=False))
     before = current_incarnations(
         run.wait_steps(15)
     )  # by now the manager has long been told the line that it printed first
@@ -146,7 +146,7 @@ def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signa
 
 
 def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: Path) -> None:
-    job = write_job(tmp_path, light_job("local", 10_000, spares=0, warm=False))
+    job = write_job(tmp_path, light_job("local", 10_000, spares=0, warm=False, one_node=True))
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
     argv = [RRL, "submit", "--foreground", str(job)]
     with subprocess.Popen(argv, env=env, text=True, stdout=subprocess.DEVNULL) as process:
@@ -183,7 +183,7 @@ with rrl.join() as me:
 
 def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_WITH_A_MISTAKE)
-    toml = light_job("local", 10, rollouts=1, spares=0, warm=False)
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True)
     run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
     state = run.wait_end()
     assert state.outcome == "failed"
@@ -195,7 +195,7 @@ def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_pat
 
 
 def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_start(tmp_path: Path) -> None:
-    toml = light_job("local", 10, rollouts=1, spares=0, warm=False).replace(
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True).replace(
         'function = "light_task:make"', 'dataset = "no_such_dataset"'
     )
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
@@ -215,7 +215,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     """A frozen rollout is replaced. Once it continues, it receives that it is fenced, and exits."""
-    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None

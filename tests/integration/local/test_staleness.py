@@ -13,7 +13,9 @@ KILL = '[[faults.planned]]\nkind = "kill"\ntarget = "trainer/0"\nat = "step=2"\n
 
 
 def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_died(tmp_path: Path) -> None:
-    toml = light_job("local", 6, spares=0, warm=False, extra=KILL).replace("[sampling]", "[sampling]\nstaleness = 0")
+    toml = light_job("local", 6, spares=0, warm=False, one_node=True, extra=KILL).replace(
+        "[sampling]", "[sampling]\nstaleness = 0"
+    )
     run = submit_here(tmp_path, toml)
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", 6), state.why

@@ -1,4 +1,7 @@
-"""``[sampling] stream`` in whole runs: a step begins before it is complete, and is the same after its trainer died."""
+"""``[sampling] stream`` in a whole run: a step begins before it is complete, and is the same after its trainer died.
+
+test_built_in_trainer.py trains the example in parts with the built-in trainer.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rrl.core.types import ReplicaId
-from rrl.manager.model import events as ev
 from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_here
 
 TRAINER, STORE = ReplicaId("trainer/0"), ReplicaId("trajectories/0")
 SLOW = 1
 """Index of the rollout that is stopped in the middle of its work."""
-EXAMPLES = Path(__file__).parents[3] / "examples"
-TORCH_TIMEOUT_S = 240.0
 STREAM = "[sampling]\nstream = true\nstaleness = 1"
 
 
@@ -34,7 +32,7 @@ def _parts(run: TestRun, incarnation: int) -> dict[tuple[int, int], dict[str, An
 
 def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batches(tmp_path: Path) -> None:
     toml = (
-        light_job("local", 30, spares=0, warm=False)
+        light_job("local", 30, spares=0, warm=False, one_node=True)
         .replace("prompts_per_step = 2", "prompts_per_step = 3")
         .replace("[sampling]", STREAM)
     )
@@ -77,26 +75,4 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
     assert set(third) == {(number, 0) for number in range(step, 31)}
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert audit["max_age"] <= 1
-    assert set(audit["dropped"]) <= {"the run is complete"}
-
-
-@pytest.mark.torch
-def test_example_trains_in_parts_although_its_trainer_dies(tmp_path: Path) -> None:
-    toml = (EXAMPLES / "stream.toml").read_text()
-    for old, new in (
-        ("\nsteps = 300", "\nsteps = 16"), ('at = "step=60"', 'at = "step=4"'),
-        ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
-    ):  # fmt: skip
-        assert toml.count(old) == 1, old
-        toml = toml.replace(old, new)
-    run = submit_here(tmp_path, toml)
-    state = run.wait_end(TORCH_TIMEOUT_S)
-    assert (state.outcome, state.step) == ("completed", 16), state.why
-    assert state.replica(TRAINER).incarnation_number == 2
-    run.wait_gone()
-    check_sound(run.run)
-    commits = {one.event.step: one.event.metrics for one in run.events() if isinstance(one.event, ev.StepCommitted)}
-    assert max(metrics["parts"] for metrics in commits.values() if metrics) > 1, "every step waited for its last group"
-    audit = json.loads((run.run.store / "audit.json").read_text())
-    assert audit["max_age"] <= state.job.sampling.staleness
     assert set(audit["dropped"]) <= {"the run is complete"}

@@ -81,7 +81,10 @@ def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end
     logging = f"me.log(first=part.number); me.log(second=-part.number); {commit}"
     (tmp_path / "my_trainer.py").write_text(program.replace(commit, logging))
     run = submit_here(
-        tmp_path, light_job("local", 25, spares=0, warm=False).replace(f"{LIGHT}/light_trainer.py", "my_trainer.py")
+        tmp_path,
+        light_job("local", 25, spares=0, warm=False, one_node=True).replace(
+            f"{LIGHT}/light_trainer.py", "my_trainer.py"
+        ),
     )
     process = run.call("metrics", run.run.id, "--follow", "--csv", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)

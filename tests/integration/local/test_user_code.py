@@ -42,7 +42,7 @@ def make(seed):
 
 def _submit(folder: Path, failing: str, steps: int) -> TestRun:
     (folder / "scorer.py").write_text(f"FAILING = {failing}\n{SCORER}")
-    toml = light_job("local", steps, rollouts=1, spares=0, warm=False)
+    toml = light_job("local", steps, rollouts=1, spares=0, warm=False, one_node=True)
     return submit_here(folder, toml.replace("light_task:make", "scorer:make"))
 
 
@@ -91,7 +91,7 @@ with rrl.join() as me:
 @pytest.mark.long  # an exception of a rollout that ends three starts is in test_runs.py
 def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_worked(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_FORGETS_WHAT_WAS_BEGUN)
-    toml = light_job("local", 10, rollouts=1, spares=0, warm=False)
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True)
     run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
     state = run.wait_end()
     assert state.outcome == "failed"
@@ -127,7 +127,7 @@ with rrl.join() as me:
 @pytest.mark.long
 def test_rollout_that_returns_after_three_leases_ends_the_run_at_its_third_exit(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_RETURNS)
-    toml = light_job("local", 400, rollouts=1, spares=0, warm=False)
+    toml = light_job("local", 400, rollouts=1, spares=0, warm=False, one_node=True)
     run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
     state = run.wait_end()
     assert state.outcome == "failed"
@@ -143,7 +143,9 @@ def test_rollout_that_returns_after_three_leases_ends_the_run_at_its_third_exit(
 
 def test_syntax_error_before_join_rejects_the_run_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text("import rrl\n\nwith rrl.join() as me\n    pass\n")
-    toml = light_job("local", 10, rollouts=1, spares=0, warm=False).replace(f"{LIGHT}/light_rollout.py", "rollout.py")
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True).replace(
+        f"{LIGHT}/light_rollout.py", "rollout.py"
+    )
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
     argv = [RRL, "submit", "--wait", str(write_job(tmp_path, toml))]
     ended = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=TIMEOUT_S)

@@ -36,7 +36,7 @@ def _status(run: TestRun) -> dict[str, Any]:
 
 
 def test_rrl_manage_on_a_cancelled_run_requests_one_pool_only(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0))
+    run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0, warm=False))
     before = run.wait_steps(2)
     _cancel_everything(slurm_lab)
     run.wait_gone()

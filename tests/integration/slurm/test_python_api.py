@@ -21,7 +21,7 @@ def test_the_best_of_three_learning_rates_is_found_side_by_side(slurm_lab: Slurm
     folder = slurm_lab.user_home / "sweep"
     slurm_lab.call_as_user(folder.mkdir)
     best_rate = example.LEARNING_RATES[1]
-    light = light_job("slurm", 2, rollouts=1, spares=0)
+    light = light_job("slurm", 2, rollouts=1, spares=0, warm=False)
     job = write_job(folder, light.replace("[roles.rollout]", f'[roles.rollout]\nenv.{BEST_RATE_ENV} = "{best_rate}"'))
     program = (sys.executable, example.__file__, job.name)
     process = slurm_lab.popen_as_user(

@@ -49,7 +49,7 @@ def _let_all_go(run: TestRun) -> None:
 def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefix(
     slurm_lab: SlurmLab,
 ) -> None:
-    run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0))
+    run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
@@ -162,7 +162,7 @@ def test_killed_manager_in_the_pool_is_restarted_there(
 
 
 def test_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "cancel", light_job("slurm", 10_000, spares=0))
+    run = submit_on(slurm_lab, "cancel", light_job("slurm", 10_000, spares=0, warm=False))
     run.wait_steps(2)
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0

@@ -128,8 +128,9 @@ def test_signal_ends_the_program_and_its_workers_with_one_line(
     """Ctrl-C and `timeout` signal the whole process group, `kill` the program alone."""
     (tmp_path / "calm.toml").write_text('about = "Nothing happens"\nlasts = "12h"\n')
     command = [sys.executable, detection.__file__, "--scenarios", str(tmp_path), "--seeds", "500", "--jobs", "2"]
+    heeds = ["env", "--default-signal=INT"]  # whoever runs the tests in the background of a shell has SIGINT ignored
     program = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*heeds, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")

@@ -20,7 +20,7 @@ from rrl.tests.support.scenarios.score import confusion, ratio, score, warnings_
 FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
-LIGHTEST = 4
+LIGHTEST = 2
 """Number of scenarios of each kind (folder) that ``make test`` plays: those that are played fastest."""
 LIGHT = 7000.0
 """Weight (seconds x processes) above which only ``make test-long`` plays a scenario."""

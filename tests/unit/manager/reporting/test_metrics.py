@@ -418,7 +418,7 @@ def test_local_run_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.mkdir()
     extra = f'[health]\nmetrics = "127.0.0.1:0"\nhistory = "{history}"'
-    under_test = submit_here(tmp_path, light_job("local", 20, spares=0, warm=False, extra=extra))
+    under_test = submit_here(tmp_path, light_job("local", 20, spares=0, warm=False, one_node=True, extra=extra))
     before = current_incarnations(under_test.wait_steps(3))
     address = under_test.run.metrics.read_text().strip()
     found = scrape(address)

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from rrl.manager.storage.journal import Journal
 from rrl.manager.tracking.main import FOLLOW, HIDDEN, HUNG_EXIT, LOCKED_EXIT, ONCE, UNTIL_END
 from rrl.manager.tracking.tracker_files import Progress, log_file, read_progress
 from rrl.tests.support.cli.story import Story, job_view
+from rrl.tests.support.trackers.forked_process import PARENT, fork_server, start
 from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent, tensorboard_scalars
 
 TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
@@ -46,14 +48,14 @@ main.Deadline.__exit__ = count
 sys.exit(main.main())
 """
 """Program that runs the process of a tracker and kills it as soon as the tracker has answered so many calls."""
-MODULE = ("-m", "rrl.manager.tracking.main")
+PROGRAM = "import sys; from rrl.manager.tracking import main; sys.exit(main.main())"
 
 
 class Recorded:
     """A run whose journal is written piece by piece, by a story."""
 
-    def __init__(self, folder: Path, story: Story) -> None:
-        self.story, self._written = story, len(story.stamped)
+    def __init__(self, folder: Path, story: Story, server: ForkServerContext) -> None:
+        self.story, self._written, self._server = story, len(story.stamped), server
         self.run: RunDir = story.written(folder)
         self.run.trackers.mkdir()
         self.set_job({"roles": {"trainer": {"learning_rate": 0.001}}})
@@ -70,25 +72,35 @@ class Recorded:
         journal.close()
         self._written = len(self.story.stamped)
 
-    def start(
-        self, tracker: TrackerName, mode: str, program: tuple[str, ...] = MODULE, **env: str
-    ) -> subprocess.Popen[bytes]:
-        with log_file(self.run, tracker).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *program, str(self.run.path), tracker, str(os.getpid()), mode],
-                env={**os.environ, "WANDB_MODE": "offline", **env}, cwd=self.run.path, stdout=log, stderr=log,
-            )  # fmt: skip
+    def start(self, tracker: TrackerName, mode: str, program: str = PROGRAM, **env: str) -> ForkServerProcess:
+        argv = (str(self.run.path), tracker, PARENT, mode)
+        whole = {**os.environ, "WANDB_MODE": "offline", **env}
+        return start(self._server, program, argv, whole, self.run.path, log_file(self.run, tracker))
 
-    def track(self, tracker: TrackerName, mode: str = ONCE, program: tuple[str, ...] = MODULE, **env: str) -> int:
-        return self.start(tracker, mode, program, **env).wait(TIMEOUT_S)
+    def track(self, tracker: TrackerName, mode: str = ONCE, program: str = PROGRAM, **env: str) -> int | None:
+        return exit_code(self.start(tracker, mode, program, **env))
 
     def output(self, tracker: TrackerName) -> str:
         return log_file(self.run, tracker).read_text(errors="replace")
 
 
+def exit_code(process: ForkServerProcess) -> int | None:
+    """Wait for the end of a process; return its exit code, or None if it did not end in time."""
+    process.join(TIMEOUT_S)
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServerContext]:
+    """The process from which those of the trackers are forked."""
+    with fork_server() as context:
+        yield context
+
+
 @pytest.fixture
-def recorded(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path, Story("small-1120-064114", job_view(steps=40)).works().recovers("rollout/0"))
+def recorded(tmp_path: Path, server: ForkServerContext) -> Recorded:
+    story = Story("small-1120-064114", job_view(steps=40)).works().recovers("rollout/0")
+    return Recorded(tmp_path, story, server)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -109,7 +121,7 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
     recorded.write()
     for calls in killed_after:
-        code = recorded.track(tracker, ONCE, ("-c", KILL_AFTER_CALLS.format(calls)))
+        code = recorded.track(tracker, ONCE, KILL_AFTER_CALLS.format(calls))
         assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # 0: earlier processes had sent the steps
     assert recorded.track(tracker) == 0, recorded.output(tracker)
     found = sent(recorded.run, tracker, "reward")
@@ -151,8 +163,8 @@ def test_following_process_sends_new_steps_and_ends_on_sigterm(recorded: Recorde
     wait_until(lambda: read_progress(recorded.run, tracker).step == 13)
     recorded.story.commits(14).clocks("trainer/0", train=36.0)
     recorded.write()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_S) == 0, recorded.output(tracker)
+    process.terminate()
+    assert exit_code(process) == 0, recorded.output(tracker)
     check_once_each(sent(recorded.run, tracker, "reward"), 14)
 
 
@@ -173,7 +185,7 @@ FileStore._log_run_metric = count
 sys.exit(main.main())
 """
     for _ in range(3):
-        assert recorded.track("mlflow", ONCE, ("-c", program)) == -signal.SIGKILL
+        assert recorded.track("mlflow", ONCE, program) == -signal.SIGKILL
     assert recorded.track("mlflow") == 0
     for metric in ("reward", "loss", "entropy", "rrl/seconds", "rrl/failures", "rrl/seconds_train", "rrl/step"):
         check_once_each(sent(recorded.run, "mlflow", metric), STEPS)
@@ -225,9 +237,11 @@ def test_step_with_a_torn_record_at_the_end_of_an_event_file_is_sent_again(recor
     check_once_each(tensorboard_scalars(file.parent, "reward"), STEPS)
 
 
-def test_a_call_that_hangs_ends_the_process_after_the_timeout_of_the_job(tmp_path: Path) -> None:
+def test_a_call_that_hangs_ends_the_process_after_the_timeout_of_the_job(
+    tmp_path: Path, server: ForkServerContext
+) -> None:
     job = msgspec.structs.replace(job_view(steps=40), track=TrackSpec(timeout=1.0))
-    recorded = Recorded(tmp_path, Story("small-1120-064114", job).works())
+    recorded = Recorded(tmp_path, Story("small-1120-064114", job).works(), server)
     recorded.story.clocks("trainer/0", train=30.0)
     recorded.write()
     program = """
@@ -239,7 +253,7 @@ class HangingTracker:
 main.open_tracker = lambda *_: HangingTracker()
 sys.exit(main.main())
 """
-    assert recorded.track("tensorboard", ONCE, ("-c", program)) == HUNG_EXIT
+    assert recorded.track("tensorboard", ONCE, program) == HUNG_EXIT
 
 
 def test_a_tracker_that_refuses_ends_the_process_with_its_reason(recorded: Recorded) -> None:
@@ -259,8 +273,8 @@ def test_a_second_process_for_a_tracker_exits_while_the_first_one_runs(recorded:
     recorded.write()
     os.close(lock)
     wait_until(lambda: read_progress(recorded.run, "tensorboard").step == STEPS)
-    follower.send_signal(signal.SIGTERM)
-    assert follower.wait(TIMEOUT_S) == 0
+    follower.terminate()
+    assert exit_code(follower) == 0
 
 
 def test_children_of_a_killed_process_are_ended_before_the_next_one_opens(recorded: Recorded) -> None:

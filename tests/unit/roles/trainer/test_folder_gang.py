@@ -32,10 +32,8 @@ def _apart_from_files(end: End) -> End:
     return End(end.tensors, [msgspec.msgpack.encode(each | {"reference": None}) for each in rest])
 
 
-@pytest.mark.parametrize(
-    ("world", "snapshots"),
-    [(2, False), pytest.param(1, False, marks=pytest.mark.long), pytest.param(2, True, marks=pytest.mark.long)],
-)
+@pytest.mark.long  # test_streaming_gang.py has such a gang, in parts
+@pytest.mark.parametrize(("world", "snapshots"), [(2, False), (1, False), (2, True)])
 def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
     tmp_path: Path, processes: ForkServerContext, llama: dict[str, Any], world: int, snapshots: bool
 ) -> None:

@@ -1,4 +1,7 @@
-"""A run of the built-in trainer with two ranks that exports its checkpoints itself."""
+"""A run of the built-in trainer, the example of streaming: it trains in parts, dies once, and exports its checkpoints.
+
+tests/unit/roles/trainer/test_checkpoint_export.py exports the checkpoints of a trainer with two ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,48 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rrl.core.types import Outcome
-from rrl.tests.support.runs import QUICKSTART, TestRun, check_sound, submit_here
+from rrl.core.types import Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.tests.support.runs import TestRun, check_sound, submit_here, with_light_task
 
 pytestmark = pytest.mark.torch
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TIMEOUT_S = 240.0
-STEPS = 5
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    changes = (
-        ("steps = 300", f"steps = {STEPS}"), ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),
-        ("[roles.trainer]\n", "[roles.trainer]\nexport = 3\nkeep_checkpoints = 5\nranks = 2\nwarm = false\n"),
-        ("warm_start_steps = 30", "warm_start_steps = 1"),
-    )  # fmt: skip
-    for before, after in changes:
-        assert before in toml
-        toml = toml.replace(before, after)
-    run = submit_here(tmp_path_factory.mktemp("export"), toml)
-    assert run.wait_end(TIMEOUT_S).outcome is Outcome.COMPLETED
+    """Play a short run of the example of streaming, with exports, to its end."""
+    toml = with_light_task((EXAMPLES / "stream.toml").read_text())
+    for old, new in (
+        ("\nsteps = 300", f"\nsteps = {STEPS}"), ('at = "step=60"', 'at = "step=4"'),
+        ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
+        ("[roles.trainer]\n", "[roles.trainer]\nexport = 10\nkeep_checkpoints = 10\n"),
+    ):  # fmt: skip
+        assert toml.count(old) == 1, old
+        toml = toml.replace(old, new)
+    run = submit_here(tmp_path_factory.mktemp("built_in"), toml)
+    state = run.wait_end(TIMEOUT_S)
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
+    run.wait_gone()
     check_sound(run.run)
     return run
 
 
+def test_example_trains_in_parts_although_its_trainer_dies(run: TestRun) -> None:
+    state = run.state()
+    assert state.replica(ReplicaId("trainer/0")).incarnation_number == 2
+    commits = {one.event.step: one.event.metrics for one in run.events() if isinstance(one.event, ev.StepCommitted)}
+    assert max(metrics["parts"] for metrics in commits.values() if metrics) > 1, "every step waited for its last group"
+    audit = json.loads((run.run.store / "audit.json").read_text())
+    assert audit["max_age"] <= state.job.sampling.staleness
+    assert set(audit["dropped"]) <= {"the run is complete"}
+
+
 def test_run_exports_the_requested_checkpoints_before_it_ends(run: TestRun, tmp_path: Path) -> None:
-    assert sorted(path.name for path in run.run.exports.iterdir()) == ["step-3", "step-5"]
+    assert sorted(path.name for path in run.run.exports.iterdir()) == ["step-10", "step-16"]
     assert not run.run.export_failure.exists()
     with run.call("export", run.run.id, str(tmp_path / "mine"), stdout=subprocess.DEVNULL) as process:
         assert process.wait(60) == 0
