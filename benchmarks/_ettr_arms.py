@@ -35,6 +35,8 @@ class Arm(Struct, frozen=True):
     policy: str = "role"
     trainer: str = ""
     """Keys of ``[roles.trainer]``."""
+    checkpoint_at_end: bool = False
+    """Whether the trainer writes one checkpoint only, after the last step."""
     rollout: str = ""
     """Keys of ``[roles.rollout]``. Programs of a job, such as the paced ones, are not preloaded unless it says so."""
     spares: int = 1
@@ -46,7 +48,7 @@ _NO_PROTECTION = "warm = false\nsnapshots = false\n"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm("clean", faults=False, trainer=_NO_PROTECTION, spares=0),
+        Arm("clean", faults=False, trainer=_NO_PROTECTION, checkpoint_at_end=True, spares=0),
         Arm("clean_ft", faults=False, rollout=_PRELOADED),
         Arm("role", faults=True, rollout=_PRELOADED),
         Arm("role_cold", faults=True, trainer=_NO_PROTECTION),
@@ -67,6 +69,7 @@ def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Pa
         seed: Seed of the run: prompts, weights and samples.
         record: Folder in which the paced roles record the times of their work.
     """
+    trainer = f"{arm.trainer}checkpoint_every = {steps}\n" if arm.checkpoint_at_end else arm.trainer
     generation_s = GENERATION_SHARE * step_s / ANSWER_TOKENS
     commands = {
         "trainer": ("--token-s", f"{step_s / (STEP_TRAJECTORIES * ANSWER_TOKENS):.8f}"),
@@ -82,7 +85,7 @@ def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Pa
         ("seed = 0", f"seed = {seed}"),
         ('kind = "local"', f'kind = "{cluster}"'),
         ("spares = 1", f"spares = {arm.spares}"),
-        ("[roles.trainer]\n", f"[roles.trainer]\n{arm.trainer}{settings['trainer']}"),
+        ("[roles.trainer]\n", f"[roles.trainer]\n{trainer}{settings['trainer']}"),
         ("[roles.rollout]\n", f"[roles.rollout]\n{arm.rollout}{settings['rollout']}"),
         ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
     )

@@ -101,8 +101,13 @@ class TrainerRole(Role):
     """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end", the last one when the run
     has completed; a number, also each time that so many steps are committed. The manager exports, with the lowest
     priority; a failure is only reported. Exports are never deleted."""
+    checkpoint_every: Annotated[int, Field(ge=1, le=500)] = _TRAINER.checkpoint_every
+    """Number of steps that one commit with its checkpoint covers: the trainer writes a checkpoint after each step that
+    is a multiple of it, after the last step, and when it is asked to stop. A restart without a snapshot trains the
+    steps since the last commit again, on the same batches. Your own trainer may commit more often, but not more rarely.
+    """
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
-    """Number of steps that may be trained before their checkpoints are complete; then the trainer waits."""
+    """Number of steps that may be trained while a checkpoint is written; then the trainer waits for it."""
     warm: bool = True
     """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
     of the trainer at once. Only with [recovery] policy = "role"."""
