@@ -49,8 +49,9 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
     return with_replica(
         state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number,
         since=at, node=action.node, allocation=action.allocation, step=action.step, admitted_process=admitted, pid=pid,
-        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None, advanced=False,
-        weight_address=None, weight_version=None, preferred_node=None, promoted_from=standby, commits=0, fault="",
+        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None,
+        weight_address=None, weight_version=None, advanced=False, preferred_node=None, promoted_from=standby,
+        commits=0, fault="",
     )  # fmt: skip
 
 

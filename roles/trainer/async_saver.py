@@ -26,6 +26,7 @@ from msgspec import Struct
 import rrl
 
 from ..trajectories.types import TrainedStep
+from ..worker.uncommitted_steps import UncommittedSteps
 from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
@@ -77,6 +78,7 @@ class AsyncSaver:
         buffers: Host memory for the copies.
         publisher: The thread that publishes the weights in the copies.
         max_uncommitted: Number of steps that may be done while a checkpoint is written; at most ``MAX_UNCOMMITTED``.
+        uncommitted: The worker's uncommitted steps, on rank 0; None on the other ranks, which do not commit.
         is_checkpoint_step: Returns whether a step gets a checkpoint. The commit of its checkpoint also commits the
             steps before it.
         fail: Called with the error of a save.
@@ -84,7 +86,8 @@ class AsyncSaver:
 
     def __init__(
         self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers,
-        publisher: Publisher, max_uncommitted: int, *, is_checkpoint_step: Callable[[int], bool] = lambda step: True,
+        publisher: Publisher, max_uncommitted: int, *, uncommitted: UncommittedSteps | None = None,
+        is_checkpoint_step: Callable[[int], bool] = lambda step: True,
         fail: Callable[[BaseException], None] = partial(end_process, "a checkpoint could not be saved"),
     ) -> None:  # fmt: skip
         self._me, self._gang, self._learner = me, gang, learner
@@ -93,7 +96,7 @@ class AsyncSaver:
         self._tensors = learner.tensors()
         self.layout = Layout(self._tensors)
         buffers.prepare(self.layout.nbytes)
-        self._is_checkpoint_step = is_checkpoint_step
+        self._uncommitted, self._is_checkpoint_step = uncommitted, is_checkpoint_step
         self._written: list[int] = []
         """Steps whose checkpoints are being written, or wait for it, in order."""
         self._newest: _Staged | None = None
@@ -123,9 +126,9 @@ class AsyncSaver:
         self.layout.fill(buffer, self._tensors)
         metrics = {**metrics, "publish_blocked_s": self._publisher.take_blocked_s()}
         earlier: tuple[TrainedStep, ...] = ()
-        if self._gang.rank == 0:
-            self._me.uncommitted.trained(learner.number, metrics)
-            earlier = self._me.uncommitted.before(learner.number)
+        if self._uncommitted is not None:
+            self._uncommitted.trained(learner.number, metrics)
+            earlier = self._uncommitted.before(learner.number)
         meta = SnapshotMeta(
             learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics, earlier
         )

@@ -107,6 +107,7 @@ def main() -> None:
         buffers = _buffers(me, gang, client, pinning)
         saver = AsyncSaver(
             me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted,
+            uncommitted=me.uncommitted if gang.rank == 0 else None,
             is_checkpoint_step=lambda step: me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step,
         )  # fmt: skip
         if restore_point.fresh:

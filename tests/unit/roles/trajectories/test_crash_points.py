@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -28,13 +29,19 @@ STEPS = 10
 """the script has two less; what is left of any crash is brought to so many"""
 
 
-def _scripted(folder: Path, disk: FakeDisk) -> Script:
+Recorded = tuple[Script, FakeDisk]
+
+
+def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script:
     """The script as far as it comes. Raises OSError where the disk fails."""
 
     def noted(promise: int) -> None:
         disk.note = promise
 
-    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False)
+    script = Script(
+        folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False,
+        checkpoint_every=checkpoint_every,
+    )  # fmt: skip
     try:
         script.run(STEPS - 2)
         disk.recording = False
@@ -43,17 +50,17 @@ def _scripted(folder: Path, disk: FakeDisk) -> Script:
     return script
 
 
-@pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, FakeDisk]:
+def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
     """The whole script on a disk that does not fail, and every moment of it."""
-    folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
-        script = _scripted(folder, disk)
+        script = _scripted(folder, disk, checkpoint_every)
     return script, disk
 
 
-Recorded = tuple[Script, FakeDisk]
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return _recorded(tmp_path_factory.mktemp("store"), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +85,21 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
     assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"
 
 
-def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
-    """How many different folders a crash could leave; every one of them is opened and gone on with."""
+def _crash_everywhere(
+    recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], every: int = 1,
+    checkpoint_every: int = 1,
+) -> int:  # fmt: skip
+    """How many different folders a crash could leave; each (or each ``every``-th) is opened and gone on with."""
     script, disk = recorded
     count = 0
-    for moment, image, folder in disk.crash_folders(tmp_path, cuts):
+    for moment, image, folder in islice(disk.crash_folders(tmp_path, cuts), None, None, every):
         count += 1
         again = script.calls[max(0, moment.note - 1) : moment.note + 1]
         try:
-            check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
+            check(
+                folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False,
+                checkpoint_every=checkpoint_every,
+            )  # fmt: skip
         except BaseException as error:
             error.add_note(f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }")
             raise
@@ -94,7 +107,28 @@ def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, i
 
 
 def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Recorded, tmp_path: Path) -> None:
-    assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 200
+    assert _crash_everywhere(lived, tmp_path, _AROUND) > 200
+
+
+_AROUND = lambda start, end: (start + 1, (start + end) // 2, end - 1)
+
+
+@pytest.mark.parametrize("checkpoint_every", [3, 5])
+def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
+    tmp_path: Path, checkpoint_every: int
+) -> None:
+    (tmp_path / "store").mkdir()
+    recorded = _recorded(tmp_path / "store", checkpoint_every)
+    assert _crash_everywhere(recorded, tmp_path, _AROUND, every=9, checkpoint_every=checkpoint_every) > 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpoint_every", [3, 5])
+def test_crash_at_any_call_keeps_the_batches_of_uncommitted_steps(tmp_path: Path, checkpoint_every: int) -> None:
+    (tmp_path / "store").mkdir()
+    recorded = _recorded(tmp_path / "store", checkpoint_every)
+    assert _crash_everywhere(recorded, tmp_path, _AROUND, checkpoint_every=checkpoint_every) > 200
 
 
 @pytest.mark.long
