@@ -205,10 +205,11 @@ class Script:
 def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> Iterator[Batch]:
     """Finish the run up to step ``to`` and yield its batches: first the bound, uncommitted ones, then new ones."""
     start, earlier = store.committed(who), list[Batch]()
+    bound = max(store.audit().steps, default=0)
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for _ in range(3):
-            generate(store, tokens=AFTER, weights=number - 1)
+            generate(store, tokens=AFTER, weights=max(bound, number - 1))  # older ones may not be trained any more
             score(store, reward=-1.0)
         batch = bind(store, number, who)
         yield batch

@@ -107,10 +107,10 @@ def _crash_everywhere(
 
 
 def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Recorded, tmp_path: Path) -> None:
-    assert _crash_everywhere(lived, tmp_path, _AROUND) > 200
+    assert _crash_everywhere(lived, tmp_path, _around) > 200
 
 
-_AROUND = lambda start, end: (start + 1, (start + end) // 2, end - 1)
+_around = lambda start, end: (start + 1, (start + end) // 2, end - 1)
 
 
 @pytest.mark.parametrize("checkpoint_every", [3, 5])
@@ -119,7 +119,7 @@ def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
 ) -> None:
     (tmp_path / "store").mkdir()
     recorded = _recorded(tmp_path / "store", checkpoint_every)
-    assert _crash_everywhere(recorded, tmp_path, _AROUND, every=9, checkpoint_every=checkpoint_every) > 25
+    assert _crash_everywhere(recorded, tmp_path, _around, every=9, checkpoint_every=checkpoint_every) > 25
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
 def test_crash_at_any_call_keeps_the_batches_of_uncommitted_steps(tmp_path: Path, checkpoint_every: int) -> None:
     (tmp_path / "store").mkdir()
     recorded = _recorded(tmp_path / "store", checkpoint_every)
-    assert _crash_everywhere(recorded, tmp_path, _AROUND, checkpoint_every=checkpoint_every) > 200
+    assert _crash_everywhere(recorded, tmp_path, _around, checkpoint_every=checkpoint_every) > 200
 
 
 @pytest.mark.long
