@@ -110,7 +110,8 @@ def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Rec
     assert _crash_everywhere(lived, tmp_path, _around) > 200
 
 
-_around = lambda start, end: (start + 1, (start + end) // 2, end - 1)
+def _around(start: int, end: int) -> Iterable[int]:
+    return (start + 1, (start + end) // 2, end - 1)
 
 
 @pytest.mark.parametrize("checkpoint_every", [3, 5])
