@@ -196,7 +196,6 @@ class CommittedSteps:
             if until < last.until:
                 lost.append(Attempt(until, last.until, last.ended_by))
         self._discarded += lost
-        self._published = []
 
     def _on_first_work(self, event: ev.FirstWorkDone, at: float) -> None:
         if event.incarnation.replica == TRAINER and self.began is not None:
