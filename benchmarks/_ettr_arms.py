@@ -21,10 +21,30 @@ WINDOW_S, BACKOFF_S = 600.0, 1.0
 """Default window of the budgets of restarts, and default time before the second restart, both in seconds."""
 ANSWER_TOKENS = 5
 """Tokens of nearly every answer of the quickstart: four digits and the end."""
+TAIL_MEAN_TOKENS = 14.5
+"""Mean tokens of an answer of benchmarks/_stream_task.py: points with a mean of 9.5, four letters and the end."""
+TAIL_LONGEST_TOKENS = 80
+"""Limit of the tokens of such an answer. With 256 answers in a batch, one nearly always reaches it."""
 STEP_TRAJECTORIES = 256
 GENERATION_SHARE = 0.9
 """Seconds that the rollouts take for a batch, divided by those that the trainer takes for a step. Generation runs
 beside training (``ahead = 1``) and has to leave room for what is not padded: leases, scores, weights on their way."""
+
+
+class Workload(Struct, frozen=True):
+    """How the work of a step is divided. ``train`` and ``generate`` are fractions of the length of a step."""
+
+    name: str
+    train: float
+    generate: float
+    """Time that the rollouts take for a batch; with ``tail``, for the longest answer of a batch."""
+    tail: bool = False
+    """Whether the lengths of answers have a long tail (benchmarks/_stream_task.py)."""
+
+
+BALANCED = Workload("generation = training", train=1.0, generate=GENERATION_SHARE)
+GENERATION_BOUND = Workload("generation = 3 x training", train=0.3, generate=GENERATION_SHARE)
+HEAVY_TAIL = Workload("heavy tail", train=1.0, generate=GENERATION_SHARE, tail=True)
 
 
 class Arm(Struct, frozen=True):
@@ -33,63 +53,84 @@ class Arm(Struct, frozen=True):
     name: str
     faults: bool
     policy: str = "role"
-    trainer: str = ""
-    """Keys of ``[roles.trainer]``."""
-    checkpoint_at_end: bool = False
-    """Whether the trainer writes one checkpoint only, after the last step."""
-    rollout: str = ""
-    """Keys of ``[roles.rollout]``. Programs of a job, such as the paced ones, are not preloaded unless it says so."""
+    protected: bool = True
+    """Whether the trainer has a standby process and snapshots."""
+    preload: bool = False
+    """Whether rollouts are preloaded. Programs of a job, such as the paced ones, are not unless it says so."""
     spares: int = 1
     full_restarts: int = 2
+    checkpoint_every: int = 1
 
 
-_PRELOADED = "preload = true\n"
-_NO_PROTECTION = "warm = false\nsnapshots = false\n"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm("clean", faults=False, trainer=_NO_PROTECTION, checkpoint_at_end=True, spares=0),
-        Arm("clean_ft", faults=False, rollout=_PRELOADED),
-        Arm("role", faults=True, rollout=_PRELOADED),
-        Arm("role_cold", faults=True, trainer=_NO_PROTECTION),
+        Arm("clean", faults=False, protected=False, spares=0, checkpoint_every=10**6),
+        Arm("clean_ft", faults=False, preload=True),
+        Arm("role", faults=True, preload=True),
+        Arm("role_cold", faults=True, protected=False),
         Arm("job", faults=True, policy="job", full_restarts=1000),
     )
 }
 """The arms that run on Slurm as whole runs of rrl, in the order in which each round runs them."""
 
 
-def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Path) -> str:
+def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Path, workload: Workload = BALANCED,
+        model: Path | None = None) -> str:  # fmt: skip
     """Return job.toml of a run.
 
     Args:
         arm: What the run turns on.
         cluster: ``slurm`` or ``local``.
         steps: Number of training steps.
-        step_s: Seconds that a training step takes at least.
+        step_s: Seconds that a step takes at least.
         seed: Seed of the run: prompts, weights and samples.
         record: Folder in which the paced roles record the times of their work.
+        workload: How the work of a step is divided.
+        model: Folder of the model of a workload with a long tail (``write_model`` of benchmarks/_stream_task.py).
     """
-    trainer = f"{arm.trainer}checkpoint_every = {steps}\n" if arm.checkpoint_at_end else arm.trainer
-    generation_s = GENERATION_SHARE * step_s / ANSWER_TOKENS
+    mean, longest = (TAIL_MEAN_TOKENS, TAIL_LONGEST_TOKENS) if workload.tail else (ANSWER_TOKENS, ANSWER_TOKENS)
     commands = {
-        "trainer": ("--token-s", f"{step_s / (STEP_TRAJECTORIES * ANSWER_TOKENS):.8f}"),
-        "rollout": ("--tau", f"{generation_s:.8f}", "0"),
+        "trainer": ("--token-s", f"{workload.train * step_s / (STEP_TRAJECTORIES * mean):.8f}"),
+        "rollout": ("--tau", f"{workload.generate * step_s / longest:.8f}", "0"),
     }
     program = [sys.executable, "-m", "rrl.benchmarks._pace"]
     settings = {
         role: f"command = {json.dumps([*program, role, '--record', str(record), *options])}\n"
         for role, options in commands.items()
     }
+    if not arm.protected:
+        settings["trainer"] += "warm = false\nsnapshots = false\n"
+    if arm.checkpoint_every > 1:
+        settings["trainer"] += f"checkpoint_every = {min(arm.checkpoint_every, steps)}\n"
+    if arm.preload:
+        settings["rollout"] += "preload = true\n"
     changes = (
         ("steps = 300", f"steps = {steps}"),
         ("seed = 0", f"seed = {seed}"),
         ('kind = "local"', f'kind = "{cluster}"'),
         ("spares = 1", f"spares = {arm.spares}"),
-        ("[roles.trainer]\n", f"[roles.trainer]\n{trainer}{settings['trainer']}"),
-        ("[roles.rollout]\n", f"[roles.rollout]\n{arm.rollout}{settings['rollout']}"),
+        *(_long_tail(model) if workload.tail else ()),
+        ("[roles.trainer]\n", f"[roles.trainer]\n{settings['trainer']}"),
+        ("[roles.rollout]\n", f"[roles.rollout]\n{settings['rollout']}"),
         ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
     )
     return f"{quickstart_with(changes)}\n{budgets(arm, step_s)}"
+
+
+def _long_tail(model: Path | None) -> tuple[tuple[str, str], ...]:
+    """Return the changes of the quickstart for a task whose answers have a long tail."""
+    assert model is not None, "a workload with a long tail needs a model"
+    return (
+        ('dataset = "spiral_matrix"\n', 'function = "rrl.benchmarks._stream_task:make"\n'),
+        ("args = { min_n = 2, max_n = 2 }\n", ""),
+        ('prompt = "{metadata[matrix]}="\n', ""),
+        ("partial_credit = 0.5 ", ""),
+        ("hidden_size = 64\nlayers = 2\n", f'path = "{model}"\n'),
+        ('tokenizer = { pieces = "0123456789=", join = " ", ignore = "[], " }\n', ""),
+        ("max_new_tokens = 5\n", f"max_new_tokens = {TAIL_LONGEST_TOKENS}\n"),
+        ("warm_start_steps = 30 ", ""),
+    )
 
 
 def budgets(arm: Arm, step_s: float) -> str:

@@ -39,7 +39,7 @@ STEPS = 1000
 TIMEOUT_S = 600.0
 WATCH_TIMEOUT_S = 120.0
 """Seconds within which Slurm ends a requeued job."""
-IN_JOB = Arm("in one job", faults=True, trainer="warm = false\nsnapshots = false\n", spares=0, full_restarts=0)
+IN_JOB = Arm("in one job", faults=True, protected=False, spares=0, full_restarts=0)
 KINDS = ("requeue", "submitit")
 
 
@@ -104,7 +104,8 @@ def outage(lab: SlurmLab, kind: str, name: str, step_s: float) -> float:
     while (again := trained_again(replay(run), kill)) is None:
         assert time.monotonic() < until, f"{run.path}: the trainer did not train again"
         time.sleep(1.0)
-    lab.clear()
+    lab.clear()  # first the job, which would requeue itself when its run ends
+    lab.run_as_user([RRL, "cancel", run.id], env={RUNS_ENV: str(folder / "runs")})
     return again[0] - kill.at
 
 

@@ -1,4 +1,4 @@
-"""The faults of benchmarks/ettr.py: when the trainer is killed, by SIGKILL from outside of the run.
+"""The faults of benchmarks/ettr.py: what is hit, when, and how, from outside of the run.
 
 ``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. The same seed gives
 each arm the same faults: after the commit of the same step, at the same fraction of a step.
@@ -10,57 +10,96 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 
 from msgspec import Struct
 
-from rrl.core.types import TRAINER, Incarnation
-from rrl.manager.model.state import State, Status
+from rrl.core.types import TRAINER, Incarnation, ReplicaId
+from rrl.manager.model.state import Replica, State, Status
+from rrl.manager.storage.lease import holder
 from rrl.tests.support.runs import TestRun
+from rrl.tests.support.slurm.lab import SlurmLab
+
+
+class Target(StrEnum):
+    """What a fault hits."""
+
+    TRAINER = "trainer"
+    HANG = "trainer hangs"
+    ROLLOUT = "rollout"
+    STORE = "store"
+    NODE = "node"
+    MANAGER = "manager"
+
+
+REPLICA_OF: Mapping[Target, ReplicaId] = {
+    Target.TRAINER: TRAINER,
+    Target.HANG: TRAINER,
+    Target.ROLLOUT: ReplicaId("rollout/1"),
+    Target.STORE: ReplicaId("trajectories/0"),
+    Target.NODE: ReplicaId("rollout/0"),
+}
+"""The replica that a fault hits: by SIGKILL, by SIGSTOP, or by a crash of its node."""
+MIXED = (Target.HANG, Target.ROLLOUT, Target.STORE, Target.NODE, Target.MANAGER)
+"""The mixed plan: each of these once, in an order that the seed draws."""
 
 
 class Fault(Struct, frozen=True):
-    """A kill of the trainer: ``fraction`` of a step after the commit of ``step``."""
+    """One fault: ``fraction`` of a step after the commit of ``step``."""
 
     step: int
     fraction: float
+    target: Target = Target.TRAINER
 
 
 class Kill(Struct, frozen=True):
-    """A kill that was made, at this time (s, of the manager's clock, which is the machine's)."""
+    """A fault that was injected, at this time (s, of the manager's clock, which is the machine's)."""
 
     at: float
     step: int
     """Newest committed step."""
-    incarnation: Incarnation
+    incarnation: Incarnation | None
+    """What was hit; None for the manager."""
+    target: Target = Target.TRAINER
 
 
-def schedule(steps: int, faults: int, seed: int) -> list[Fault]:
+def schedule(steps: int, faults: int, seed: int, targets: Sequence[Target] = (Target.TRAINER,)) -> list[Fault]:
     """Draw one fault for each of ``faults`` equal parts of the steps.
 
     The first step is not hit, because nothing could be restored, nor the last one, whose commit ends the run.
+
+    Args:
+        steps: Number of steps of the run.
+        faults: Number of faults.
+        seed: Seed of the draw.
+        targets: What is hit, in an order that the seed draws; repeated if there are more faults.
     """
     rng = random.Random(seed)
     length = steps / faults
-    return [
-        Fault(max(1, min(steps - 2, int(part * length) + rng.randrange(max(1, int(length))))), rng.random())
+    times = [
+        (max(1, min(steps - 2, int(part * length) + rng.randrange(max(1, int(length))))), rng.random())
         for part in range(faults)
     ]
+    order = rng.sample(list(targets), len(targets))
+    return [Fault(step, fraction, order[part % len(order)]) for part, (step, fraction) in enumerate(times)]
 
 
 class Killer:
-    """Kills the trainer of a run when its faults are due; call :meth:`due` with each new state.
+    """Injects the faults of a run when they are due; call :meth:`due` with each new state.
 
-    A fault that falls into an outage hits the trainer as soon as it has joined again.
+    A fault that falls into an outage of its target hits it as soon as it has joined again.
     """
 
-    def __init__(self, faults: list[Fault], step_s: float) -> None:
+    def __init__(self, run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float) -> None:
+        self._run, self._lab = run, lab
         self._faults = list(faults)
         self._step_s = step_s
         self._due_at: float | None = None
         self.kills: list[Kill] = []
 
     def due(self, state: State) -> None:
-        """Kill the trainer if the next fault is due."""
+        """Inject the next fault if it is due and its target works."""
         if not self._faults:
             return
         fault = self._faults[0]
@@ -68,20 +107,39 @@ class Killer:
             if state.step < fault.step:
                 return
             self._due_at = time.time() + fault.fraction * self._step_s
-        trainer = state.replica(TRAINER)
-        if time.time() < self._due_at or trainer.status is not Status.JOINED or trainer.pid is None:
+        if time.time() < self._due_at or (inject := self._injection(fault.target, state)) is None:
             return
-        if self.kills and self.kills[-1].incarnation == trainer.incarnation:
-            return  # the state is older than the previous kill
-        os.kill(trainer.pid, signal.SIGKILL)
-        self.kills.append(Kill(time.time(), state.step, trainer.incarnation))
+        replica = REPLICA_OF.get(fault.target)
+        at = time.time()
+        inject()
+        incarnation = None if replica is None else state.replica(replica).incarnation
+        self.kills.append(Kill(at, state.step, incarnation, fault.target))
         self._faults.pop(0)
         self._due_at = None
 
+    def _injection(self, target: Target, state: State) -> Callable[[], None] | None:
+        """Return what injects the fault; None while the target does not work."""
+        if target is Target.MANAGER:
+            managing = holder(self._run.run)
+            return None if managing is None else lambda: os.kill(managing.pid, signal.SIGKILL)
+        replica = state.replica(REPLICA_OF[target])
+        if replica.status is not Status.JOINED or replica.pid is None or self._was_hit(replica):
+            return None
+        pid, node = replica.pid, replica.node
+        if target is Target.NODE:
+            assert node is not None
+            return lambda: self._lab.crash(node)
+        return lambda: os.kill(pid, signal.SIGSTOP if target is Target.HANG else signal.SIGKILL)
 
-def run_to_end(run: TestRun, faults: list[Fault], step_s: float, timeout_s: float) -> tuple[State, list[Kill]]:
-    """Follow a run to its end, and let the faults hit it. Returns its last state, and the kills."""
-    killer = Killer(faults, step_s)
+    def _was_hit(self, replica: Replica) -> bool:
+        """Return whether this incarnation was hit before: then the state is older than that fault."""
+        return any(kill.incarnation == replica.incarnation for kill in self.kills)
+
+
+def run_to_end(run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float,
+               timeout_s: float) -> tuple[State, list[Kill]]:  # fmt: skip
+    """Follow a run to its end, and let the faults hit it. Returns its last state, and the faults as they were."""
+    killer = Killer(run, lab, faults, step_s)
 
     def ended(state: State) -> bool:
         if state.outcome is None:

@@ -1,21 +1,22 @@
 """What a run of benchmarks/ettr.py shows, read from its journal and the trainer's logs. Pure but for the logs.
 
-The clock of a run starts when its trainer first trains, and stops when its last step is committed.
+The clock of a run starts when its trainer first trains, and stops when its last step is committed. Where the time went
+is what ``rrl report`` says (rrl.manager.reporting.accounting).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
-from rrl.benchmarks._ettr_faults import Kill
+from rrl.benchmarks._ettr_faults import Kill, Target
 from rrl.benchmarks.restart import restored_step
 from rrl.core.run_dir import RunDir
 from rrl.core.types import TRAINER, Incarnation
 from rrl.manager.model import events as ev
+from rrl.manager.reporting.accounting.run_report import account
 
 
 class Outage(Struct, frozen=True):
@@ -27,6 +28,22 @@ class Outage(Struct, frozen=True):
     """Seconds from the kill until an incarnation of the trainer trains again."""
     lost_steps: int
     """Steps that may have been trained before the kill and were trained again."""
+
+
+class Account(Struct, frozen=True):
+    """What ``rrl report`` says of a run."""
+
+    estimate: float | None = None
+    """Estimate of the strict ETTR from this run alone."""
+    lost: dict[str, dict[str, float]] = {}
+    """Seconds lost, by cause and stage."""
+    window_s: float = 0.0
+    sliding: tuple[tuple[float, float], ...] = ()
+    """(seconds since the first training, estimate over the window that ends then)."""
+    reward: tuple[float, ...] = ()
+    """Mean reward of each step, in order."""
+    tokens: tuple[tuple[float, float], ...] = ()
+    """(seconds since the first training, trained tokens per second) of each step, in order."""
 
 
 class Sample(Struct, frozen=True):
@@ -43,6 +60,12 @@ class Sample(Struct, frozen=True):
     """Share of the seconds by which trainer and rollouts did not keep their pace."""
     load: float = 0.0
     """Load of this machine (1 minute) at the end."""
+    faults: tuple[tuple[float, str], ...] = ()
+    """(seconds since the first training, what was hit) of each fault."""
+    plan: str = ""
+    clean: str = ""
+    """What a clean run depends on; runs are compared with the clean run that has the same value and seed."""
+    account: Account = Account()
 
 
 def commits_of(events: Iterable[ev.Stamped]) -> tuple[float, list[float]]:
@@ -62,7 +85,8 @@ def commits_of(events: Iterable[ev.Stamped]) -> tuple[float, list[float]]:
 
 
 def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Incarnation] | None:
-    """Return when the trainer first trained after a kill (s), and its incarnation then; None if it did not."""
+    """Return when the trainer first trained after its kill (s), and its incarnation then; None if it did not."""
+    assert kill.incarnation is not None
     for stamped in events:
         match stamped.event:
             case ev.PhaseEntered(incarnation, "train") if (
@@ -74,10 +98,39 @@ def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Inca
     return None
 
 
+def account_of(events: Sequence[ev.Stamped], began: float) -> Account:
+    """Return what ``rrl report`` says of a run whose trainer first trained at ``began`` (s)."""
+    report = account(events).report()
+    return Account(
+        report.ettr_estimate,
+        {loss.cause: loss.stages for loss in report.lost},
+        report.window_s,
+        tuple((round(point.at - began, 2), round(point.share, 4)) for point in report.sliding),
+        tuple(round(point.value, 4) for point in report.curves.reward),
+        tuple((round(point.at - began, 2), round(point.value, 1)) for point in report.curves.tokens_per_second),
+    )
+
+
+def lost_by_stage(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the seconds lost per fault in each stage, over these runs."""
+    faults = sum(len(sample.faults) for sample in samples)
+    lost: dict[str, float] = {}
+    for sample in samples:
+        for stages in sample.account.lost.values():
+            for stage, seconds in stages.items():
+                lost[stage] = lost.get(stage, 0.0) + seconds
+    return {stage: round(seconds / faults, 3) for stage, seconds in lost.items()} if faults else {}
+
+
 def outages(run: RunDir, events: Sequence[ev.Stamped], kills: Sequence[Kill], uncommitted: int) -> tuple[Outage, ...]:
-    """Return the outage after each kill. If another kill falls into an outage, both outages end at the same time."""
+    """Return the outage after each fault of the trainer.
+
+    If another kill falls into an outage, both outages end at the same time.
+    """
     found = []
     for kill in kills:
+        if kill.target not in (Target.TRAINER, Target.HANG):
+            continue
         again = trained_again(events, kill)
         assert again is not None, f"the trainer did not train after {kill}"
         lost = max(0, kill.step + uncommitted - restored_step(run, again[1]))
@@ -86,8 +139,11 @@ def outages(run: RunDir, events: Sequence[ev.Stamped], kills: Sequence[Kill], un
 
 
 def strict(sample: Sample, samples: Sequence[Sample]) -> float:
-    """Return the strict ETTR of a run: the seconds of ``clean`` with the same seed, divided by its seconds."""
-    clean = next(each for each in samples if each.arm == "clean" and each.seed == sample.seed)
+    """Return the strict ETTR of a run: the seconds of its clean run with the same seed, divided by its seconds."""
+    clean = next(
+        each for each in samples
+        if each.arm == "clean" and (each.clean, each.seed) == (sample.clean, sample.seed)
+    )  # fmt: skip
     return clean.seconds / sample.seconds
 
 
@@ -104,8 +160,3 @@ def share_at(step_s: float, steps_per_fault: float, outage_s: float) -> float:
     """
     useful = step_s * steps_per_fault
     return useful / (useful + outage_s + step_s / 2)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return median, lowest and highest value."""
-    return {"median": round(statistics.median(values), 4), "range": [round(min(values), 4), round(max(values), 4)]}

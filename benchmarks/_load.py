@@ -23,10 +23,10 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICKS_PER_S
 
 
-def _ticks() -> int:
-    """Return the busy clock ticks of all cores (proc(5): user, nice, system, irq, softirq, steal)."""
+def busy_seconds() -> float:
+    """Return the busy time (s) of all cores together so far (proc(5): user, nice, system, irq, softirq, steal)."""
     fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return sum(fields[:3]) + sum(fields[5:8])
+    return (sum(fields[:3]) + sum(fields[5:8])) / _TICKS_PER_S
 
 
 async def wait_until_quiet(timeout_s: float) -> float:
@@ -36,8 +36,8 @@ async def wait_until_quiet(timeout_s: float) -> float:
     """
     end = time.monotonic() + timeout_s
     while True:
-        before, since = _ticks(), time.monotonic()
+        before, since = busy_seconds(), time.monotonic()
         await asyncio.sleep(_SAMPLE_S)
-        cores = (_ticks() - before) / _TICKS_PER_S / (time.monotonic() - since)
+        cores = (busy_seconds() - before) / (time.monotonic() - since)
         if cores < QUIET_CORES or time.monotonic() > end:
             return cores

@@ -8,11 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
-from rrl.core.types import Version
-from rrl.manager.model.events import VersionAvailable
-from rrl.tests.support.cli.story import BEGAN, REPLICAS, Story, job_view
+from rrl.tests.support.cli.story import BEGAN, at_work
 from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.top import managed
 from rrl.tests.support.cli.waiting import eventually
@@ -41,7 +37,7 @@ def top_cost(replicas: int, runs: int, *, opened: bool) -> float:
     """
     with tempfile.TemporaryDirectory() as root:
         for number in range(runs):
-            managed(_story(f"run-{number:02}", replicas).written(Path(root)))
+            managed(at_work(f"run-{number:02}", replicas).written(Path(root)))
         arguments = ["run-00"] if opened else []
         environment = {"RRL_RUNS_DIR": root, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         with Terminal([sys.executable, "-c", _PROGRAM, *arguments], environment, COLUMNS, ROWS) as terminal:
@@ -52,20 +48,6 @@ def top_cost(replicas: int, runs: int, *, opened: bool) -> float:
             time.sleep(MEASURED_S)
             took = time.monotonic() - began
             return (_processor_s(terminal.process.pid) - used) / took
-
-
-def _story(name: str, replicas: int) -> Story:
-    """Return a run at work, with rollouts added to the usual five replicas."""
-    rollouts = 2 + replicas - len(REPLICAS)
-    job = job_view()
-    roles = tuple(
-        msgspec.structs.replace(one, replicas=rollouts) if one.name == "rollout" else one for one in job.roles
-    )
-    story = Story(name, msgspec.structs.replace(job, roles=roles)).works()
-    for index in range(2, rollouts):
-        story.launches(f"rollout/{index}", f"n{3 + index % 2}").joins(f"rollout/{index}", "generate")
-        story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
-    return story
 
 
 def _processor_s(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""Measures the yardstick for weight transports: a broadcast by torch.distributed's gloo, then digests as rrl has them.
+"""Measures the yardstick for weight transports: a broadcast by torch.distributed's gloo, with digests as rrl has them.
 
 ``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, which receives its commands
 over the socket FD. :class:`Gloo` starts the ranks and commands them. SECONDS is the timeout of the process group.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -39,9 +39,15 @@ class FillBuffer(Struct, frozen=True, tag=True):
 
 
 class StartBroadcast(Struct, frozen=True, tag=True):
-    """Command: broadcast the buffer from rank 0 to the first ``receivers`` ranks after rank 0."""
+    """Command: broadcast the buffer from rank 0 to the first ``receivers`` ranks after rank 0.
+
+    With ``beside``, the buffer is sent in pieces of at most a chunk, and the digest of each chunk is computed while
+    later pieces arrive. Else all tensors are sent whole, and the digests are computed when every rank has all of them.
+    As many threads compute them as in rrl.
+    """
 
     receivers: int
+    beside: bool
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -49,17 +55,14 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class BroadcastDone(Struct, frozen=True, tag=True):
-    """Report of a rank after a broadcast. ``received`` and ``digested`` are times of the machine's monotonic clock (s).
-
-    All bytes had arrived at ``received``, and their digests had been computed one after another at ``digested``.
-    ``threaded_s`` is the time (s) that the digests take in as many threads as rrl uses.
-    """
+    """Report of a rank after a broadcast."""
 
     received: float
-    digested: float
-    threaded_s: float
-    other_cpu_s: float
-    """CPU time (s) of everything after ``digested``: the digests in threads, and the comparison of the bytes."""
+    """Time at which all bytes had arrived (s, monotonic clock of the machine)."""
+    digest_s: float
+    """Further seconds until all digests had been computed."""
+    check_cpu_s: float
+    """CPU time (s) of the comparison of the bytes, which is not part of the measurement."""
     is_correct: bool
 
 
@@ -95,7 +98,7 @@ class Gloo:
         await asyncio.gather(*(rank.request(FillBuffer(version, nbytes, tensors), Ready) for rank in ranks))
 
     async def broadcast(
-        self, receivers: int, timeout_s: float = TIMEOUT_S
+        self, receivers: int, *, beside: bool, timeout_s: float = TIMEOUT_S
     ) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
         """Return the time at which a broadcast began (s, monotonic clock), and the report of each receiver.
 
@@ -105,7 +108,7 @@ class Gloo:
         ranks = self._ranks[: receivers + 1]
         began = time.monotonic()
         for rank in ranks:
-            rank.send(StartBroadcast(receivers))
+            rank.send(StartBroadcast(receivers, beside))
         reports = await asyncio.gather(
             *(rank.receive(BroadcastDone | BroadcastFailed, timeout_s) for rank in ranks), return_exceptions=True
         )
@@ -190,34 +193,42 @@ def _main(control: socket.socket, rank: int, world: int, master: str, port: int,
             flat[:] = content(command.nbytes, seed_of(command.version)) if rank == 0 else bytes(command.nbytes)
             send(Ready())
         else:
-            send(_broadcast(dist, torch, flat, filled, groups[command.receivers], rank))
+            send(_broadcast(dist, torch, flat, filled, groups[command.receivers], rank, command.beside))
 
 
 def _broadcast(
-    dist: Any, torch: Any, flat: memoryview, filled: FillBuffer, group: Any, rank: int
+    dist: Any, torch: Any, flat: memoryview, filled: FillBuffer, group: Any, rank: int, beside: bool
 ) -> BroadcastDone | BroadcastFailed:
     ends = [filled.nbytes * i // filled.tensors // 64 * 64 for i in range(filled.tensors)] + [filled.nbytes]
-    tensors = [torch.frombuffer(flat[a:b], dtype=torch.uint8) for a, b in pairwise(ends)]
-    try:
-        for tensor in tensors:
-            dist.broadcast(tensor, 0, group=group)
-    except RuntimeError as error:
-        return BroadcastFailed(time.monotonic(), str(error).splitlines()[0])
-    received = time.monotonic()
+    if beside:
+        ends = sorted({*ends, *range(0, filled.nbytes, CHUNK_BYTES)})
     chunks = [flat[start : start + CHUNK_BYTES] for start in range(0, flat.nbytes, CHUNK_BYTES)]
-    if rank:
-        for chunk in chunks:
-            digest(chunk)
-    digested, before = time.monotonic(), time.process_time()
-    with contextlib.suppress(RuntimeError):
-        dist.barrier(group=group)  # or the second way of computing them would disturb the first elsewhere
-    began = time.monotonic()
-    if rank:
-        with ThreadPoolExecutor(digest_threads()) as pool:
-            list(pool.map(digest, chunks))
-    threaded_s = time.monotonic() - began
+    digests: list[Future[bytes]] = []
+    with ThreadPoolExecutor(digest_threads()) as pool:
+
+        def submit(end: int) -> None:
+            while rank and len(digests) < len(chunks) and len(digests) * CHUNK_BYTES + len(chunks[len(digests)]) <= end:
+                digests.append(pool.submit(digest, chunks[len(digests)]))
+
+        try:
+            for start, end in pairwise(ends):
+                dist.broadcast(torch.frombuffer(flat[start:end], dtype=torch.uint8), 0, group=group)
+                if beside:
+                    submit(end)
+        except RuntimeError as error:
+            return BroadcastFailed(time.monotonic(), str(error).splitlines()[0])
+        received = time.monotonic()
+        if not beside:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier(group=group)  # the digests of one rank would slow down the transfer to another one
+        since = received if beside else time.monotonic()
+        submit(filled.nbytes)
+        for future in digests:
+            future.result()
+        digest_s = time.monotonic() - since
+    before = time.process_time()
     is_correct = not rank or right_bytes(flat, filled.version, filled.nbytes)
-    return BroadcastDone(received, digested, threaded_s, time.process_time() - before, is_correct)
+    return BroadcastDone(received, digest_s, time.process_time() - before, is_correct)
 
 
 if __name__ == "__main__":

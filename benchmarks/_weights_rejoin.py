@@ -17,6 +17,7 @@ from collections import defaultdict
 from msgspec import Struct, field
 
 from rrl.benchmarks._load import QUIET_TIMEOUT_S, wait_until_quiet
+from rrl.benchmarks._provenance import spread
 from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.weights import orders as say
@@ -109,4 +110,6 @@ def report(results: Rejoin) -> dict[str, object]:
     names = {"connect": "connect_p50_ms", "rollout": "rejoin_rollout_ms", "trainer": "rejoin_trainer_ms"}
     slower = {name: round(max(medians[kind, stage] for kind in KINDS), 2) for stage, name in names.items()}
     each = {f"{kind}_{name}": round(medians[kind, stage], 2) for stage, name in names.items() for kind in KINDS}
-    return {**slower, **each}
+    ranges = {f"{kind}_{name}": spread([1000 * seconds for seconds in results.seconds[kind, stage]])["range"]
+              for stage, name in names.items() for kind in KINDS}  # fmt: skip
+    return {**slower, **each, "rejoin_ranges": ranges}

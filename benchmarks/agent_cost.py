@@ -1,9 +1,15 @@
 """Measures what an agent costs its node: CPU and memory of a real agent and all its readers, beside eight GPUs.
 
-The GPUs are those of a stand-in driver, which is read once per second. With ``--native``, the agent reads the GPUs of
-this machine with its own driver. Bars: 1 % of one core, and 80 MiB (PSS: pages that several processes share are counted
-once). The cost is measured for ``--seconds`` (60) after ``--settle`` (20), in which processes start, the first readings
-are made and past log entries are searched. This program takes the place of the agent's manager, and is not counted.
+The GPUs are those of a stand-in driver, which is read once per second. Its calls are free: it answers from memory,
+where a real driver asks the GPU. So the figures leave out the time in the driver, which docs/health.md gives for a real
+one. With ``--native``, the agent reads the GPUs of this machine with its own driver, whose calls count.
+``driver_calls`` in the JSON object says which. Bars: 1 % of one core, and 80 MiB (PSS: pages that several processes
+share are counted once).
+
+The cost is measured for ``--seconds`` (60) after ``--settle`` (20), in which processes start, the first readings are
+made and past log entries are searched. The range of the CPU time is that of the six parts of that time. This program
+takes the place of the agent's manager, and is not counted. Prints a table, and one JSON object as its last line
+(benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.health.readers.samples import READERS
@@ -28,14 +36,30 @@ from rrl.transport.messages import AgentHeartbeat
 GPUS = 8
 MAX_CORES, MAX_PSS_MIB = 0.01, 80.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-MEMORY_SAMPLES = 6
-"""Number of times that the memory is measured; the highest value counts."""
+PARTS = 6
+"""Number of parts of the measured time. The CPU time is that of all parts, the memory the highest one at their ends."""
+STAND_IN_CALLS, REAL_CALLS = "free (stand-in driver)", "counted (driver of this machine)"
+"""What the figures contain of the time that calls take in the GPU driver."""
+
+
+class Sample(Struct, frozen=True):
+    """What the agent and its readers used in one part of the measured time."""
+
+    seconds: float
+    """Length of the part in s."""
+    cpu_s: float
+    pss_mib: dict[int, float]
+    """PSS (MiB) of each process, by pid, at the end of the part."""
+
+    @property
+    def cores(self) -> float:
+        return self.cpu_s / self.seconds
 
 
 async def _measure(
     lab_run: Lab, seconds: float, settle: float, native: bool
-) -> tuple[float, float, list[tuple[str, str, str, str]]]:
-    """Return the cores and the PSS (MiB) that the agent uses, and a table row for each of its processes."""
+) -> tuple[list[Sample], list[tuple[str, str, str, str]]]:
+    """Return the samples, and a table row for each process of the agent."""
     patch = f"import os; os.environ.update({_driver_path()!r})"
     if not native:
         driver = FakeDriver(lab_run.run.path).gpus(GPUS)
@@ -50,18 +74,24 @@ async def _measure(
         agent = lab_run.start(launch, "agent.main", patch)
         await manager.wait_for(AgentHeartbeat)
         await asyncio.sleep(settle)
-        before, began = _ticks(agent.pid), asyncio.get_running_loop().time()
-        highest: dict[int, float] = {}
-        for _ in range(MEMORY_SAMPLES):
-            await asyncio.sleep(seconds / MEMORY_SAMPLES)
-            now = {pid: _pss(pid) for pid in _process_tree(agent.pid)}
-            highest = now if sum(now.values()) > sum(highest.values()) else highest
-        spent = _ticks(agent.pid) - before
-        passed = asyncio.get_running_loop().time() - began
-        cores = spent.total() / TICKS_PER_S / passed
-        shares = ((pid, f"{ticks / TICKS_PER_S / passed:.2%}") for pid, ticks in spent.items())
+        clock = asyncio.get_running_loop().time
+        first = last = _ticks(agent.pid)
+        began = since = clock()
+        samples = []
+        for _ in range(PARTS):
+            await asyncio.sleep(seconds / PARTS)
+            memory = {pid: _pss(pid) for pid in _process_tree(agent.pid)}
+            ticks, now = _ticks(agent.pid), clock()
+            samples.append(Sample(now - since, (ticks - last).total() / TICKS_PER_S, memory))
+            last, since = ticks, now
+        highest = max(samples, key=_total_mib).pss_mib
+        shares = ((pid, f"{spent / TICKS_PER_S / (since - began):.2%}") for pid, spent in (last - first).items())
         rows = [(str(pid), share, f"{highest.get(pid, 0.0):.1f}", _command_text(pid)) for pid, share in shares]
-        return cores, sum(highest.values(), 0.0), rows
+        return samples, rows
+
+
+def _total_mib(sample: Sample) -> float:
+    return sum(sample.pss_mib.values())
 
 
 def _driver_path() -> dict[str, str]:
@@ -122,13 +152,22 @@ def main() -> None:
     given = options.parse_args()
     check_requirements("agent_cost")
     with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as lab_run:
-        cores, pss, rows = asyncio.run(_measure(lab_run, given.seconds, given.settle, given.native))
+        samples, rows = asyncio.run(_measure(lab_run, given.seconds, given.settle, given.native))
+    cores = sum(sample.cpu_s for sample in samples) / sum(sample.seconds for sample in samples)
+    pss = max(map(_total_mib, samples))
+    calls = REAL_CALLS if given.native else STAND_IN_CALLS
     print_table(("pid", "core", "PSS MiB", "process"), rows)
+    print(f"calls of the GPU driver: {calls}")
     print(
         f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: "
         f"{'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}"
     )
-    print(json.dumps({"cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1)}))
+    raw = raw_samples("agent_cost", [msgspec.to_builtins(sample, str_keys=True) for sample in samples])
+    print(json.dumps({
+        "cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1), "driver_calls": calls,
+        "cpu_fraction_of_parts": spread([sample.cores for sample in samples]),
+        "pss_mib_of_parts": spread([_total_mib(sample) for sample in samples]), **provenance(), "raw": str(raw),
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":

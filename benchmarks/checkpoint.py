@@ -1,10 +1,18 @@
 """Measures what a checkpoint in each step costs the trainer, with 100 million parameters in one process.
 
-The results are the time that a step waits, compared with a memcpy of the same bytes, and how much longer whole steps
-take than without checkpoints, with a fixed batch. The state is copied into memory of an agent (snapshots on, the
-default) or into the trainer's own memory (snapshots off), and is then written by torch.distributed.checkpoint in the
-background, with fsync and digests. The arms take turns within one run. Prints a table, and one JSON object as its last
-line. Needs 7 GB of memory and of $TMPDIR.
+The results are the time that a step waits for the copy of the state, compared with a memcpy of the same bytes, and how
+much longer whole steps take than without checkpoints, with a fixed batch. The state is copied into memory of an agent
+(snapshots on, the default) or into the trainer's own memory (snapshots off), and is then written by
+torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step waits until
+the checkpoint of the step before is committed (K = 1). The arms take turns within one run.
+
+In the clock of whole steps: ten steps in a row, each with the write of the step before beside it. The write of the
+step before them is under way when it starts, outside of the clock. So it shows the steady state: a step takes as long
+as computing it beside a write, or as the write, if that is longer. The write shares this machine's cores with the step,
+where a GPU would compute it.
+
+Prints a table. The last line is one JSON object (benchmarks/_provenance.py): ``checkpoint_slowdown`` is the mean of ten
+steps over the mean of ten steps without checkpoints. Needs 7 GB of memory and 5 GB of $TMPDIR.
 """
 
 from __future__ import annotations
@@ -26,13 +34,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ModelSpec, TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import Digest, fresh_folder
+from rrl.roles.checkpoints.retention import CheckpointCleaner, CommitStatus
 from rrl.roles.models.policy import build_model
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.server import SnapshotServer
@@ -51,14 +63,22 @@ MODEL = ModelSpec(
 VOCABULARY = 16_000
 TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
 """Sizes of the fixed batch: number of trajectories and of those in a group, then lengths in tokens."""
-ROUNDS = 5
-STEPS_PER_ROUND = 2
-"""Number of steps of each arm in each round of whole steps."""
-OWN_MEMORY, AGENT_MEMORY = "own memory", "agent's memory"
+ROUNDS = 3
+STEPS_PER_ROUND = 10
+"""Number of timed steps of each arm in each round."""
+COPIES_PER_ROUND = 2
+"""Number of copies of each arm in each round."""
+COMMIT_TIMEOUT_S = 300.0
+"""Time (s) within which a checkpoint must be committed."""
+WITHOUT, OWN_MEMORY, AGENT_MEMORY = "without checkpoints", "own memory", "agent's memory"
+ARMS = (AGENT_MEMORY, OWN_MEMORY)
 
 
 class StandInWorker(SimpleNamespace):
-    """The part of :class:`rrl.Worker` that a saver needs. A commit only records the size of the checkpoint."""
+    """The part of :class:`rrl.Worker` that a saver needs. As the store does, a commit has old checkpoints deleted.
+
+    ``commits`` is a semaphore that each commit releases.
+    """
 
     def idle(self, cause: str) -> AbstractContextManager[object]:
         return nullcontext()
@@ -68,6 +88,8 @@ class StandInWorker(SimpleNamespace):
 
     def commit(self, number: int, files: Sequence[Path], metrics: Any, digests: dict[str, Digest]) -> None:
         self.bytes = sum(each["bytes"] for each in digests.values())
+        self.cleaner.update(CommitStatus(number, 1, {number: files[0].parent.name}))
+        self.commits.release()
 
 
 class NoPublisher(SimpleNamespace):
@@ -85,7 +107,7 @@ class BenchmarkArm:
     """A saver that copies into one kind of memory. All arms have the same learner."""
 
     def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
-        self._buffers = buffers
+        self._me, self._buffers, self._uncommitted = me, buffers, 0
         publisher: Any = NoPublisher()
         self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir), buffers, publisher, 1)  # type: ignore[arg-type]
 
@@ -93,23 +115,40 @@ class BenchmarkArm:
         """Save a checkpoint; return the time (s) that a step waits for that."""
         begun = time.perf_counter()
         self.saver.save("", {})
+        self._uncommitted += 1
         return time.perf_counter() - begun
 
     def timed_settle(self) -> float:
-        """Wait until the checkpoint is committed; return the time (s) that this takes."""
+        """Wait until every checkpoint is committed; return the time (s) that this takes."""
         begun = time.perf_counter()
-        self.saver._wait(0)
+        for _ in range(self._uncommitted):
+            assert self._me.commits.acquire(timeout=COMMIT_TIMEOUT_S), "no commit"
+        self._uncommitted = 0
         return time.perf_counter() - begun
 
 
+class Samples(Struct):
+    """Measured times (s) by arm, in the order of their measurement."""
+
+    memcpy: list[float] = []
+    blocks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
+    """Times that a step waits for its copy."""
+    writes: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
+    """Times from the end of a copy until its checkpoint is committed, with no step beside it."""
+    steps: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in (WITHOUT, *ARMS)})
+    """Times of the steps of each round."""
+
+    def slowdowns(self, arm: str) -> list[float]:
+        """Return the mean time of a step over that of a step without checkpoints, for each round."""
+        pairs = zip(self.steps[arm], self.steps[WITHOUT], strict=True)
+        return [statistics.mean(steps) / statistics.mean(plain) for steps, plain in pairs]
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
     check_requirements("checkpoint")
-    print(json.dumps(measure()))
-
-
-def measure() -> dict[str, Any]:
-    """Run the benchmark and print the table; return the content of the last line."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         run = RunDir(Path(folder) / "run")
@@ -119,45 +158,47 @@ def measure() -> dict[str, Any]:
         server.start()
         incarnation = Incarnation(ReplicaId("trainer/0"), 1)
         client = SnapshotClient(run.id, NodeName("n"), keys, incarnation.replica, 0, 1)
-        me = StandInWorker(
-            run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1, stopping=threading.Event()
-        )
-        learner = learner_of_100_million()
-        try:
-            arms = {
-                AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)),
-                OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers()),
-            }
-            return _measure(me, learner, arms)
-        finally:
-            client.close()
-            server.close()
+        with CheckpointCleaner(run.checkpoints, keep_checkpoints=2) as cleaner:
+            me = StandInWorker(
+                run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1,
+                stopping=threading.Event(), cleaner=cleaner, commits=threading.Semaphore(0),
+            )  # fmt: skip
+            learner = learner_of_100_million()
+            try:
+                arms = {
+                    AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)),
+                    OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers()),
+                }
+                samples = measure(learner, arms, options.rounds)
+            finally:
+                client.close()
+                server.close()
+    report(samples, arms[OWN_MEMORY].saver.layout.nbytes, me.bytes)
 
 
-def _measure(me: StandInWorker, learner: Learner, arms: dict[str, BenchmarkArm]) -> dict[str, Any]:
-    batches = fixed_batches()
+def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int) -> Samples:
+    """Measure copies, writes and whole steps; the arms take turns."""
+    samples, batches = Samples(), fixed_batches()
     learner.step(next(batches))
-    for arm in arms.values():  # the first use of each piece of memory is another matter
+    for arm in arms.values():  # the first use of each piece of memory is slower
         for _ in range(2):
             arm.timed_save()
             arm.timed_settle()
-    nbytes = arms[OWN_MEMORY].saver.layout.nbytes
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    memcpy, blocks, writes = [], {name: [] for name in arms}, {name: [] for name in arms}  # type: ignore[var-annotated]
-    for _ in range(ROUNDS):
-        memcpy.append(_memcpy(arms[OWN_MEMORY], source))
+    source = torch.ones(arms[OWN_MEMORY].saver.layout.nbytes, dtype=torch.uint8)
+    for _ in range(rounds * COPIES_PER_ROUND):
+        samples.memcpy.append(_memcpy(arms[OWN_MEMORY], source))
         for name, arm in arms.items():
-            blocks[name].append(arm.timed_save())
-            writes[name].append(arm.timed_settle())
+            samples.blocks[name].append(arm.timed_save())
+            samples.writes[name].append(arm.timed_settle())
     del source
-    plain_steps: list[float] = []
-    steps: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(ROUNDS):
-        plain_steps.append(_steps(learner, batches, None))
+    for turn in range(rounds):
+        samples.steps[WITHOUT].append([_step(learner, batches, None) for _ in range(STEPS_PER_ROUND)])
         for name, arm in arms.items():
-            steps[name].append(_steps(learner, batches, arm))
+            _step(learner, batches, arm)  # its write is under way when the clock starts
+            samples.steps[name].append([_step(learner, batches, arm) for _ in range(STEPS_PER_ROUND)])
             arm.timed_settle()
-    return _report(me, nbytes, memcpy, blocks, writes, plain_steps, steps)
+        print(f"round {turn + 1} of {rounds}", flush=True)
+    return samples
 
 
 def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
@@ -168,44 +209,45 @@ def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def _steps(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
-    """Return the time (s) per step; with an arm, each step is saved and waits for the commit of the step before."""
+def _step(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
+    """Return the time (s) of a step; with an arm, it is saved, which waits for the commit of the step before."""
     begun = time.perf_counter()
-    for _ in range(STEPS_PER_ROUND):
-        learner.step(next(batches))
-        if arm is not None:
-            arm.timed_save()
-    return (time.perf_counter() - begun) / STEPS_PER_ROUND
+    learner.step(next(batches))
+    if arm is not None:
+        arm.timed_save()
+    return time.perf_counter() - begun
 
 
-def _report(
-    me: StandInWorker, nbytes: int, memcpy: list[float], blocks: dict[str, list[float]], writes: dict[str, list[float]],
-    plain_steps: list[float], steps: dict[str, list[float]],
-) -> dict[str, Any]:  # fmt: skip
+def report(samples: Samples, nbytes: int, on_disk: int) -> None:
+    """Print the table and the JSON line. ``nbytes``: bytes of the state; ``on_disk``: of a checkpoint."""
     median = statistics.median
-    copied, plain = median(memcpy), median(plain_steps)
+    copied = median(samples.memcpy)
+    plain = [step for steps in samples.steps[WITHOUT] for step in steps]
     rows = [["memcpy of the same bytes", f"{copied * 1e3:.0f}", "", "", "", ""]]
-    for name in blocks:
-        block = median(blocks[name])
+    for name in ARMS:
+        block, slowdowns = median(samples.blocks[name]), samples.slowdowns(name)
         rows.append([
-            name, f"{block * 1e3:.0f}", f"{block / copied:.2f}", f"{(block - 0.02) / copied:.2f}",
-            f"{median(writes[name]):.2f}", f"{median(steps[name]) / plain:.2f}",
+            name, f"{block * 1e3:.0f}", f"{block / copied:.2f}", f"{median(samples.writes[name]):.2f}",
+            f"{median(slowdowns):.2f}", f"{min(slowdowns):.2f} to {max(slowdowns):.2f}",
         ])  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
-          f"{nbytes / 1e9:.2f} GB of state, {me.bytes / 1e9:.2f} GB on disk; "
-          f"a step without checkpoints {plain:.2f} s; peak {peak:.1f} GiB")  # fmt: skip
-    print_table(["", "blocks ms", "/ memcpy", "less 20 ms", "commit s later", "step / without"], rows)
-    block = median(blocks[AGENT_MEMORY])
-    return {
+          f"{nbytes / 1e9:.2f} GB of state, {on_disk / 1e9:.2f} GB on disk; "
+          f"a step without checkpoints {median(plain):.2f} s; peak {peak:.1f} GiB")  # fmt: skip
+    print_table(["", "blocks ms", "/ memcpy", "commit s later", "step / without", "range"], rows)
+    block = median(samples.blocks[AGENT_MEMORY])
+    figures = {
         "checkpoint_block_over_memcpy": round(block / copied, 3),
-        "checkpoint_slowdown": round(median(steps[AGENT_MEMORY]) / plain, 3),
-        "block_s": round(block, 4), "memcpy_s": round(copied, 4), "step_s": round(plain, 3),
+        "checkpoint_slowdown": spread(samples.slowdowns(AGENT_MEMORY)),
+        "block_s": spread(samples.blocks[AGENT_MEMORY]), "memcpy_s": spread(samples.memcpy),
+        "commit_s": spread(samples.writes[AGENT_MEMORY]), "step_s": spread(plain),
         "within_bar": block <= 1.3 * copied + 0.02,
-        "own_block_over_memcpy": round(median(blocks[OWN_MEMORY]) / copied, 3),
-        "own_slowdown": round(median(steps[OWN_MEMORY]) / plain, 3),
-        "ran_on": f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}",
+        "own_block_over_memcpy": round(median(samples.blocks[OWN_MEMORY]) / copied, 3),
+        "own_slowdown": spread(samples.slowdowns(OWN_MEMORY)),
+        "steps_per_round": STEPS_PER_ROUND,
     }  # fmt: skip
+    raw = raw_samples("checkpoint", asdict(samples))
+    print(json.dumps(figures | provenance() | {"raw": str(raw)}))
 
 
 def learner_of_100_million() -> Learner:

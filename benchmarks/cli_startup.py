@@ -1,9 +1,11 @@
-"""Measures the wait for ``rrl --version``, ``rrl status`` of a finished run, ``rrl --help``, and completion.
+"""Measures the wait for ``rrl --version``, ``rrl status`` of finished and live runs, ``rrl --help``, and completion.
 
-Bar: version and status take less than 0.4 s, a completion in bash less than 0.2 s. A command is measured as a whole
-process, from its start to its end; the process of the completion is a bash that completes one line. The result is the
-median of ten. The commands take turns, so that a burst of load on the machine affects all of them alike. This program
-creates the finished run, by writing its journal.
+``rrl status`` shows a finished run and a live run, each once with 5 and once with 1,024 replicas. The journal of a live
+run is being written meanwhile, by this program (:mod:`_live_run`). Bar: version and status take less than 0.4 s, a
+completion in bash less than 0.2 s. A command is measured as a whole process, from its start to its end; the process of
+the completion is a bash that completes one line. The result is the median of ten. The commands take turns, so that a
+burst of load on the machine affects all of them alike. This program creates the runs, by writing their journals. Prints
+a table, and one JSON object as its last line (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -13,53 +15,76 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from rrl.benchmarks._live_run import live_run
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.cli.completion.candidates import script
-from rrl.tests.support.cli.story import completed
+from rrl.core.types import Outcome
+from rrl.tests.support.cli.story import REPLICAS, at_work, completed
+from rrl.tests.support.runs import RRL
 
 ROUNDS = 10
 MAX_MEDIAN_S = 0.4
 MAX_COMPLETION_S = 0.2
-RRL = Path(sys.executable).with_name("rrl")
-RUN = "small-7"
+MANY = 1024
+"""Replicas of the large runs."""
+FINISHED, FINISHED_MANY, LIVE, LIVE_MANY = "small-7", "large-7", "small-live-7", "large-live-7"
 COMPLETION = (
-    f"{script('bash')}COMP_WORDS=({RRL} restart {RUN} roll) COMP_CWORD=3; _rrl {RRL}; test ${{#COMPREPLY[@]}} = 2"
+    f"{script('bash')}COMP_WORDS=({RRL} restart {FINISHED} roll) COMP_CWORD=3; _rrl {RRL}; test ${{#COMPREPLY[@]}} = 2"
 )
 """What bash does when the user types ``rrl restart small-7 roll`` and the tab key: two rollouts are offered."""
 COMMANDS = {
-    "version_s": [str(RRL), "--version"],
-    "status_s": [str(RRL), "status"],
-    "help_s": [str(RRL), "--help"],
+    "version_s": [RRL, "--version"],
+    "status_s": [RRL, "status", FINISHED],
+    "status_live_s": [RRL, "status", LIVE],
+    f"status_{MANY}_s": [RRL, "status", FINISHED_MANY],
+    f"status_live_{MANY}_s": [RRL, "status", LIVE_MANY],
+    "help_s": [RRL, "--help"],
     "completion_s": ["bash", "-c", COMPLETION],
 }
-LABELS = {"completion_s": "completion in bash"}
+LABELS = {
+    "version_s": "rrl --version",
+    "status_s": f"rrl status, finished, {len(REPLICAS)} replicas",
+    "status_live_s": f"rrl status, live, {len(REPLICAS)} replicas",
+    f"status_{MANY}_s": f"rrl status, finished, {MANY:,} replicas",
+    f"status_live_{MANY}_s": f"rrl status, live, {MANY:,} replicas",
+    "help_s": "rrl --help",
+    "completion_s": "completion in bash",
+}
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"measurements of each command ({ROUNDS})")
+    rounds = parser.parse_args().rounds
     check_requirements("cli_startup")
-    with tempfile.TemporaryDirectory() as root:
-        completed(RUN).written(Path(root))
-        environment = os.environ | {"RRL_RUNS_DIR": root}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        completed(FINISHED).written(root)
+        at_work(FINISHED_MANY, MANY).ends(Outcome.COMPLETED, "all steps are done").written(root)
+        environment = os.environ | {"RRL_RUNS_DIR": folder}
         taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
-        for _ in range(ROUNDS):
-            for name, arguments in COMMANDS.items():
-                taken[name].append(_time_command(arguments, environment))
+        with live_run(root, LIVE, len(REPLICAS)), live_run(root, LIVE_MANY, MANY):
+            for _ in range(rounds):
+                for name, arguments in COMMANDS.items():
+                    taken[name].append(_time_command(arguments, environment))
     medians = {name: statistics.median(times) for name, times in taken.items()}
     bars = {name: MAX_COMPLETION_S if name == "completion_s" else MAX_MEDIAN_S for name in COMMANDS}
     rows = [
-        (LABELS.get(name) or f"rrl {COMMANDS[name][1]}", f"{medians[name]:.3f}", f"{min(times):.3f}",
-         f"{max(times):.3f}", f"{'under' if medians[name] < bars[name] else 'OVER'} {bars[name]} s")
+        (LABELS[name], f"{medians[name]:.3f}", f"{min(times):.3f}", f"{max(times):.3f}",
+         f"{'under' if medians[name] < bars[name] else 'OVER'} {bars[name]} s")
         for name, times in taken.items()
     ]  # fmt: skip
     print_table(("command", "median s", "min", "max", "bar"), rows)
-    print(json.dumps({name: round(value, 4) for name, value in medians.items()}))
+    raw = raw_samples("cli_startup", taken)
+    figures = {name: round(value, 4) for name, value in medians.items()}
+    ranges = {name: spread(times)["range"] for name, times in taken.items()}
+    print(json.dumps(figures | {"ranges": ranges, "rounds": rounds, **provenance(), "raw": str(raw)}))
 
 
 def _time_command(arguments: list[str], environment: dict[str, str]) -> float:

@@ -4,7 +4,8 @@ The same job, with real roles in torch at a fixed pace (benchmarks/_pace.py), is
 of several slurmd on this machine. The same faults hit each arm: SIGKILL of the trainer from outside, one in each tenth
 of the steps, at a step and a moment drawn by the seed (benchmarks/_ettr_faults.py). Arms:
 
-- ``clean``, ``clean_ft``: no faults, with every protection off (no standby process, snapshot or spare node), and on.
+- ``clean``, ``clean_ft``: no faults, with every protection off (no standby process, snapshot or spare node, and one
+  checkpoint at the end), and on.
 - ``role``: rrl as shipped.
 - ``role_cold``: without standby processes and snapshots: what isolation alone is worth.
 - ``job``: policy ``job``: every role restarts in place from the last checkpoint, as RobustRL ran ByteRobust.
@@ -17,13 +18,19 @@ a run is the clock of ``clean`` with the same seed divided by its own: work that
 are losses. A pilot sets the length of a step so that ``job`` comes to 0.60; it measures what a fault costs ``job`` at a
 step of one second. Budgets in seconds are shortened as steps are, alike in all arms.
 
+Beside the headline (part ``rates``: 10 faults in 100 steps) there are comparisons in the structure of the paper's
+(benchmarks/_ettr_paper.py): half as many faults, steps of four times the length, other workloads, fault rates from 2 to
+10 %, checkpoints in every first, third and fifth step, and a mixed plan of faults. Part ``rates`` takes about 40
+minutes on two cores that nobody else uses, all parts twice as long.
+
 Chosen before the first figure: ``real_*_strict`` are medians over the seeds; ``outage_ratio`` is the median outage of
 ``role`` divided by that of ``job``; ``outage_over_slowest_start`` divides by the median outage of ``role_cold``, in
 which only one process starts (in ``job`` all roles start on the same two cores, where a cluster has a node for each);
 ``time_saved`` is 1 - clock of ``role`` / clock of ``job``; ``ft_overhead`` is clock of ``clean_ft`` / clock of
-``clean`` - 1. An outage is the time from the kill until the trainer trains again.
+``clean`` - 1; ``estimate_error`` is the largest difference between the strict ETTR of a run and its estimate from that
+run alone (``rrl report``). An outage is the time from the kill until the trainer trains again.
 
-Prints tables, and one JSON object with all samples as its last line.
+Prints tables, and one JSON object as its last line. The samples of all runs are in the file that it names.
 """
 
 from __future__ import annotations
@@ -32,113 +39,74 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rrl.benchmarks import _ettr_batch as batch
-from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S, Arm, budgets, job
-from rrl.benchmarks._ettr_faults import Fault, run_to_end, schedule
-from rrl.benchmarks._ettr_figures import Sample, commits_of, outage_median, outages, share_at, spread, strict
-from rrl.benchmarks._pace import overrun, recorded
+from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S, budgets
+from rrl.benchmarks._ettr_figures import Sample, outage_median, share_at, strict
+from rrl.benchmarks._ettr_paper import EXPERIMENTS, RATES, print_experiments, print_published, print_stages
+from rrl.benchmarks._ettr_runs import FAULTS, PILOT_STEP_S, STEPS, Plan, Runs
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.core.types import Outcome
-from rrl.tests.support.runs import submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.slurm.root import ensure
 
 NODES = 7
 """Trainer, two rollouts, store, reward, a spare, and the node of the manager's job."""
-SEEDS, STEPS, FAULTS = 3, 100, 10
-QUICK_STEPS, QUICK_FAULTS = 30, 3
-PILOT_STEP_S, PILOT_STEPS, PILOT_FAULTS = 1.0, 16, 2
-TARGET_JOB_STRICT = 0.60
+SEEDS = 3
+QUICK = Plan(RATES.name, 30, 3)
 REQUEUES = 2
 """Kills of each arm in which Slurm restarts the job."""
-UNCOMMITTED = 1
-"""K, the default of ``[roles.trainer] uncommitted``."""
-RUN_TIMEOUT_S = 1800.0
-PARTS = ("rates", "batch")
-
-
-def measure_run(lab: SlurmLab, arm: Arm, name: str, steps: int, step_s: float, seed: int,
-                faults: list[Fault]) -> Sample:  # fmt: skip
-    """Run one arm to its end; return its measured values."""
-    record = lab.user_home / f"{name}-pace"
-    lab.call_as_user(record.mkdir)
-    run = submit_on(lab, name, job(arm, "slurm", steps, step_s, seed, record))
-    state, kills = run_to_end(run, faults, step_s, RUN_TIMEOUT_S)
-    assert state.outcome is Outcome.COMPLETED, f"{name}: {state.outcome}: {state.why}"
-    assert len(kills) == len(faults), f"{name}: {len(kills)} of {len(faults)} faults"
-    events = run.events()
-    began, commits = commits_of(events)
-    run.wait_gone(120.0)
-    lab.clear()
-    sample = Sample(
-        arm.name, seed, round(commits[-1] - began, 3), tuple(round(at - began, 3) for at in commits),
-        outages(run.run, events, kills, UNCOMMITTED),
-        (round(overrun(recorded(record, "trainer")), 4), round(overrun(recorded(record, "rollout")), 4)),
-        round(os.getloadavg()[0], 1),
-    )  # fmt: skip
-    print(f"{name}: {sample.seconds:.1f} s, outages {[outage.seconds for outage in sample.outages]}, "
-          f"overrun {sample.overrun}, load {sample.load}", flush=True)  # fmt: skip
-    return sample
-
-
-def pilot(lab: SlurmLab) -> float:
-    """Return the length of a step (s) at which ``job`` should come to the target, with one fault in every ten steps.
-
-    A fault costs ``job`` an outage, which does not depend on the step, and work done again, which grows with it.
-    """
-    clean = measure_run(lab, ARMS["clean"], "pilot-clean", PILOT_STEPS, PILOT_STEP_S, 0, [])
-    faults = schedule(PILOT_STEPS, PILOT_FAULTS, 0)
-    failing = measure_run(lab, ARMS["job"], "pilot-job", PILOT_STEPS, PILOT_STEP_S, 0, faults)
-    outage_s = statistics.mean(outage.seconds for outage in failing.outages)
-    cost = (failing.seconds - clean.seconds) / PILOT_FAULTS
-    again = max(0.0, (cost - outage_s) / PILOT_STEP_S)
-    per_fault = STEPS / FAULTS * (1 / TARGET_JOB_STRICT - 1)
-    step_s = round(outage_s / (per_fault - again), 3)
-    print(f"pilot: an outage of {outage_s:.2f} s, {again:.2f} steps done again: steps of {step_s} s", flush=True)
-    return step_s
-
-
-def measure_rates(lab: SlurmLab, seeds: Sequence[int], steps: int, faults: int) -> tuple[float, list[Sample]]:
-    """Run every arm with every seed, the arms in turn; return the length of a step, and the samples."""
-    step_s = pilot(lab)
-    samples = [
-        measure_run(lab, arm, f"{arm.name}-{seed}", steps, step_s, seed,
-                    schedule(steps, faults, seed) if arm.faults else [])
-        for seed in seeds
-        for arm in ARMS.values()
-    ]  # fmt: skip
-    return step_s, samples
+REQUEUE_DELAY_S, REQUEUE_DELAY_VERSION = 5, "26.05"
+SHORT_REQUEUE = f"requeue, delay {REQUEUE_DELAY_S} s"
+PARTS = ("rates", *EXPERIMENTS, "batch")
 
 
 def measure_batch(lab: SlurmLab) -> dict[str, list[float]]:
-    """Return the outages (s) of the arms in which Slurm restarts the job, in turn."""
-    found: dict[str, list[float]] = {kind: [] for kind in batch.KINDS}
-    for turn in range(REQUEUES):
-        for kind in batch.KINDS:
+    """Return the outages (s) of the arms in which Slurm restarts the job, in turn.
+
+    Slurm holds a requeued job, for about 120 s by default. From 25.11 on ``SchedulerParameters=requeue_delay`` sets
+    this time, so ``requeue`` is measured once more where that version can be had.
+    """
+    found = _outages(lab, dict.fromkeys(batch.KINDS, REQUEUES))
+    try:
+        root = ensure(REQUEUE_DELAY_VERSION)
+    except RuntimeError as error:
+        print(f"requeue_delay is left out: {error}", flush=True)
+        return found
+    with SlurmLab.start(nodes=1, root=root, requeue_delay=REQUEUE_DELAY_S) as short:
+        return found | {SHORT_REQUEUE: _outages(short, {"requeue": REQUEUES})["requeue"]}
+
+
+def _outages(lab: SlurmLab, counts: Mapping[str, int]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {kind: [] for kind in counts}
+    for turn in range(max(counts.values())):
+        for kind in counts:
             found[kind].append(round(batch.outage(lab, kind, f"{kind}-{turn}", PILOT_STEP_S), 1))
             print(f"{kind}-{turn}: {found[kind][-1]} s from the kill to training", flush=True)
     return found
 
 
-def figures(step_s: float | None, samples: Sequence[Sample], requeues: dict[str, list[float]],
-            steps_per_fault: float) -> dict[str, Any]:  # fmt: skip
-    """Return the content of the JSON object that is printed last."""
-    found: dict[str, Any] = {"step_s": step_s}
-    shares = {arm: [strict(each, samples) for each in samples if each.arm == arm] for arm in ARMS}
+def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the headline: the figures of part ``rates``, and of the arms in which Slurm restarts the job."""
+    rates = [each for each in samples if each.plan == RATES.name]
+    shares = {arm: [strict(each, samples) for each in rates if each.arm == arm] for arm in ARMS}
+    found: dict[str, Any] = {}
     for arm in ("role", "role_cold", "job"):
         found[f"real_{arm}_strict"] = round(statistics.median(shares[arm]), 4) if shares[arm] else None
     for kind in batch.KINDS:
         times = requeues.get(kind)
-        share = share_at(PAPER_STEP_S, steps_per_fault, statistics.median(times)) if times else None
+        share = share_at(PAPER_STEP_S, STEPS / FAULTS, statistics.median(times)) if times else None
         found[f"real_{kind}_strict"] = None if share is None else round(share, 4)
-    role, cold, whole = (outage_median(samples, arm) for arm in ("role", "role_cold", "job"))
-    pairs = [({each.arm: each.seconds for each in samples if each.seed == seed})
-             for seed in sorted({each.seed for each in samples})]  # fmt: skip
+    role, cold, whole = (outage_median(rates, arm) for arm in ("role", "role_cold", "job"))
+    pairs = [{each.arm: each.seconds for each in rates if each.seed == seed}
+             for seed in sorted({each.seed for each in rates})]  # fmt: skip
+    errors = [abs(strict(each, samples) - each.account.estimate) for each in samples
+              if each.account.estimate is not None]  # fmt: skip
     return found | {
         "outage_ratio": None if not role or not whole else round(role / whole, 4),
         "outage_over_slowest_start": None if not role or not cold else round(role / cold, 4),
@@ -146,73 +114,63 @@ def figures(step_s: float | None, samples: Sequence[Sample], requeues: dict[str,
         "ft_overhead": spread([pair["clean_ft"] / pair["clean"] - 1 for pair in pairs]) if pairs else None,
         "strict": {arm: spread(values) for arm, values in shares.items() if values},
         "steps_lost_max": max((each.lost_steps for sample in samples for each in sample.outages), default=0),
+        "estimate_error": round(max(errors), 4) if errors else None,
     }
 
 
-def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]], steps_per_fault: float) -> None:
-    """Print a row for each arm: clock, strict ETTR, outage, and its ETTR at the step of RobustRL's experiment."""
+def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> None:
+    """Print a row for each arm of the headline: clock, strict ETTR, outage, and its ETTR at the paper's step."""
     rows = []
     for arm in ARMS:
-        own = [sample for sample in samples if sample.arm == arm]
-        outage_s = outage_median(samples, arm)
+        own = [each for each in samples if (each.plan, each.arm) == (RATES.name, arm)]
+        outage_s = outage_median(own, arm)
         if own:
             shares = [strict(sample, samples) for sample in own]
             rows.append([
                 arm, f"{statistics.median(each.seconds for each in own):.1f}", f"{statistics.median(shares):.3f}",
                 f"{min(shares):.3f}-{max(shares):.3f}", "-" if outage_s is None else f"{outage_s:.2f}",
-                "-" if outage_s is None else f"{share_at(PAPER_STEP_S, steps_per_fault, outage_s):.3f}",
+                "-" if outage_s is None else f"{share_at(PAPER_STEP_S, STEPS / FAULTS, outage_s):.3f}",
             ])  # fmt: skip
     for kind, times in requeues.items():
         outage_s = statistics.median(times)
-        rows.append(
-            [kind, "-", "-", "-", f"{outage_s:.1f}", f"{share_at(PAPER_STEP_S, steps_per_fault, outage_s):.3f}"]
-        )
+        rows.append([kind, "-", "-", "-", f"{outage_s:.1f}", f"{share_at(PAPER_STEP_S, STEPS / FAULTS, outage_s):.3f}"])
     print_table(["arm", "clock s", "strict ETTR", "range", "outage s", f"at {PAPER_STEP_S:.0f} s steps"], rows)
-
-
-def commit() -> str:
-    """Return the commit of this checkout, with ``+`` if files differ from it; empty outside of a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of part rates; the other parts have one")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--quick", action="store_true",
-                        help=f"one seed, {QUICK_FAULTS} faults in {QUICK_STEPS} steps, no part batch")  # fmt: skip
+                        help=f"only part rates: one seed, {QUICK.faults} faults in {QUICK.steps} steps")  # fmt: skip
     options = parser.parse_args()
     check_requirements("ettr")
-    seeds, steps, faults = options.seeds, STEPS, FAULTS
-    parts = options.part or PARTS
-    if options.quick:
-        seeds, steps, faults, parts = 1, QUICK_STEPS, QUICK_FAULTS, options.part or ("rates",)
-    step_s: float | None = None
-    samples: list[Sample] = []
+    parts = ("rates",) if options.quick else options.part or PARTS
     requeues: dict[str, list[float]] = {}
     with SlurmLab.start(nodes=NODES) as lab:
         version = ".".join(map(str, lab.version))
+        runs = Runs(lab)
+        if set(parts) - {"batch"}:
+            runs.pilot()
         if "rates" in parts:
-            step_s, samples = measure_rates(lab, range(seeds), steps, faults)
+            plan, seeds = (QUICK, 1) if options.quick else (RATES, options.seeds)
+            for seed in range(seeds):
+                runs.measure_all(plan, [arm for arm in ARMS.values() if arm.name != "clean"], seed)
+        for name, experiment in EXPERIMENTS.items():
+            if name in parts:
+                experiment(runs)
         if "batch" in parts:
             requeues = measure_batch(lab)
-    print(f"Slurm {version}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {steps} steps, {faults} faults")
-    if step_s is not None:
-        print("budgets of all arms but policy and full_restarts:", budgets(ARMS["role"], step_s).replace("\n", "; "))
-    print_arms(samples, requeues, steps / faults)
-    print(json.dumps(figures(step_s, samples, requeues, steps / faults)
-                     | {"commit": commit(), "cores": os.cpu_count(), "slurm": version, "requeue_s": requeues,
-                        "samples": [_as_json(sample) for sample in samples]}))  # fmt: skip
-
-
-def _as_json(sample: Sample) -> dict[str, Any]:
-    return {
-        "arm": sample.arm, "seed": sample.seed, "seconds": sample.seconds, "committed": sample.committed,
-        "outages": [[outage.seconds, outage.lost_steps] for outage in sample.outages], "overrun": sample.overrun,
-        "load": sample.load,
-    }  # fmt: skip
+    print(f"Slurm {version}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, steps of {runs.step_s} s")
+    print("budgets of all arms but policy and full_restarts:", budgets(ARMS["role"], runs.step_s).replace("\n", "; "))
+    print_arms(runs.samples, requeues)
+    print_experiments(runs.samples)
+    print_stages(runs.samples)
+    print_published(runs.samples)
+    raw = raw_samples("ettr", {"step_s": runs.step_s, "requeue_s": requeues, "runs": msgspec.to_builtins(runs.samples)})
+    print(json.dumps(figures(runs.samples, requeues) | {
+        "step_s": runs.step_s, "slurm": version, "requeue_s": requeues, **provenance(), "raw": str(raw),
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,37 +1,100 @@
 """Measures whether a run withstands 10,000 malformed frames and 200 half-open connections on every port.
 
 The run is light (real manager, store, agents and weight transport, no models), on this machine's local cluster, and is
-repeated with each weight transport. The results are the growth of memory and descriptors of each process during the
-attack, and whether a part of the run was affected: restarted, reported in a finding, or stopped. A smaller attack
-before fills the memory pools of the libraries. A period of 100 steps without an attack shows how much the processes
-grow by themselves. Prints a table, and one JSON object as its last line.
+repeated with each weight transport. A smaller attack before fills the memory pools of the libraries.
+
+Three arms take turns within the same run, in three rounds: ``alone``, nothing is done to the run; ``attack``, a third
+of the frames is sent to each port; ``busy``, a busy loop uses the same share of the cores as the attacker did, and
+sends nothing. The attacker runs on the run's own machine, where it takes CPU time from the run, as any program would.
+So the steps/s of ``attack`` are compared with those of ``busy``, and what remains is the work that the attack causes in
+the run. ``run_affected`` is true if a part of the run was restarted, reported in a finding, or stopped, or if the
+median ratio of these steps/s is below 0.9.
+
+The growth of memory and descriptors of each process is that of all rounds together. A part without an attack shows how
+much the processes grow by themselves. Prints tables, and one JSON object as its last line (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import math
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from msgspec import Struct, to_builtins
+
+from rrl.benchmarks._load import cpu_seconds
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import TestRun, current_incarnations, light_job, submit_here
-from rrl.tests.support.security.assault import Cost, assault, targets
+from rrl.tests.support.security.assault import Cost, Storm, Target, assault, targets
 from rrl.tests.support.security.attacks import Footprint
 
 FRAMES_PER_PORT = 10_000
 HALF_OPEN_PER_PORT = 200
 WARMUP_FRAMES = 1_000
+ROUNDS = 3
+WINDOW_S = 10.0
+"""Seconds of ``alone`` in each round, and at least those of ``busy``: a light run commits several steps per second."""
+MIN_OVER_BUSY = 0.9
+"""Ratio of the steps/s under attack to those beside a busy loop below which the run counts as affected. Rounds of one
+arm differ by as much on a shared machine."""
 STEPS = 1_000_000
 """Number of steps of the job, which the run never reaches, because it is cancelled after the attack."""
+_BUSY_LOOP = """
+import sys, time
+share, began = float(sys.argv[1]), time.monotonic()
+used = time.process_time()
+while True:
+    if time.process_time() - used > share * (time.monotonic() - began):
+        time.sleep(0.001)
+"""
+"""A program that uses this share of one core: it sleeps while it is ahead."""
+
+
+class Round(Struct, frozen=True):
+    """The steps/s of one round, by arm, and the cores that the attacker and the busy loop used."""
+
+    alone: float
+    attack: float
+    busy: float
+    attack_cores: float
+    busy_cores: float
+    attack_s: float
+    """Seconds in which frames were sent."""
+
+    @property
+    def over_busy(self) -> float:
+        return self.attack / self.busy
+
+
+class Result(Struct, frozen=True):
+    """The result with one weight transport."""
+
+    kind: str
+    rounds: list[Round]
+    costs: list[Cost]
+    """Of all rounds together, by process."""
+    own_growth: list[float]
+    """Growth of each process's memory in a part without an attack."""
+    disturbed: bool
+    """Whether a part of the run was restarted, reported in a finding, or stopped."""
+
+    @property
+    def affected(self) -> bool:
+        return self.disturbed or statistics.median(one.over_busy for one in self.rounds) < MIN_OVER_BUSY
 
 
 def main() -> None:
@@ -40,26 +103,43 @@ def main() -> None:
     frames = parser.parse_args().frames
     check_requirements("hostile_ports")
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
-    rows: list[list[str]] = []
-    results = [_attack(kind, frames, rows) for kind in kinds]
+    results = [_measure(kind, frames) for kind in kinds]
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
         f"{frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
     )
-    header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
-    print_table(header, rows)
-    for kind, result in zip(kinds, results, strict=True):
-        print(f"{kind}: {result['steps_per_s_before']:.1f} steps/s before, {result['steps_per_s_during']:.1f} during")
+    print_table(
+        ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after"),
+        [row for result in results for row in _rows(result)],
+    )
+    print("\nsteps/s and cores, by round")
+    print_table(
+        ("pipe, round", "alone", "attack", "busy loop", "attack / busy", "attacker's cores", "busy loop's cores"),
+        [row for result in results for row in _round_rows(result)],
+    )
+    raw = raw_samples("hostile_ports", [to_builtins(result) for result in results])
+    costs = [cost for result in results for cost in result.costs]
     print(json.dumps({
-        "frames": min(result["said"] for result in results), "half_open": HALF_OPEN_PER_PORT,
-        "ports": sum(result["ports"] for result in results),
-        "memory_growth_max": round(max(result["memory"] for result in results), 4),
-        "fds_growth_max": max(result["descriptors"] for result in results),
-        "run_affected": any(result["affected"] for result in results),
+        "frames": min(cost.frames for cost in costs), "half_open": HALF_OPEN_PER_PORT,
+        "ports": sum(len(cost.target.ports) for cost in costs),
+        "memory_growth_max": round(max(cost.memory_growth for cost in costs), 4),
+        "fds_growth_max": max(cost.descriptors_growth for cost in costs),
+        "run_affected": any(result.affected for result in results),
+        **{f"{result.kind}_{name}": spread(values) for result in results for name, values in _ratios(result).items()},
+        **provenance(), "raw": str(raw),
     }))  # fmt: skip
 
 
-def _attack(kind: str, frames: int, rows: list[list[str]]) -> dict[str, Any]:
+def _ratios(result: Result) -> dict[str, list[float]]:
+    """Return the steps/s under attack over those of the other arms, and the busy loop's over those alone, by round."""
+    return {
+        "attack_over_busy": [one.over_busy for one in result.rounds],
+        "attack_over_alone": [one.attack / one.alone for one in result.rounds],
+        "busy_over_alone": [one.busy / one.alone for one in result.rounds],
+    }
+
+
+def _measure(kind: str, frames: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         toml = light_job("local", STEPS).replace('weights = "tcp"', f'weights = "{kind}"')
         run = submit_here(Path(folder), toml)
@@ -67,38 +147,82 @@ def _attack(kind: str, frames: int, rows: list[list[str]]) -> dict[str, Any]:
             before = current_incarnations(run.wait_steps(20))
             victims = targets(run)
             assault(run, victims, WARMUP_FRAMES, HALF_OPEN_PER_PORT)
-            first, began = [Footprint.of(victim.pid) for victim in victims], time.monotonic()
-            step = run.state().step
-            run.wait(lambda state: state.step >= step + 100)
-            quiet_steps_per_s = (run.state().step - step) / (time.monotonic() - began)
-            since = zip(victims, first, strict=True)
-            own_growth = [Footprint.of(victim.pid).memory / then.memory - 1 for victim, then in since]
-            step, began = run.state().step, time.monotonic()
-            costs = assault(run, victims, frames, HALF_OPEN_PER_PORT)
-            during = (run.state().step - step) / (time.monotonic() - began)
+            first = [Footprint.of(victim.pid) for victim in victims]
+            rounds: list[Round] = []
+            attacks: list[list[Cost]] = []
+            grown: list[float] = []
+            for number in range(ROUNDS):
+                alone = _steps_per_s(run, WINDOW_S)
+                if not number:
+                    grown = [Footprint.of(victim.pid).memory / then.memory - 1
+                             for victim, then in zip(victims, first, strict=True)]  # fmt: skip
+                costs, storm = assault(run, victims, math.ceil(frames / ROUNDS), HALF_OPEN_PER_PORT, first)
+                attacks.append(costs)
+                rounds.append(_round(run, alone, storm))
             step = run.state().step
             run.wait(lambda state: state.step >= step + 10)
-            affected = current_incarnations(run.state()) != before or bool(_suspicions(run))
-            for suspicion in _suspicions(run):
+            suspicions = _suspicions(run)
+            disturbed = current_incarnations(run.state()) != before or bool(suspicions)
+            for suspicion in suspicions:
                 print(f"{kind}: {suspicion}", file=sys.stderr)
         finally:
             with run.call("cancel", run.run.id) as process:
                 process.wait()
         run.wait_gone()
-    rows += [[f"{kind}, {cost.target.name}", *_row(cost, grown)] for cost, grown in zip(costs, own_growth, strict=True)]
-    return {
-        "ports": sum(len(victim.ports) for victim in victims), "affected": affected,
-        "said": min(cost.frames for cost in costs),
-        "memory": max(cost.memory_growth for cost in costs),
-        "descriptors": max(cost.descriptors_growth for cost in costs),
-        "steps_per_s_before": quiet_steps_per_s, "steps_per_s_during": during,
-    }  # fmt: skip
+    return Result(kind, rounds, _together(victims, attacks), grown, disturbed)
 
 
-def _row(cost: Cost, own_growth: float) -> list[str]:
-    sizes = [f"{each.memory / 2**20:.1f}" for each in (cost.before, cost.worst, cost.after)]
-    counts = [str(each.descriptors) for each in (cost.before, cost.worst, cost.after)]
-    return [str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}", f"{own_growth:+.1%}", *counts]
+def _round(run: TestRun, alone: float, storm: Storm) -> Round:
+    """Run the busy loop at the share of the cores that the attacker had, and return the figures of the round."""
+    share = storm.cpu_s / storm.seconds
+    with _busy_loop(share) as pids:
+        began, used = time.monotonic(), cpu_seconds(pids)
+        busy = _steps_per_s(run, max(WINDOW_S, storm.seconds))
+        cores = (cpu_seconds(pids) - used) / (time.monotonic() - began)
+    return Round(alone, storm.steps / storm.seconds, busy, share, cores, storm.seconds)
+
+
+@contextlib.contextmanager
+def _busy_loop(cores: float) -> Iterator[list[int]]:
+    """Use so many cores until the block ends, in one process for each core; yield their pids."""
+    count = math.ceil(cores)
+    processes = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP, str(cores / count)]) for _ in range(count)]
+    try:
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _steps_per_s(run: TestRun, seconds: float) -> float:
+    step, began = run.state().step, time.monotonic()
+    time.sleep(seconds)
+    return (run.state().step - step) / (time.monotonic() - began)
+
+
+def _together(victims: Sequence[Target], attacks: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """Return the cost of all attacks together for each process."""
+    found = []
+    for index, victim in enumerate(victims):
+        costs = [costs[index] for costs in attacks]
+        worst = Footprint(max(cost.worst.memory for cost in costs), max(cost.worst.descriptors for cost in costs))
+        found.append(Cost(victim, costs[0].before, worst, costs[-1].after, sum(cost.frames for cost in costs)))
+    return found
+
+
+def _rows(result: Result) -> Iterator[list[str]]:
+    for cost, own_growth in zip(result.costs, result.own_growth, strict=True):
+        sizes = [f"{each.memory / 2**20:.1f}" for each in (cost.before, cost.worst, cost.after)]
+        counts = [str(each.descriptors) for each in (cost.before, cost.worst, cost.after)]
+        yield [f"{result.kind}, {cost.target.name}", str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}",
+               f"{own_growth:+.1%}", *counts]  # fmt: skip
+
+
+def _round_rows(result: Result) -> Iterator[list[str]]:
+    for number, one in enumerate(result.rounds, 1):
+        yield [f"{result.kind}, {number}", f"{one.alone:.1f}", f"{one.attack:.1f}", f"{one.busy:.1f}",
+               f"{one.over_busy:.2f}", f"{one.attack_cores:.2f}", f"{one.busy_cores:.2f}"]  # fmt: skip
 
 
 def _suspicions(run: TestRun) -> list[str]:

@@ -1,15 +1,32 @@
 """Measures the time from a kill of the trainer to the commit of its next optimizer step, with three ways to restart.
 
-The three arms are interleaved in rounds, with the same machine, cluster and job (the quickstart's real torch roles, a
-trainer of one or more ranks). ``rrl inject`` kills the trainer's process group by SIGKILL. ``warm``: policy "role" with
-standby processes. ``in_place``: policy "role" without standby processes. ``job``: policy "job", in which every role
-restarts in place from the last checkpoint, as RobustRL configured ByteRobust (docs/sources.md). Fenced processes are
-killed without grace in all arms.
+The arms take turns, run by run, with the same machine, cluster and job (the quickstart's real torch roles, a trainer of
+one or more ranks), and the same moments of the kills:
 
-The stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), load
-(→ training), step (→ the next step is committed). ``steps_lost_max`` is the number of steps that were lost: up to K
-steps may have been trained beyond the committed step, and those beyond the step from which the trainer continues,
-according to its log, count as lost. Prints a table, and one JSON object as its last line.
+- ``warm``: policy "role" with standby processes, as rrl ships.
+- ``in_place``: policy "role" without standby processes. Only the trainer starts, as a new process.
+- ``job``: policy "job": every role restarts in place from the last checkpoint, as RobustRL configured ByteRobust
+  (docs/sources.md).
+- ``warm_ready``: ``warm``, but each kill waits until the trainer's nodes have ready standby processes.
+
+This program kills the trainer's rank 0 by SIGKILL, unknown to the run. A kill comes at a moment that the seed draws
+from the ``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether a standby process is ready
+by then or not. A trainer without one starts as a new process, and counts in ``warm`` all the same. Chosen before the
+first figure: ``warm`` is the headline, ``warm_ready`` shows what the wait for a standby process hides.
+
+In the clock: everything from the signal until the commit of the first step that the next incarnation trains. Its stages
+are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), work (→ first
+part of a training step is computed), step (→ the step is committed). Not in the clock: the launch of the next standby
+process. The time before the second restart (``[recovery] backoff``, by default 1 s) is 0 in all arms.
+``steps_lost_max`` is the number of steps that were lost: up to K steps may have been trained beyond the committed step,
+and those beyond the step from which the trainer continues, according to its log, count as lost.
+
+All processes share the cores of this machine. In ``job`` the trainer, both rollouts, store and reward start at once on
+them, where a cluster has a node for each: with few cores ``warm_over_job`` is too favourable. No restart of a whole job
+is faster than the start of its trainer alone, so ``warm_over_in_place`` is what the ratio is at most on separate nodes.
+
+Prints a table for each cluster. The last line is one JSON object with all clusters (benchmarks/_provenance.py): seconds
+of each arm, and ratios of medians with the range of the ratios of kills at equal moments.
 """
 
 from __future__ import annotations
@@ -17,63 +34,86 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
+import signal
 import statistics
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
+from rrl.benchmarks._ettr_faults import Kill
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks.checkpoint import measure as measure_checkpoint
 from rrl.core.launch import tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import STANDBY_ROLE, TRAINER, Incarnation, Verdict, gang_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, InjectFault
+from rrl.manager.model.actions import Fence
 from rrl.manager.model.queries import gang
-from rrl.manager.model.state import State
-from rrl.manager.storage.journal import replay
+from rrl.manager.model.state import State, Status
 from rrl.tests.support.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 ROUNDS = 3
 KILLS_PER_RUN = 2
-"""Number of kills in each run. The arms are interleaved run by run, with 6 kills per arm."""
-STEPS_BETWEEN_KILLS = 20
-"""Minimum number of steps before a kill."""
+"""Number of kills in each run: as many as ``[recovery] per_node`` restarts in place. 6 kills per arm with 3 rounds."""
+KILL_WINDOW_S = 30.0
+"""Length (s) of the time from which the moment of a kill is drawn. Real failures are hours apart, and a standby process
+is ready after some ten seconds here: so the wait for one weighs more than in a real run."""
 STEPS = 1_000_000
 """Number of steps of the job, which a run never reaches, because it is cancelled after its kills."""
+
+
+class Arm(Struct, frozen=True):
+    """One way to restart the trainer."""
+
+    policy: str
+    warm: bool
+    """Whether the trainer has standby processes."""
+    waits: bool = False
+    """Whether each kill waits until they are ready."""
+
+
 ARMS = {
-    "warm": ('policy = "role"', "warm = true"),
-    "in_place": ('policy = "role"', "warm = false"),
-    "job": ('policy = "job"', "warm = false"),
+    "warm": Arm("role", warm=True),
+    "in_place": Arm("role", warm=False),
+    "job": Arm("job", warm=False),
+    "warm_ready": Arm("role", warm=True, waits=True),
 }
-STAGES = ("detect", "decide", "start", "load", "step")
+STAGES = ("detect", "decide", "start", "work", "step")
 UNCOMMITTED = 1
 """K, the default of ``[roles.trainer] uncommitted``."""
+MIN_COMMITS = UNCOMMITTED + 1
+"""Commits after which a trainer has certainly committed a step that it has trained itself: it commits restored ones
+first."""
 NODES = 6
 KILL_TIMEOUT_S = 600.0
 """Seconds for a kill and the recovery from it."""
 
 
 class Restart(Struct):
-    """One kill and the recovery from it, with times of the manager's clock (s)."""
+    """One kill and the recovery from it, with times of the machine's clock, which is the manager's (s)."""
 
-    killed: float
-    step: int
-    """Newest committed step at the kill."""
+    kill: Kill
+    standby_ready: bool
+    """Whether each of the trainer's nodes had a ready standby process at the kill."""
+    load: float
+    """Load of this machine (1 minute) at the kill."""
     detected: float | None = None
     fenced: float | None = None
     joined: float | None = None
-    training: float | None = None
+    worked: float | None = None
     committed: float | None = None
     incarnation: Incarnation | None = None
     """Incarnation of the trainer that continued."""
@@ -81,35 +121,37 @@ class Restart(Struct):
     """Steps that may have been trained before the kill and were trained again."""
 
     def stages(self) -> list[float]:
-        times = [self.killed, self.detected, self.fenced, self.joined, self.training, self.committed]
+        times = [self.kill.at, self.detected, self.fenced, self.joined, self.worked, self.committed]
         known = [time for time in times if time is not None]
         assert len(known) == len(times), f"not recovered from: {self}"
         return [after - before for before, after in pairwise(known)]
 
+    def seconds(self) -> float:
+        return sum(self.stages())
 
-def restarts(run: RunDir) -> list[Restart]:
-    """Return the restarts of the trainer in order, as recorded in the journal."""
-    result: list[Restart] = []
-    current: Restart | None = None
-    step = 0
-    for stamped in replay(run):
+
+def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Restart:
+    """Read the recovery from the kill of ``restart`` from the events of its run; return it.
+
+    The commit of a step that was restored from a snapshot does not end the recovery: the kill did not undo that step.
+    """
+    step, restored = 0, 0
+    for stamped in events:
         event, at = stamped.event, stamped.at
         match event:
-            case ev.Intended(InjectFault()):
-                current = Restart(at, step)
-                result.append(current)
-            case ev.StepCommitted(_, number):
+            case ev.StepCommitted(_, number) if restart.joined is None:
                 step = max(step, number)
-                if current is not None and current.training is not None:
-                    current.committed = at
-                    assert current.incarnation is not None
-                    current.lost_steps = max(0, current.step + UNCOMMITTED - restored_step(run, current.incarnation))
-                    current = None
-            case _ if current is not None:
-                _apply(current, event, at)
+            case ev.StepCommitted(_, number) if restart.worked is not None and number > restored:
+                restart.committed = at
+                restart.lost_steps = max(0, step + UNCOMMITTED - restored)
+                break
+            case _ if at >= restart.kill.at:
+                _apply(restart, event, at)
+                if restart.worked is not None and restart.incarnation is not None and not restored:
+                    restored = restored_step(run, restart.incarnation)
             case _:
                 pass
-    return result
+    return restart
 
 
 def restored_step(run: RunDir, incarnation: Incarnation) -> int:
@@ -130,46 +172,51 @@ def _apply(restart: Restart, event: Any, at: float) -> None:
             restart.fenced = at
         case ev.Joined(incarnation) if gang_of(incarnation.replica) == TRAINER and restart.fenced is not None:
             restart.joined, restart.incarnation = at, Incarnation(gang_of(incarnation.replica), incarnation.number)
-        case ev.PhaseEntered(incarnation, "train") if incarnation.replica == TRAINER and restart.joined is not None:
-            restart.training = restart.training or at
+        case ev.FirstWorkDone(incarnation) if incarnation.replica == TRAINER and restart.joined is not None:
+            restart.worked = restart.worked or at
         case _:
             pass
 
 
-def job(arm: str, cluster: str, ranks: int) -> str:
+def job(arm: Arm, cluster: str, ranks: int) -> str:
     """Return the quickstart's job with the settings of this arm."""
-    policy, warm = ARMS[arm]
     changes = (
         ('kind = "local"', f'kind = "{cluster}"'),
         ("steps = 300", f"steps = {STEPS}"),
-        ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\n{warm}\n"),
-        ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
+        ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\nwarm = {str(arm.warm).lower()}\n"),
     )
-    toml = quickstart_with(changes)
-    return f'{toml}\n[recovery]\n{policy}\nbackoff = "0s"\nfull_restarts = 100\n[faults]\nallow = true\n'
+    return f'{quickstart_with(changes)}\n[recovery]\npolicy = "{arm.policy}"\nbackoff = "0s"\nfull_restarts = 100\n'
 
 
-def kill(run: TestRun, arm: str) -> None:
-    """Wait until all roles work and standby processes are ready, kill the trainer, and wait until it trains again."""
-    begun = run.wait(lambda state: state.step >= 1, KILL_TIMEOUT_S).step
-    before = run.wait(
-        lambda state: state.step >= begun + STEPS_BETWEEN_KILLS and all_work(state) and _standbys_ready(state, arm),
-        KILL_TIMEOUT_S,
-    )
-    injection = run.call("inject", run.run.id, "kill", "--target", TRAINER, "--wait", stdout=subprocess.DEVNULL)
-    assert injection.wait(KILL_TIMEOUT_S) == 0
-    killed_number = before.replica(TRAINER).incarnation_number
+def kill(run: TestRun, arm: Arm, delay_s: float) -> Restart:
+    """Kill the trainer ``delay_s`` seconds after all roles work, and wait until it has committed a step again."""
+    run.wait(_works, KILL_TIMEOUT_S)
+    time.sleep(delay_s)
+    before = run.wait(lambda state: _works(state) and (not arm.waits or _standbys_ready(state)), KILL_TIMEOUT_S)
+    trainer = before.replica(TRAINER)
+    assert trainer.pid is not None
+    made = Kill(time.time(), before.step, trainer.incarnation)
+    os.kill(trainer.pid, signal.SIGKILL)
+    restart = Restart(made, _standbys_ready(before), round(os.getloadavg()[0], 1))
+    number = trainer.incarnation_number
     run.wait(
-        lambda state: state.replica(TRAINER).incarnation_number > killed_number and state.replica(TRAINER).commits > 0,
+        lambda state: (again := state.replica(TRAINER)).incarnation_number > number and again.commits >= MIN_COMMITS,
         KILL_TIMEOUT_S,
     )
+    return follow(restart, run.events(), run.run)
 
 
-def _standbys_ready(state: State, arm: str) -> bool:
-    """Return whether each of the trainer's nodes has enough ready standby processes, if the arm uses them."""
+def _works(state: State) -> bool:
+    """Return whether all roles work, and the trainer has committed a step in its current incarnation."""
+    trainer = state.replica(TRAINER)
+    return all_work(state) and trainer.status is Status.JOINED and trainer.commits > 0
+
+
+def _standbys_ready(state: State) -> bool:
+    """Return whether each of the trainer's nodes has enough ready standby processes."""
     ready = [one.node for one in state.replicas.values() if one.role == STANDBY_ROLE and one.phase == "standby"]
     trainer_nodes = [one.node for one in gang(state, TRAINER)]
-    return arm != "warm" or all(ready.count(home) >= trainer_nodes.count(home) for home in trainer_nodes)
+    return all(ready.count(home) >= trainer_nodes.count(home) for home in trainer_nodes)
 
 
 @contextmanager
@@ -189,51 +236,81 @@ def _make_folder(folder: Path) -> Path:
 
 
 def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
-    """Return the restarts by arm."""
-    results: dict[str, list[Restart]] = {arm: [] for arm in ARMS}
+    """Return the restarts by arm, those of all arms in the same order of rounds and kills."""
+    results: dict[str, list[Restart]] = {name: [] for name in ARMS}
     with launcher(cluster) as submit:
         for turn in range(rounds):
-            for arm in ARMS:
-                run: TestRun = submit(f"{arm}-{turn}", job(arm, cluster, ranks))
-                for _ in range(KILLS_PER_RUN):
-                    kill(run, arm)
+            for name, arm in ARMS.items():
+                run: TestRun = submit(f"{name}-{turn}", job(arm, cluster, ranks))
+                for number in range(KILLS_PER_RUN):
+                    delay_s = random.Random(f"{turn}:{number}").uniform(0.0, KILL_WINDOW_S)
+                    restart = kill(run, arm, delay_s)
+                    results[name].append(restart)
+                    standby = "ready" if restart.standby_ready else "not ready"
+                    print(f"{cluster}: {name}-{turn}: {restart.seconds():.3f} s, standby process {standby}, "
+                          f"load {restart.load}", flush=True)  # fmt: skip
                 assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(KILL_TIMEOUT_S) == 0
-                recovered = [one for one in restarts(run.run) if one.committed is not None]
-                assert len(recovered) == KILLS_PER_RUN, (
-                    f"{arm}: {len(recovered)} of {KILLS_PER_RUN} kills were recovered from"
-                )
-                results[arm] += recovered
+                run.wait_gone(KILL_TIMEOUT_S)
     return results
 
 
+def figures(results: dict[str, list[Restart]]) -> dict[str, Any]:
+    """Return the figures of one cluster."""
+    seconds = {name: [restart.seconds() for restart in restarts] for name, restarts in results.items()}
+    ready = sum(restart.standby_ready for restart in results["warm"])
+    return {
+        **{f"{name}_s": spread(values) for name, values in seconds.items()},
+        "warm_over_job": _ratio(seconds["warm"], seconds["job"]),
+        "warm_over_in_place": _ratio(seconds["warm"], seconds["in_place"]),
+        "warm_kills_with_ready_standby": f"{ready} of {len(results['warm'])}",
+        "steps_lost_max": max(restart.lost_steps for restarts in results.values() for restart in restarts),
+    }
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """Return the ratio of the medians, and the range of the ratios of kills at equal moments."""
+    ratios = [value / other for value, other in zip(values, others, strict=True)]
+    medians = round(statistics.median(values) / statistics.median(others), 3)
+    return {"of_medians": medians, "range": [round(min(ratios), 3), round(max(ratios), 3)]}
+
+
+def print_arms(cluster: str, results: dict[str, list[Restart]]) -> None:
+    """Print a row for each arm: medians of the stages and of the whole, with the range of the whole."""
+    rows = []
+    for name, restarts in results.items():
+        stages = [statistics.median(values) for values in zip(*(one.stages() for one in restarts), strict=True)]
+        whole = [one.seconds() for one in restarts]
+        rows.append([
+            name, str(len(restarts)), *(f"{stage:.3f}" for stage in stages), f"{statistics.median(whole):.3f}",
+            f"{min(whole):.3f} to {max(whole):.3f}",
+        ])  # fmt: skip
+    loads = [one.load for restarts in results.values() for one in restarts]
+    print(f"{cluster}: {os.cpu_count()} cores, load {min(loads)} to {max(loads)} at the kills; medians, s")
+    print_table(["arm", "kills", *STAGES, "total", "range of total"], rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cluster", choices=("local", "slurm"), action="append")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", choices=("local", "slurm"), action="append", help="default: both")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs of each arm, with {KILLS_PER_RUN} kills each")
     options = parser.parse_args()
     clusters = options.cluster or ("local", "slurm")
     check_requirements("restart", without=() if "slurm" in clusters else (Need.SLURM,))
-    last: dict[str, float] = {}
+    found: dict[str, Any] = {}
+    samples: list[dict[str, Any]] = []
     for cluster in clusters:
         results = measure(cluster, options.ranks, options.rounds)
-        medians: dict[str, float] = {}
-        rows = []
-        for arm, arm_restarts in results.items():
-            stages = [statistics.median(values) for values in zip(*(r.stages() for r in arm_restarts), strict=True)]
-            medians[arm] = statistics.median(sum(one.stages()) for one in arm_restarts)
-            rows.append([arm, str(len(arm_restarts)), *(f"{stage:.3f}" for stage in stages), f"{medians[arm]:.3f}"])
-        print(f"{cluster}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.ranks} ranks; medians, s")
-        print_table(["arm", "kills", *STAGES, "total"], rows)
-        lost_steps = max(one.lost_steps for arm_restarts in results.values() for one in arm_restarts)
-        last = {
-            "warm_s": round(medians["warm"], 3),
-            "in_place_s": round(medians["in_place"], 3),
-            "job_s": round(medians["job"], 3),
-            "warm_over_job": round(medians["warm"] / medians["job"], 3),
-            "steps_lost_max": lost_steps,
-        }
-    print(json.dumps(last | measure_checkpoint()))
+        print_arms(cluster, results)
+        found[cluster] = figures(results)
+        samples += [
+            {"cluster": cluster, "arm": name, "seconds": round(restart.seconds(), 4),
+             "stages": dict(zip(STAGES, (round(stage, 4) for stage in restart.stages()), strict=True)),
+             **{key: value for key, value in asdict(restart).items() if key in ("standby_ready", "load", "lost_steps")}}
+            for name, restarts in results.items() for restart in restarts
+        ]  # fmt: skip
+    raw = raw_samples("restart", samples)
+    print(json.dumps({"clusters": found, "ranks": options.ranks, **provenance(), "raw": str(raw)}))
 
 
 if __name__ == "__main__":

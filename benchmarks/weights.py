@@ -1,15 +1,15 @@
 """Measures the weight transports against their bars, in four parts, each of which can be run alone.
 
 ``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp, compared with a
-broadcast of torch.distributed's gloo with the same digests.
-``namespaces`` (:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 2 Gbit/s, to four receivers
+broadcast of torch.distributed's gloo, alone and with digests in as many threads.
+``namespaces`` (:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 0.5 Gbit/s, to four receivers
 along a chain, as a star, with one receiver killed and one stopped in the middle, and with gloo in the same situation.
 ``rejoin`` (:mod:`_weights_rejoin`): connections, a restarted rollout, a restarted trainer.
 ``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts during transfers.
 
 Arms are interleaved within each round. Receivers compare every byte after the clock has stopped. Ratios are ratios of
-medians. Prints tables, and one JSON object as its last line; values of parts that were not run, or cannot be run on
-this machine, are null.
+medians; their ranges are those of the single rounds. Prints tables, and one JSON object as its last line
+(benchmarks/_provenance.py); values of parts that were not run, or cannot be run on this machine, are null.
 """
 
 from __future__ import annotations
@@ -20,41 +20,78 @@ import json
 import os
 import statistics
 
+from msgspec import Struct, field
+
 from rrl.benchmarks import _weights_loopback, _weights_namespaces, _weights_rejoin
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
+from rrl.benchmarks._weights_loopback import Loopback
+from rrl.benchmarks._weights_namespaces import Nics
+from rrl.benchmarks._weights_rejoin import Rejoin
 from rrl.tests.support.weights.torture import Tally, torture
 
 PARTS = ("loopback", "namespaces", "rejoin", "faults")
-KEYS = ("ours_over_gloo_1", "chain_over_ideal", "source_free_over_copy", "killed_over_clean", "connect_p50_ms",
-        "rejoin_rollout_ms", "rejoin_trainer_ms", "wrong_commits")  # fmt: skip
+KEYS = ("ours_over_gloo_1", "ours_over_raw_gloo_1", "published_over_gloo_1", "chain_over_ideal",
+        "source_free_over_copy", "killed_over_clean", "connect_p50_ms", "rejoin_rollout_ms", "rejoin_trainer_ms",
+        "wrong_commits")  # fmt: skip
 REPEATS = {"loopback": 3, "namespaces": 5, "rejoin": 50}
 DEFAULT_FAULTS = 500
 GIB, MIB = 2**30, 2**20
 
 
-async def _loopback(mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
+class PartResult(Struct, frozen=True):
+    """The results of one part."""
+
+    figures: dict[str, object]
+    """Values for the JSON object; empty if this machine cannot run the part."""
+    wrong_copies: int = 0
+    other_cores: list[float] = field(default_factory=list)
+    """Cores that other processes used before each measurement."""
+    samples: object = None
+    """The single measurements, as JSON values."""
+
+
+async def _loopback(mib: int, repeats: int) -> PartResult:
     results = await _weights_loopback.measure(mib * MIB, repeats)
-    return _weights_loopback.report(results), results.wrong_copies, results.other_cores
+    return _of(results, _weights_loopback.report(results))
 
 
-async def _namespaces(kind: str, mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
+async def _namespaces(kind: str, mib: int, repeats: int) -> PartResult:
     if (unavailable := _weights_namespaces.unavailable_reason()) is not None:
         print(f"namespaces: not here: {unavailable}")
-        return {}, 0, []
+        return PartResult({})
     results = await _weights_namespaces.measure(kind, mib * MIB, repeats)
-    return _weights_namespaces.report(results), results.wrong_copies, results.other_cores
+    return _of(results, _weights_namespaces.report(results))
 
 
-async def _rejoin(mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
+async def _rejoin(mib: int, repeats: int) -> PartResult:
     results = await _weights_rejoin.measure(mib * MIB, repeats)
-    return _weights_rejoin.report(results), results.wrong_copies, results.other_cores
+    return _of(results, _weights_rejoin.report(results))
 
 
-async def _faults(faults: int, seed: int) -> tuple[dict[str, object], int, list[float]]:
+def _of(results: Loopback | Nics | Rejoin, figures: dict[str, object]) -> PartResult:
+    samples = {name: _with_text_keys(getattr(results, name)) for name in results.__struct_fields__}
+    return PartResult(figures, results.wrong_copies, results.other_cores, samples)
+
+
+def _with_text_keys(value: object) -> object:
+    """Return a value whose dicts have keys that JSON permits: a tuple becomes its elements, joined by commas."""
+    if not isinstance(value, dict):
+        return value
+    return {_text(key): _with_text_keys(each) for key, each in value.items()}
+
+
+def _text(key: object) -> str:
+    return ", ".join(map(_text, key)) if isinstance(key, tuple) else str(key)
+
+
+async def _faults(faults: int, seed: int) -> PartResult:
     tallies: dict[str, Tally] = {}
     for kind in ("ucx", "tcp"):
         tallies[kind] = await torture(kind, faults // 2, seed)
+    header = ["pipe", "faults", "versions", "commits", "wrong", "given up", "MiB more", "descriptors more",
+              "threads more"]  # fmt: skip
     rows = []
     for kind, tally in tallies.items():
         grown = tally.growth()
@@ -62,35 +99,36 @@ async def _faults(faults: int, seed: int) -> tuple[dict[str, object], int, list[
         rows.append([kind, *map(str, counts), f"{grown.anonymous / MIB:.1f}", str(grown.descriptors),
                      str(grown.threads)])  # fmt: skip
     print("faults: growth from the earlier to the later half, of the worse of a receiver and the publisher that lived")
-    print_table(["pipe", "faults", "versions", "commits", "wrong", "given up", "MiB more", "descriptors more",
-                 "threads more"], rows)  # fmt: skip
-    return {"faults": sum(t.faults.total() for t in tallies.values())}, sum(len(t.wrong) for t in tallies.values()), []
+    print_table(header, rows)
+    figures: dict[str, object] = {"faults": sum(t.faults.total() for t in tallies.values())}
+    samples = [dict(zip(header, row, strict=True)) for row in rows]
+    return PartResult(figures, sum(len(t.wrong) for t in tallies.values()), [], samples)
 
 
 async def _run_parts(options: argparse.Namespace) -> dict[str, object]:
-    result: dict[str, object] = dict.fromkeys(KEYS)
-    wrong, others, ran = 0, [], 0
+    figures: dict[str, object] = dict.fromkeys(KEYS)
+    results: dict[str, PartResult] = {}
     for part in options.part or PARTS:
         repeats = options.repeats or REPEATS.get(part, 0)
         if part == "loopback":
-            keys, bad, busy = await _loopback(options.mib or GIB // MIB, repeats)
+            result = await _loopback(options.mib or GIB // MIB, repeats)
         elif part == "namespaces":
-            keys, bad, busy = await _namespaces(options.kind, options.mib or 256, repeats)
+            result = await _namespaces(options.kind, options.mib or 256, repeats)
         elif part == "rejoin":
-            keys, bad, busy = await _rejoin(options.mib or 256, repeats)
+            result = await _rejoin(options.mib or 256, repeats)
         else:
-            keys, bad, busy = await _faults(options.faults, options.seed)
-        ran += bool(keys)
-        result |= keys
-        wrong += bad
-        others += busy
+            result = await _faults(options.faults, options.seed)
+        results[part] = result
+        figures |= result.figures
+        busy = result.other_cores
         load = f"load {os.getloadavg()[0]:.1f}" + (f", others used {statistics.median(busy):.2f} cores" if busy else "")
         print(f"{part}: {os.cpu_count()} cores, {load}\n", flush=True)
-    if ran:
-        result["wrong_commits"] = wrong
-    if others:
-        result["others_cores"] = round(statistics.median(others), 2)
-    return result
+    if any(result.figures for result in results.values()):
+        figures["wrong_commits"] = sum(result.wrong_copies for result in results.values())
+    if others := [cores for result in results.values() for cores in result.other_cores]:
+        figures["others_cores"] = spread(others)
+    raw = raw_samples("weights", {part: result.samples for part, result in results.items()})
+    return figures | provenance() | {"raw": str(raw)}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
     assert {agents[0].name, "manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
     assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # fills the pools of the libraries
     began = run.state().step
-    costs = assault(run, victims, FRAMES, HALF_OPEN)
+    costs, _ = assault(run, victims, FRAMES, HALF_OPEN)
     state = run.wait(lambda s: s.step > began + 2)
     assert current_incarnations(state) == before, "somebody was touched"
     for cost in costs:

@@ -208,6 +208,20 @@ class Story:
         return run
 
 
+def at_work(run: str, replicas: int, steps: int = 40) -> Story:
+    """Return a run at work with this many replicas: rollouts are added to the usual five replicas."""
+    rollouts = 2 + replicas - len(REPLICAS)
+    job = job_view(steps)
+    roles = tuple(
+        msgspec.structs.replace(one, replicas=rollouts) if one.name == "rollout" else one for one in job.roles
+    )
+    story = Story(run, msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, rollouts):
+        story.launches(f"rollout/{index}", f"n{3 + index % 2}").joins(f"rollout/{index}", "generate")
+        story.record(ev.VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
+    return story
+
+
 def completed(run: str = "small-1120-064114", steps: int = 12) -> Story:
     return Story(run, job_view(steps)).works().recovers("rollout/0").ends(Outcome.COMPLETED, "all steps are done")
 

@@ -1,8 +1,9 @@
-"""Two baselines, to compare with rrl's detectors.
+"""Baselines, to compare with rrl's detectors.
 
 They receive the same messages and the same proof as rrl's detectors: exit records, processes that are gone, nodes
 that the cluster reports as down. ``FixedTimeout`` has one timeout for everything, as PyTorch's process groups and
-NVRx's sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2).
+NVRx's sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2). ``WarnsOfAll`` warns of every
+replica and node all the time, which shows what a found warning is worth without its price.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ ZERO_TENSOR_S = 300.0
 """Seconds without working tensor cores until a trainer fails (RobustRL)."""
 ZERO_TOKENS_S = 60.0
 """Seconds without a token until a rollout is probed (RobustRL)."""
-ANSWER_TIMEOUT_S = 30.0
-"""Seconds that a rollout has to answer the probe; RobustRL does not publish its own value."""
 TRAINS = frozenset({"train", "score"})
 """RobustRL's training phases: forward passes of reference, critic and reward, and the actor's forward and backward
 pass."""
@@ -65,7 +64,7 @@ class _Rule(Protocol):
 
 
 class Baseline:
-    """The state that both baselines need; ``rule`` decides which replica fails."""
+    """The state that the baselines need; ``rule`` decides which replica fails."""
 
     probes_work = False
 
@@ -196,11 +195,13 @@ class FixedTimeout:
 
 
 class RobustRL:
-    def __init__(self, factor: float = 1.0) -> None:
+    """RobustRL's rules. ``answer_timeout``: seconds that a suspected rollout has to answer (not published)."""
+
+    def __init__(self, answer_timeout: float, factor: float = 1.0) -> None:
         self._tensor, self._tokens, self._answer = (
             ZERO_TENSOR_S * factor,
             ZERO_TOKENS_S * factor,
-            ANSWER_TIMEOUT_S * factor,
+            answer_timeout * factor,
         )
 
     def fails(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
@@ -222,10 +223,38 @@ class RobustRL:
         return True
 
 
+class WarnsOfAll(Baseline):
+    """Warns of each replica and node from its start on. It fails only what has the proof that all methods receive."""
+
+    def __init__(self) -> None:
+        super().__init__(FixedTimeout(inf))
+        self._warnings: dict[Incarnation | NodeName, Finding] = {}
+
+    def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
+        super().launched(incarnation, node, now)
+        self._warnings[incarnation] = _finding("warned", Cause.HANG, now, incarnation, verdict=Verdict.WARN)
+
+    def agent(self, node: NodeName, incarnation: Incarnation, now: float, boot: str = "") -> None:
+        if node not in self._warnings:
+            self._warnings[node] = _finding("warned", Cause.NODE, now, None, node, Verdict.WARN)
+
+    def forget(self, incarnation: Incarnation, now: float) -> None:
+        super().forget(incarnation, now)
+        self._warnings.pop(incarnation, None)
+
+    def forget_node(self, node: NodeName, now: float) -> None:
+        super().forget_node(node, now)
+        self._warnings.pop(node, None)
+
+    def findings(self, now: float) -> list[Finding]:
+        return [*super().findings(now), *self._warnings.values()]
+
+
 def _finding(
-    what: str, cause: Cause, now: float, incarnation: Incarnation | None, node: NodeName | None = None
-) -> Finding:
+    what: str, cause: Cause, now: float, incarnation: Incarnation | None, node: NodeName | None = None,
+    verdict: Verdict = Verdict.FAIL,
+) -> Finding:  # fmt: skip
     remedy = Remedy.EXCLUDE if node is not None else Remedy.RESTART
     return Finding(
-        what, Verdict.FAIL, cause, remedy, now, (Evidence("baseline", what, now),), incarnation=incarnation, node=node
+        what, verdict, cause, remedy, now, (Evidence("baseline", what, now),), incarnation=incarnation, node=node
     )

@@ -1,17 +1,23 @@
-"""The judges by name: rrl's detectors and the two baselines, with all their deadlines multiplied by a factor."""
+"""The judges by name: rrl's detectors and the baselines, with all their deadlines multiplied by a factor."""
 
 from __future__ import annotations
 
-from rrl.tests.support.scenarios.baselines import Baseline, FixedTimeout, RobustRL
+from collections.abc import Mapping
+
+from rrl.tests.support.scenarios.baselines import Baseline, FixedTimeout, RobustRL, WarnsOfAll
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.judge import Judge
 from rrl.tests.support.scenarios.ours import RrlDetectors
 
-OURS, FIXED, ROBUSTRL = "ours", "fixed_timeout", "robustrl"
-METHODS = (OURS, FIXED, ROBUSTRL)
+OURS, FIXED, WARNS_OF_ALL = "ours", "fixed_timeout", "warns_of_all"
+ROBUSTRL: Mapping[str, float] = {"robustrl_5s": 5.0, "robustrl_15s": 15.0, "robustrl_30s": 30.0}
+"""RobustRL's rules with each assumed time (s) that a suspected rollout has to answer; the paper does not publish it."""
+METHODS = (OURS, FIXED, *ROBUSTRL, WARNS_OF_ALL)
 
 
 def judge_of(method: str, scenario: Scenario, factor: float = 1.0) -> Judge:
     if method == OURS:
         return RrlDetectors(scenario, factor)
-    return Baseline(FixedTimeout(factor) if method == FIXED else RobustRL(factor))
+    if method == WARNS_OF_ALL:
+        return WarnsOfAll()
+    return Baseline(FixedTimeout(factor) if method == FIXED else RobustRL(ROBUSTRL[method], factor))

@@ -62,6 +62,8 @@ class Played(Struct, frozen=True):
     """Events without a target: the scenario does not do what it declares."""
     warnings: tuple[Alarm, ...] = ()
     """Every WARN, right or not."""
+    unexplained: tuple[Alarm, ...] = ()
+    """Those WARNs that are about nothing that has failed."""
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
@@ -193,7 +195,8 @@ def _scored(
         ))  # fmt: skip
     false = tuple(_once(one for index, one in enumerate(alarms) if one.verdict == "FAIL" and index not in explained))
     warnings = tuple(one for one in alarms if one.verdict == "WARN")
-    return Played(name, seed, tuple(outcomes), false, scenario.lasts, broken, warnings)
+    unexplained = tuple(one for i, one in enumerate(alarms) if one.verdict == "WARN" and i not in explained)
+    return Played(name, seed, tuple(outcomes), false, scenario.lasts, broken, warnings, unexplained)
 
 
 def _once(alarms: Iterable[Alarm]) -> list[Alarm]:

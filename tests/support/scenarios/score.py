@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import median
 
 from msgspec import Struct
 
@@ -43,6 +43,35 @@ def score(plays: Sequence[Played]) -> Score:
     return Score(len(plays), found, late, len(outcomes) - found - late, false)
 
 
+class Warnings(Struct, frozen=True):
+    """What the warnings of many plays cost a person who reads them."""
+
+    hours: float
+    """Virtual hours of the plays."""
+    count: int
+    unexplained: int
+    """Number of warnings about what had not failed."""
+    standing_hours: float
+    """Sum of the times for which the unexplained warnings stood."""
+
+    def per_hour(self) -> dict[str, float]:
+        """Return the warnings per hour, the unexplained ones, and how many of these stand at a time on average."""
+        hours = self.hours or 1.0
+        return {
+            "warnings_per_hour": round(self.count / hours, 3),
+            "unexplained_per_hour": round(self.unexplained / hours, 3),
+            "unexplained_standing": round(self.standing_hours / hours, 3),
+        }
+
+
+def warnings_of(plays: Sequence[Played]) -> Warnings:
+    standing = sum(min(one.until, play.lasts) - one.at for play in plays for one in play.unexplained)
+    return Warnings(
+        sum(play.lasts for play in plays) / 3600.0, sum(len(play.warnings) for play in plays),
+        sum(len(play.unexplained) for play in plays), standing / 3600.0,
+    )  # fmt: skip
+
+
 def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
     """Return (true cause, reported cause) → number of cases."""
     counts: Counter[tuple[str, str]] = Counter()
@@ -76,6 +105,14 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
     }  # fmt: skip
 
 
+def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
+    """Return (scenario, seed, index) → role (or ``node``) of each hang in :func:`hang_delays`."""
+    plays = list(plays)
+    kinds = {(play.scenario, play.seed, index): _kind(one)
+             for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
+    return {key: kinds[key] for key in hang_delays(plays)}
+
+
 def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str, list[tuple[float, float]]]:
     """Role → (our delay, theirs) in s, of each hang that both find: delays of different hangs compare nothing."""
     plays = list(ours)
@@ -93,47 +130,12 @@ def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
     """Return the median ratio of our delay to the other method's for the same hang; None if both found no common
     hang.
 
-    A ratio of two medians would depend on the mix of roles: RobustRL waits 90 s for a rollout and 300 s for a
-    trainer.
+    For hangs of several roles only: a ratio of two medians would depend on the mix of roles, because RobustRL finds
+    hangs of rollouts and of trainers after two fixed times.
     """
     mine, other = hang_delays(ours), hang_delays(theirs)
     pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]
     return median(pairs) if pairs else None
-
-
-def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, float | int | None]:
-    """Return the delays of hangs of rrl, divided by those of the other method.
-
-    - ``each``: see :func:`ratio`.
-    - ``median``, ``mean``: of the hangs that both find.
-    - ``median_of_all``, ``mean_of_all``: of the hangs that at least one finds. For the other method such a hang
-      counts as open until the end of the play, so that missing slow cases is no advantage.
-    - ``both``, ``ours_alone``, ``robustrl_alone``: numbers of hangs.
-    """
-    mine, other = hang_delays(ours), hang_delays(theirs)
-    both, either = mine.keys() & other.keys(), mine.keys() | other.keys()
-    left = {**_left(ours), **_left(theirs)}
-    each = ratio(ours, theirs)
-    result: dict[str, float | int | None] = {
-        "each": None if each is None else round(each, 4),
-        "median": _over(median, [mine[key] for key in both], [other[key] for key in both]),
-        "mean": _over(fmean, [mine[key] for key in both], [other[key] for key in both]),
-    }
-    every = [(mine.get(key, left[key]), other.get(key, left[key])) for key in either]
-    result["median_of_all"] = _over(median, [one for one, _ in every], [one for _, one in every])
-    result["mean_of_all"] = _over(fmean, [one for one, _ in every], [one for _, one in every])
-    result |= {"both": len(both), "ours_alone": len(mine.keys() - both), "robustrl_alone": len(other.keys() - both)}
-    return result
-
-
-def _left(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
-    """Return the time (s) from each failure to the end of its play."""
-    return {(play.scenario, play.seed, index): play.lasts - one.since
-            for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
-
-
-def _over(middle: Callable[[list[float]], float], mine: list[float], other: list[float]) -> float | None:
-    return round(middle(mine) / middle(other), 4) if other and middle(other) else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:

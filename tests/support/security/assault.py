@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,16 @@ class Cost(Struct, frozen=True):
         return self.after.descriptors - self.before.descriptors
 
 
+class Storm(Struct, frozen=True):
+    """The time in which the frames of an attack are sent, without the wait for the descriptors after it."""
+
+    seconds: float
+    cpu_s: float
+    """CPU time (s) of the attacking process."""
+    steps: int
+    """Steps that the run committed meanwhile."""
+
+
 def targets(run: TestRun) -> list[Target]:
     """Return every process of the run that listens on TCP ports, with its ports."""
     names = {replica.pid: str(replica.id) for replica in run.state().replicas.values() if replica.pid is not None}
@@ -71,8 +82,8 @@ def targets(run: TestRun) -> list[Target]:
 
 def assault(
     run: TestRun, victims: Sequence[Target], frames: int, halves: int, before: Sequence[Footprint] = ()
-) -> list[Cost]:
-    """Attack all ports of the victims, and return the cost for each.
+) -> tuple[list[Cost], Storm]:
+    """Attack all ports of the victims, and return the cost for each, and what happened meanwhile.
 
     Each port receives ``frames`` malformed messages, while ``halves`` connections to it stop in the middle of the
     handshake. Ports of the control plane also receive ``frames`` malformed messages from a member with the run's
@@ -89,7 +100,9 @@ def assault(
             for victim in victims:
                 for port in victim.ports:
                     open_now.enter_context(half_open(port, halves, victim.weights))
+            began, used, step = time.monotonic(), _cpu_s(), run.state().step
             reported = _storm(victims, keys, frames)
+            storm = Storm(time.monotonic() - began, _cpu_s() - used, run.state().step - step)
         until = time.monotonic() + RECOVERY_TIMEOUT_S
         while time.monotonic() < until:
             after = [Footprint.of(victim.pid) for victim in victims]
@@ -99,7 +112,13 @@ def assault(
     finally:
         over.set()
         watching.join()
-    return [Cost(*each) for each in zip(victims, before, worst, after, reported, strict=True)]
+    return [Cost(*each) for each in zip(victims, before, worst, after, reported, strict=True)], storm
+
+
+def _cpu_s() -> float:
+    """Return the CPU time (s) of this process, which is the attacker."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:

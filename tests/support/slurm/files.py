@@ -46,6 +46,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     preempting: int = 0
     """Grace (s) of jobs in the partitions ``low`` and ``lowest`` when ``main`` takes their nodes; 0: only ``main``
     exists."""
+    requeue_delay: int | None = None
+    """Seconds for which slurmctld holds a requeued job; None: as long as this version does (before 25.11 it cannot be
+    set)."""
     owner: tuple[int, str] | None = None
     """Pid and start time of the process after whose end the lab counts as abandoned; None: it runs until it is
     stopped."""

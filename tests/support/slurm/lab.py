@@ -85,7 +85,7 @@ class SlurmLab:
     def start(
         cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
         inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
-            preempting: int = 0, root: Path | None = None, stays: bool = False,
+            preempting: int = 0, requeue_delay: int | None = None, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
         """Start a lab and wait until every node is idle; the rest of a crashed lab in ``path`` is ended first.
 
@@ -95,6 +95,7 @@ class SlurmLab:
             isolated: Whether each node has a network of its own (root only).
             accounting: Whether slurmdbd runs, and associations, limits and QOS are enforced.
             preempting: Grace (s) of preempted jobs; 0: there are no partitions with preemption.
+            requeue_delay: Seconds for which a requeued job is held; None: the default of this version of Slurm.
             root: Folder of another version of Slurm (default: ``$RRL_SLURM_ROOT``).
             stays: Whether the lab outlives the calling process.
 
@@ -118,7 +119,7 @@ class SlurmLab:
         settings = Settings(
             nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=holder, root=version,
             inactive_limit=inactive_limit, slurmd_timeout=slurmd_timeout, network=network, accounting=accounting,
-            preempting=preempting,
+            preempting=preempting, requeue_delay=requeue_delay,
         )  # fmt: skip
         lab = cls(path, settings)
         try:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks import detection
+from rrl.benchmarks import _provenance, detection
 from rrl.benchmarks._detection_runs import available_cores
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks.detection import main
 from rrl.tests.support.cli.waiting import DEADLINE_S, eventually
+from rrl.tests.support.scenarios.methods import METHODS, OURS, ROBUSTRL, WARNS_OF_ALL
 
 CRASH = """
 about = "A rollout crashes"
@@ -31,6 +33,11 @@ within = "30s"
 """
 
 
+@pytest.fixture(autouse=True)
+def _keeps_raw_samples_out_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_provenance, "RESULTS", tmp_path / "results")
+
+
 def test_output_is_the_same_with_one_process_and_with_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,10 +45,13 @@ def test_output_is_the_same_with_one_process_and_with_several(
     (tmp_path / "calm.toml").write_text('about = "Nothing happens"\nlasts = "2min"\n')
     printed = []
     for jobs in (1, 3):
-        main(tmp_path, seeds=2, curve=False, jobs=jobs)
-        printed.append(capsys.readouterr().out)
+        main(tmp_path, seeds=2, jobs=jobs)
+        *lines, last = capsys.readouterr().out.splitlines()
+        result = json.loads(last)
+        samples = json.loads(Path(result["raw"]).read_text())["samples"]
+        own = {key: value for key, value in result.items() if key not in {*provenance(), "raw"}}
+        printed.append((lines, own, samples))
     assert printed[0] == printed[1]
-    result = json.loads(printed[0].splitlines()[-1])
     assert (result["scenarios"], result["runs"], result["recall"], result["precision"]) == (2, 4, 1.0, 1.0)
 
 
@@ -65,24 +75,39 @@ cause = "hang"
 """
 
 
-def test_hangs_that_both_find_are_compared_and_warnings_are_listed_on_request(
+def test_hangs_that_both_find_are_compared_by_role_and_warnings_are_listed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hang.toml").write_text(HANG_AND_WARN)
-    main(tmp_path, seeds=1, curve=False, jobs=1)
+    main(tmp_path, seeds=1, jobs=1)
     printed = capsys.readouterr().out
     assert "warnings of ours" not in printed
     result = json.loads(printed.splitlines()[-1])
-    both = result["hang_delays_of_both"]
-    assert both["rollout"] == both["all"]
-    assert (both["all"]["found"], both["all"]["robustrl"]["p95"]) == (1, 90.0)
-    assert both["all"]["ours"]["p95"] < both["all"]["robustrl"]["p95"]
-    main(tmp_path, seeds=1, curve=False, jobs=1, warnings=True)
+    assert set(result["hangs"]) == {"rollout"}
+    for method, answer_timeout in ROBUSTRL.items():
+        found = result["hangs"]["rollout"][method]
+        assert (found["both"], found["ours_alone"], found["robustrl_alone"]) == (1, 0, 0)
+        assert found["p95"]["robustrl"] == 60.0 + answer_timeout
+        assert found["median"]["ratio"] == result["hang_delay_over_robustrl"]["rollout"][method]["median"] < 1.0
+    main(tmp_path, seeds=1, jobs=1, warnings=True)
     listed = re.findall(
         r"^  hang seed 0: WARN at .* about (\S+?)(?:, until .*)?: (\w+): ", capsys.readouterr().out, re.M
     )
     assert ("n4", "readers") in listed
-    assert len(listed) == result["warnings"]
+    hours = 8 / 60
+    assert len(listed) == pytest.approx(result["suites"]["all"][OURS]["warnings_per_hour"] * hours, rel=0.01)
+
+
+def test_counts_are_given_for_each_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for suite, text in {"faults": CRASH, "no_fault": 'about = "Nothing happens"\nlasts = "6min"\n'}.items():
+        (tmp_path / suite).mkdir()
+        (tmp_path / suite / "one.toml").write_text(text)
+    main(tmp_path, seeds=1, jobs=1, json_only=True)
+    suites = json.loads(capsys.readouterr().out)["suites"]
+    assert {name: (each[OURS]["runs"], each[OURS]["found"], each[OURS]["false"]) for name, each in suites.items()} == {
+        "faults": (1, 1, 0), "no_fault": (1, 0, 0), "all": (2, 1, 0),
+    }  # fmt: skip
+    assert suites["no_fault"][WARNS_OF_ALL]["unexplained_per_hour"] > suites["no_fault"][OURS]["unexplained_per_hour"]
 
 
 def test_default_is_the_number_of_cores_that_the_process_may_use() -> None:
@@ -113,7 +138,7 @@ def test_signal_ends_the_program_and_its_workers_with_one_line(
         os.kill(-program.pid if whole_group else program.pid, number)
         error = program.communicate(timeout=DEADLINE_S)[1]
         assert program.returncode == code
-        assert re.fullmatch(r"stopped after \d+ of 1500 plays\n", error)
+        assert re.fullmatch(rf"stopped after \d+ of {500 * len(METHODS)} plays\n", error)
         assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     finally:
         program.kill()

@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks._ettr_arms import ARMS, budgets, job
-from rrl.benchmarks._ettr_faults import Kill, schedule
-from rrl.benchmarks._ettr_figures import Outage, Sample, commits_of, outage_median, share_at, strict, trained_again
+from rrl.benchmarks._ettr_arms import ARMS, GENERATION_BOUND, HEAVY_TAIL, budgets, job
+from rrl.benchmarks._ettr_faults import MIXED, Kill, schedule
+from rrl.benchmarks._ettr_figures import (
+    Account,
+    Outage,
+    Sample,
+    commits_of,
+    lost_by_stage,
+    outage_median,
+    share_at,
+    strict,
+    trained_again,
+)
+from rrl.benchmarks._ettr_runs import Plan
 from rrl.config.job.load import load_job
 from rrl.core.types import TRAINER, Incarnation
 from rrl.manager.model import events as ev
@@ -25,6 +36,12 @@ def test_each_part_of_the_steps_has_one_fault_and_the_seed_decides_where() -> No
     assert [fault.step // 10 for fault in faults] == list(range(10))
     assert all(0 <= fault.fraction < 1 for fault in faults)
     assert schedule(100, 10, seed=3) == faults != schedule(100, 10, seed=4)
+
+
+def test_a_mixed_plan_hits_each_target_once_in_an_order_of_the_seed() -> None:
+    orders = {tuple(fault.target for fault in schedule(50, len(MIXED), seed, MIXED)) for seed in range(10)}
+    assert all(sorted(order) == sorted(MIXED) for order in orders)
+    assert len(orders) > 1
 
 
 def test_no_fault_comes_before_the_first_commit_or_at_the_last_step() -> None:
@@ -63,8 +80,25 @@ def test_strict_ettr_divides_the_clean_run_of_the_same_seed() -> None:
         Sample("job", 1, 110.0, (), (Outage(1.0, 4.0, 0), Outage(2.0, 6.0, 1))),
     ]
     assert strict(samples[2], samples) == pytest.approx(0.6)
+    other = Sample("job", 1, 110.0, (), clean="100 steps")
+    assert strict(other, [*samples, Sample("clean", 1, 88.0, (), clean="100 steps")]) == pytest.approx(0.8)
     assert outage_median(samples, "job") == 5.0
     assert outage_median(samples, "clean") is None
+
+
+def test_lost_seconds_of_a_stage_are_those_of_all_causes_for_each_fault() -> None:
+    faults = ((1.0, "trainer"), (2.0, "trainer"))
+    first = Account(lost={"process": {"detect": 1.0, "start": 3.0}, "slow steps": {"other": 0.4}})
+    second = Account(lost={"process": {"start": 5.0}})
+    samples = [Sample("job", 0, 9.0, (), faults=faults, account=first), Sample("job", 1, 9.0, (), account=second)]
+    assert lost_by_stage(samples) == {"detect": 0.5, "start": 4.0, "other": 0.2}
+    assert lost_by_stage([Sample("clean", 0, 9.0, ())]) == {}
+
+
+def test_plans_that_differ_in_their_faults_alone_share_a_clean_run() -> None:
+    assert Plan("10 %", 100, 10).clean == Plan("5 %", 100, 5).clean
+    assert len({Plan("10 %", 100, 10).clean, Plan("short", 50, 5).clean, Plan("long", 100, 10, step_factor=4.0).clean,
+                Plan("tail", 100, 10, HEAVY_TAIL).clean}) == 4  # fmt: skip
 
 
 def test_the_published_outages_give_the_published_ettr() -> None:
@@ -79,3 +113,10 @@ def test_every_arm_is_a_valid_job_with_the_same_budgets(tmp_path: Path) -> None:
         assert load_job(path).recovery.policy == arm.policy
     assert 'window = "15000ms"' in budgets(ARMS["role"], 1.05)
     assert 'window = "15000ms"' in budgets(ARMS["job"], 1.05)
+
+
+def test_every_workload_is_a_valid_job(tmp_path: Path) -> None:
+    for workload in (GENERATION_BOUND, HEAVY_TAIL):
+        path = tmp_path / "job.toml"
+        path.write_text(job(ARMS["role"], "slurm", 30, 1.0, 0, tmp_path, workload, tmp_path))
+        assert load_job(path).run.steps == 30

@@ -11,11 +11,11 @@ from rrl.core.types import Finding, Incarnation
 from rrl.tests.support.scenarios.decisions import RecordingDetectors, decided_about
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
-from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
+from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, WARNS_OF_ALL, judge_of
 from rrl.tests.support.scenarios.ours import RrlDetectors
 from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
 from rrl.tests.support.scenarios.rhythms import roles_of
-from rrl.tests.support.scenarios.score import confusion, ratio, score
+from rrl.tests.support.scenarios.score import confusion, ratio, score, warnings_of
 
 FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
@@ -102,13 +102,13 @@ def test_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path) 
 def test_event_bound_to_a_phase_waits_for_that_phase(tmp_path: Path) -> None:
     text = HANG.replace('phase = "generate"', 'phase = "loading_weights"').replace('"3min"', '"1h"')
     hang = scenario(tmp_path, text)
-    assert play("hang", hang, 0, judge_of(ROBUSTRL, hang)).outcomes[0].since > 480.0
+    assert play("hang", hang, 0, judge_of("robustrl_30s", hang)).outcomes[0].since > 480.0
 
 
 def test_event_without_a_target_is_reported(tmp_path: Path) -> None:
     text = HANG.replace("lasts =", 'roles.rollout.starts = "30min"\nlasts =').replace("3min", "1min")
     hang = scenario(tmp_path, text)
-    assert "struck nobody" in play("hang", hang, 0, judge_of(ROBUSTRL, hang)).broken
+    assert "struck nobody" in play("hang", hang, 0, judge_of("robustrl_30s", hang)).broken
 
 
 def test_event_after_another_one_follows_it_at_any_time(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_event_without_expected_finding_and_target_is_reported(tmp_path: Path) -
         'about = "x"\nlasts = "2min"\n[[event]]\nat = "1min"\ndo = "hang"\nwho = "rollout/0"\nphase = "generate"\n'
     )
     slow = scenario(tmp_path, stretch + '[roles.rollout]\nstarts = "5min"\n')
-    assert "struck nobody" in play("slow", slow, 0, judge_of(ROBUSTRL, slow)).broken
+    assert "struck nobody" in play("slow", slow, 0, judge_of("robustrl_30s", slow)).broken
 
 
 def test_slower_start_applies_from_the_first_start(tmp_path: Path) -> None:
@@ -150,16 +150,32 @@ def test_every_method_receives_the_same_proof(tmp_path: Path, method: str) -> No
 
 def test_fixed_timeout_and_robustrl_find_a_hang_after_their_own_timeouts(tmp_path: Path) -> None:
     hang = scenario(tmp_path, HANG.replace('"12min"', '"25min"').replace('"3min"', '"15min"'))
-    found = {method: play("hang", hang, 0, judge_of(method, hang)).outcomes[0] for method in METHODS}
+    found = {method: play("hang", hang, 0, judge_of(method, hang)).outcomes[0] for method in (OURS, FIXED, *ROBUSTRL)}
     delays = {method: (one.found_at or 0.0) - one.since for method, one in found.items()}
     assert 595.0 <= delays[FIXED] <= 605.0
-    assert 85.0 <= delays[ROBUSTRL] <= 95.0
-    assert delays[OURS] <= delays[ROBUSTRL]
+    for method, answer_timeout in ROBUSTRL.items():
+        assert abs(delays[method] - 60.0 - answer_timeout) <= 5.0
+    assert delays[OURS] <= min(delays[method] for method in ROBUSTRL)
 
 
 def test_robustrl_misses_a_dead_engine_in_a_process_that_answers(tmp_path: Path) -> None:
     wedge = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "wedge"'))
-    assert play("wedge", wedge, 0, judge_of(ROBUSTRL, wedge)).outcomes[0].found_at is None
+    assert play("wedge", wedge, 0, judge_of("robustrl_30s", wedge)).outcomes[0].found_at is None
+
+
+def test_judge_that_warns_of_everybody_finds_each_warning_and_is_charged_for_the_others(tmp_path: Path) -> None:
+    warned = scenario(tmp_path, HANG.replace('cause = "hang"', 'cause = "hang"\nverdict = "WARN"'))
+    plays = {method: play("warned", warned, 0, judge_of(method, warned)) for method in (OURS, WARNS_OF_ALL)}
+    (outcome,) = plays[WARNS_OF_ALL].outcomes
+    assert (outcome.in_time, outcome.found_at) == (True, outcome.since)
+    everybody = len(plays[WARNS_OF_ALL].warnings)
+    assert everybody > 6
+    (about,) = {one.who for one in plays[WARNS_OF_ALL].warnings} - {one.who for one in plays[WARNS_OF_ALL].unexplained}
+    assert about == "rollout/0"
+    charged, ours = (warnings_of([plays[method]]) for method in (WARNS_OF_ALL, OURS))
+    assert charged.hours == pytest.approx(0.2)
+    assert charged.per_hour()["unexplained_standing"] == pytest.approx(everybody - 1, abs=0.5)
+    assert ours.unexplained == 0
 
 
 # ── the scoring ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,94 @@
+"""What benchmarks/detection.py counts with the bounds that rrl ships: delays of hangs by role, and counts by suite.
+
+A suite is a first folder of the scenarios: ``faults`` and ``no_fault`` of those that rrl ships. The delays of two
+methods are compared over the hangs that both find, for each role apart, because each method has other deadlines for
+each role. Median, mean and 95th percentile are all given, so that none of them is chosen after the fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from rrl.tests.support.scenarios.methods import OURS, ROBUSTRL
+from rrl.tests.support.scenarios.play import Played
+from rrl.tests.support.scenarios.score import delays_of_both, hang_roles, quantile, score, warnings_of
+
+STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
+    "median": median,
+    "mean": fmean,
+    "p95": lambda values: quantile(values, 0.95),
+}
+
+
+def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return role → RobustRL with an answer time → delays (s) of rrl and of it, for the hangs that both find.
+
+    ``both``, ``ours_alone``, ``robustrl_alone`` are numbers of hangs. Each statistic has the values of both methods and
+    their ratio; ``ranges`` has the smallest and the largest delay of each.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    own_roles = hang_roles(plays[OURS])
+    for name in ROBUSTRL:
+        pairs = delays_of_both(plays[OURS], plays[name])
+        their_roles = hang_roles(plays[name])
+        for role in sorted({*own_roles.values(), *their_roles.values()}):
+            own = {key for key, each in own_roles.items() if each == role}
+            theirs = {key for key, each in their_roles.items() if each == role}
+            counts = {"both": len(own & theirs), "ours_alone": len(own - theirs), "robustrl_alone": len(theirs - own)}
+            found.setdefault(role, {})[name] = counts | _statistics(pairs.get(role, []))
+    return found
+
+
+def _statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    if not pairs:
+        return {}
+    own, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    figures: dict[str, Any] = {}
+    for name, value in STATISTICS.items():
+        mine, other = value(own), value(theirs)
+        figures[name] = {"ours": round(mine, 1), "robustrl": round(other, 1),
+                         "ratio": round(mine / other, 3) if other else None}  # fmt: skip
+    ranges = {"ours": [min(own), max(own)], "robustrl": [min(theirs), max(theirs)]}
+    return figures | {"ranges": {method: [round(end, 1) for end in ends] for method, ends in ranges.items()}}
+
+
+def suites(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return suite → method → counts; the last suite, ``all``, has all plays."""
+    names = sorted({_suite(play) for each in plays.values() for play in each})
+    return {
+        **{name: {method: counts([play for play in each if _suite(play) == name]) for method, each in plays.items()}
+           for name in names},
+        "all": {method: counts(each) for method, each in plays.items()},
+    }  # fmt: skip
+
+
+def _suite(play: Played) -> str:
+    return play.scenario.partition("/")[0] if "/" in play.scenario else "."
+
+
+def counts(plays: Sequence[Played]) -> dict[str, Any]:
+    """Return the counts of some plays of one method: failures by expected verdict, false alarms, and warnings."""
+    counted = score(plays)
+    expected = [one for play in plays for one in play.outcomes if one.verdict == "WARN"]
+    return {
+        "runs": counted.runs, "found": counted.found, "late": counted.late, "missed": counted.missed,
+        "false": counted.false, "precision": round(counted.precision, 4), "recall": round(counted.recall, 4),
+        "warn_truths": len(expected), "warn_truths_found": sum(one.in_time for one in expected),
+        **warnings_of(plays).per_hour(),
+    }  # fmt: skip
+
+
+def samples(plays: Mapping[str, Sequence[Played]]) -> list[dict[str, Any]]:
+    """Return each play of each method as JSON values: what it found and when, its false alarms and warnings."""
+    return [
+        {
+            "method": method, "scenario": play.scenario, "seed": play.seed, "seconds": play.lasts,
+            "truths": [[one.who, one.cause, one.verdict, one.since, one.found_at, one.in_time]
+                       for one in play.outcomes],
+            "false": [[one.who, one.detector, one.at] for one in play.false],
+            "warnings": len(play.warnings), "unexplained": len(play.unexplained),
+        }
+        for method, each in plays.items() for play in each
+    ]  # fmt: skip

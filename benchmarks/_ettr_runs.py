@@ -1,0 +1,123 @@
+"""Runs of benchmarks/ettr.py: one arm under one plan of faults, on a real Slurm, and the pilot that sets their pace."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rrl.benchmarks._ettr_arms import ARMS, BALANCED, Arm, Workload, job
+from rrl.benchmarks._ettr_faults import Target, run_to_end, schedule
+from rrl.benchmarks._ettr_figures import Sample, account_of, commits_of, outages
+from rrl.benchmarks._pace import overrun, recorded
+from rrl.benchmarks._stream_task import write_model
+from rrl.core.types import Outcome
+from rrl.tests.support.runs import submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
+
+STEPS, FAULTS = 100, 10
+PILOT_STEP_S, PILOT_STEPS, PILOT_FAULTS = 1.0, 16, 2
+TARGET_JOB_STRICT = 0.60
+UNCOMMITTED = 1
+"""K, the default of ``[roles.trainer] uncommitted``."""
+RUN_TIMEOUT_S = 1800.0
+
+
+class Plan(Struct, frozen=True):
+    """What the runs of a comparison have in common but for their arm and seed."""
+
+    name: str
+    steps: int
+    faults: int
+    workload: Workload = BALANCED
+    targets: tuple[Target, ...] = (Target.TRAINER,)
+    step_factor: float = 1.0
+    """Length of a step divided by that of the pilot."""
+
+    @property
+    def clean(self) -> str:
+        """Names what a run without faults depends on: plans that differ in nothing else share it."""
+        return f"{self.workload.name}, {self.steps} steps x {self.step_factor:g}"
+
+
+@dataclass
+class Runs:
+    """Makes runs, and keeps their samples."""
+
+    lab: SlurmLab
+    step_s: float = PILOT_STEP_S
+    samples: list[Sample] = field(default_factory=list)
+    _model: Path | None = None
+
+    def measure(self, plan: Plan, arm: Arm, seed: int = 0) -> Sample:
+        """Run one arm to its end, and keep its sample."""
+        sample = self._measure(plan, arm, seed, self.step_s * plan.step_factor)
+        self.samples.append(sample)
+        return sample
+
+    def measure_all(self, plan: Plan, arms: Iterable[Arm], seed: int = 0) -> None:
+        """Run the arms in turn, after the clean run of the plan if there was none with this seed."""
+        if not any(each.arm == "clean" and (each.clean, each.seed) == (plan.clean, seed) for each in self.samples):
+            self.measure(plan, ARMS["clean"], seed)
+        for arm in arms:
+            self.measure(plan, arm, seed)
+
+    def pilot(self) -> None:
+        """Set the length of a step (s) so that ``job`` should come to the target, with one fault in every ten steps.
+
+        A fault costs ``job`` an outage, which does not depend on the step, and work done again, which grows with it.
+        """
+        plan = Plan("pilot", PILOT_STEPS, PILOT_FAULTS)
+        clean, failing = (self._measure(plan, ARMS[arm], 0, PILOT_STEP_S) for arm in ("clean", "job"))
+        outage_s = statistics.mean(outage.seconds for outage in failing.outages)
+        cost = (failing.seconds - clean.seconds) / PILOT_FAULTS
+        again = max(0.0, (cost - outage_s) / PILOT_STEP_S)
+        per_fault = STEPS / FAULTS * (1 / TARGET_JOB_STRICT - 1)
+        self.step_s = round(outage_s / (per_fault - again), 3)
+        print(
+            f"pilot: an outage of {outage_s:.2f} s, {again:.2f} steps done again: steps of {self.step_s} s", flush=True
+        )
+
+    def _measure(self, plan: Plan, arm: Arm, seed: int, step_s: float) -> Sample:
+        faults = schedule(plan.steps, plan.faults, seed, plan.targets) if arm.faults else []
+        name = f"{plan.name}-{arm.name}-{seed}".replace(" ", "-").replace("%", "pc")
+        record = self.lab.user_home / f"{name}-pace"
+        self.lab.call_as_user(record.mkdir)
+        model = self._tail_model() if plan.workload.tail else None
+        toml = job(arm, "slurm", plan.steps, step_s, seed, record, plan.workload, model)
+        run = submit_on(self.lab, name, toml)
+        state, kills = run_to_end(run, self.lab, faults, step_s, RUN_TIMEOUT_S)
+        assert state.outcome is Outcome.COMPLETED, f"{name}: {state.outcome}: {state.why}"
+        assert len(kills) == len(faults), f"{name}: {len(kills)} of {len(faults)} faults"
+        events = run.events()
+        began, commits = commits_of(events)
+        run.wait_gone(120.0)
+        self.lab.clear()
+        sample = Sample(
+            arm.name, seed, round(commits[-1] - began, 3), tuple(round(at - began, 3) for at in commits),
+            outages(run.run, events, kills, UNCOMMITTED),
+            (round(overrun(recorded(record, "trainer")), 4), round(overrun(recorded(record, "rollout")), 4)),
+            round(os.getloadavg()[0], 1), tuple((round(kill.at - began, 2), kill.target.value) for kill in kills),
+            plan.name, plan.clean, account_of(events, began),
+        )  # fmt: skip
+        print(f"{plan.name}: {arm.name}, seed {seed}: {sample.seconds:.1f} s, "
+              f"outages {[outage.seconds for outage in sample.outages]}, "
+              f"overrun {sample.overrun}, load {sample.load}", flush=True)  # fmt: skip
+        return sample
+
+    def _tail_model(self) -> Path:
+        """Return the model of workloads with a long tail; train it at the first call."""
+        if self._model is None:
+            self._model = self.lab.dir / "tail-model"
+            write_model(self._model)
+        return self._model
+
+
+def checkpointed(arm: Arm, every: int) -> Arm:
+    """Return the arm with one checkpoint in every ``every`` steps."""
+    return replace(arm, name=f"{arm.name}, checkpoint every {every}", checkpoint_every=every)

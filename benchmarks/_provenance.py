@@ -1,0 +1,72 @@
+"""Says what the figures of a benchmark rest on, and keeps the raw samples beside them.
+
+The last line that a benchmark prints is one JSON object: its figures with their ranges (:func:`spread`), what
+:func:`provenance` returns, and ``raw``, the path of the file in which :func:`raw_samples` has written the single
+samples. git ignores these files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("rrl-slurm", "torch", "ucxx-cu13", "vllm")
+"""Packages whose versions are part of the provenance, where they are installed."""
+_LOAD_AT_START = os.getloadavg()[0]
+"""Load of this machine (1 minute) when this module was imported, which is before anything is measured."""
+
+
+def provenance() -> dict[str, Any]:
+    """Return where and of what the figures were measured; call it when the measurement has ended.
+
+    ``load`` is the load of this machine (1 minute) at the start and now. It includes the benchmark itself.
+    """
+    return {
+        "commit": commit(),
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in (_LOAD_AT_START, os.getloadavg()[0])],
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def raw_samples(name: str, samples: Any) -> Path:
+    """Write the samples of a benchmark (JSON values), with their provenance, to a new file; return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    origin = provenance()
+    path = RESULTS / f"{name}-{origin['commit'] or 'no-commit'}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+    path.write_text(json.dumps({"benchmark": name, **origin, "samples": samples}) + "\n")
+    return path
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median, the range (lowest and highest value) and the number of values."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "range": [round(min(values), 4), round(max(values), 4)],
+        "samples": len(values),
+    }
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with ``+`` if files differ from it; empty outside of a checkout."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
