@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_spec import EvalSpec, Limits, Recovery
+from rrl.core.run_spec import EvalSpec, Limits, Recovery, TrainerSettings
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -747,6 +747,18 @@ def test_cancelled_run_is_over_once_everything_is_released_in_order() -> None:
     assert not world.over
     end_of(world)
     assert world.decided(Finish)[0].why.evidence == ("cancelled by me",)
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+@pytest.mark.parametrize(("every", "first"), [(1, {STORE, REWARD, TRAINER, R0, R1}), (3, {TRAINER})])
+def test_trainer_of_a_cancelled_run_is_stopped_first_if_commits_cover_several_steps(
+    every: int, first: set[ReplicaId]
+) -> None:
+    world = World(msgspec.structs.replace(job(), trainer=TrainerSettings(checkpoint_every=every))).steady()
+    world.cancel()
+    world.play(lambda: bool(world.decided(StopStep)))
+    assert {stop.incarnation.replica for stop in world.decided(StopStep)} == first
+    world.play()
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
