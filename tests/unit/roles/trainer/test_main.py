@@ -333,6 +333,7 @@ def test_snapshot_of_a_step_between_two_checkpoints_is_continued_and_committed_w
     commits: list[tuple[int, list[TrainedStep]]] = []
 
     def load(_: RestorePoint, learner: Learner, *__: object) -> None:
+        learner.model.load_state_dict(build_model(_spec(), 13, 3).state_dict())
         learner.number = 3
 
     def commit(worker: _Worker, number: int, *_: object) -> None:
