@@ -368,8 +368,13 @@ class TrainerSettings(Struct, frozen=True):
     warm_start_learning_rate: float = 3e-3
     keep_checkpoints: int = 2
     export: Literal["end"] | int | None = None
+    checkpoint_every: int = 1
     uncommitted: int = 1
     snapshots: bool = True
+
+    def next_checkpoint_step(self, committed: int, steps: int) -> int:
+        """Return after which step a trainer writes its next checkpoint, in a run of ``steps`` steps."""
+        return min(steps, committed - committed % self.checkpoint_every + self.checkpoint_every)
 
 
 class RolloutSettings(Struct, frozen=True):

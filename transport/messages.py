@@ -99,6 +99,13 @@ class Committed(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     step: int
     metrics: dict[str, float]
+    commit: int = 0
+    """Newest step of the same commit; 0 if that is this step."""
+
+    @property
+    def completes_commit(self) -> bool:
+        """True for the newest step of its commit, the one with the checkpoint."""
+        return self.step >= self.commit
 
 
 class Evaluated(Struct, frozen=True, tag=True):

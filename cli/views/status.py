@@ -30,7 +30,7 @@ from ...core.types import (
 from ...manager.cluster.base import NodeState
 from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
-from ...manager.model.queries import progress, weights_lag_steps, workers
+from ...manager.model.queries import progress, reached_step, weights_lag_steps, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, State
 from ...manager.storage.model_folders import ModelFolders
@@ -154,8 +154,9 @@ def _title(state: State, until: float, width: int, known_standing: str) -> Itera
 
 
 def _progress_text(state: State) -> str:
-    done, all_ = progress(state)
-    return f"{'step' if state.job.steps else 'done'} {done}/{all_}"
+    (done, all_), trained = progress(state), reached_step(state)
+    beyond = f" (trained: {trained})" if state.job.steps and trained > done else ""
+    return f"{'step' if state.job.steps else 'done'} {done}/{all_}{beyond}"
 
 
 def _standing_colour(state: State, word: str) -> str:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from ...core import run_spec
 from ...core.units import Size
-from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, environment
+from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, environment, mistake
 
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
@@ -101,8 +101,13 @@ class TrainerRole(Role):
     """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end", the last one when the run
     has completed; a number, also each time that so many steps are committed. The manager exports, with the lowest
     priority; a failure is only reported. Exports are never deleted."""
+    checkpoint_every: Annotated[int, Field(ge=1, le=500)] = _TRAINER.checkpoint_every
+    """Number of steps that one commit with its checkpoint covers: the trainer writes a checkpoint after each step that
+    is a multiple of it, after the last step, and when it is asked to stop. A restart without a snapshot trains the
+    steps since the last commit again, on the same batches. Your own trainer may commit more often, but not more rarely.
+    """
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
-    """Number of steps that may be trained before their checkpoints are complete; then the trainer waits."""
+    """Number of steps that may be trained while a checkpoint is written; then the trainer waits for it."""
     warm: bool = True
     """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
     of the trainer at once. Only with [recovery] policy = "role"."""
@@ -113,6 +118,19 @@ class TrainerRole(Role):
     snapshots: bool = _TRAINER.snapshots
     """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""
+
+
+def check_checkpoint_steps(trainer: TrainerRole, steps: int, evaluate_every: int | None) -> None:
+    """Check that each step of a run of ``steps`` steps that is exported or evaluated has a checkpoint of its own.
+
+    Raises:
+        PydanticCustomError: The first mistake, with the key at which it is reported.
+    """
+    every = trainer.checkpoint_every
+    for at, number in ((("roles", "trainer", "export"), trainer.export), (("eval", "every"), evaluate_every)):
+        if isinstance(number, int) and number < steps and number % every:
+            message = f"step {number} would have no checkpoint; write a multiple of checkpoint_every = {every}"
+            raise mistake(at, f"{message} ([roles.trainer])")
 
 
 class RolloutRole(Role):

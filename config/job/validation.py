@@ -16,7 +16,7 @@ from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import check_faults
 from .resolve import node_groups
-from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
+from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole, check_checkpoint_steps
 
 if TYPE_CHECKING:
     from .schema import Job, PhaseTable, TaskTable
@@ -43,6 +43,7 @@ def check(job: Job) -> None:
     _work(job)
     _task(job.task, ("task",))
     _eval(job)
+    check_checkpoint_steps(job.roles.trainer, job.run.steps or 0, None if job.eval is None else job.eval.every)
     _model(job)
     _late(job)
     _ahead(job)

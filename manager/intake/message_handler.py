@@ -376,8 +376,10 @@ class MessageHandler:
     def _committed(self, message: msg.Committed) -> None:
         """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
         if message.step > self._context.state().step:
-            self._context.record(ev.StepCommitted(message.incarnation, message.step, message.metrics))
-            self.clock_recorder.on_commit()
+            commit = 0 if message.completes_commit else message.commit
+            self._context.record(ev.StepCommitted(message.incarnation, message.step, message.metrics, commit))
+            if message.completes_commit:
+                self.clock_recorder.on_commit()
 
     def _may_exit(self, incarnation: Incarnation) -> bool:
         """Return whether the incarnation may exit after its Goodbye, because its role is a user's command."""

@@ -163,6 +163,13 @@ class StepCommitted(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     step: int
     metrics: dict[str, float] = {}
+    commit: int = 0
+    """Newest step of the same commit, the one with the checkpoint; 0 if that is this step."""
+
+    @property
+    def completes_commit(self) -> bool:
+        """True for the newest step of its commit: the time of the event is that of the whole commit."""
+        return self.step >= self.commit
 
 
 class Evaluated(Struct, frozen=True, tag=True):

@@ -150,6 +150,21 @@ def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
     return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
 
 
+def reached_step(state: State) -> int:
+    """Return the newest training step that the trainer has finished, as far as the manager knows.
+
+    That is the newest committed step. If a commit covers several steps, the trainer may have published the weights of a
+    later one; after a restart it goes back.
+    """
+    published = state.replica(TRAINER).weight_version if state.job.trainer.checkpoint_every > 1 else None
+    return max(state.step, published.step if published is not None else 0)
+
+
+def has_trained(state: State, trainer: Replica) -> bool:
+    """Return whether the newest incarnation of a trainer has finished a training step; ``trainer`` is rank 0."""
+    return trainer.commits > 0 or (state.job.trainer.checkpoint_every > 1 and trainer.advanced)
+
+
 def weights_lag_steps(state: State) -> tuple[int, int] | None:
     """Return by how many steps the rollout with the newest and the one with the oldest weights are behind the trainer.
 

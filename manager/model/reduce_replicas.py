@@ -14,7 +14,7 @@ from .actions import Fence, Launch, Rung, StopStep
 from .figures import idle_times, stream_figures
 from .figures.reward_curve import add_step
 from .figures.token_ages import with_step
-from .queries import finding_about, gang, is_batch_role, owner_of, returned_early, starts_ended_by
+from .queries import finding_about, gang, is_batch_role, owner_of, reached_step, returned_early, starts_ended_by
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
 
 RETRY_PAUSE_S = 10.0
@@ -51,7 +51,8 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
         state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number,
         since=at, node=action.node, allocation=action.allocation, step=action.step, admitted_process=admitted, pid=pid,
         host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None,
-        weight_address=None, weight_version=None, preferred_node=None, promoted_from=standby, commits=0, fault="",
+        weight_address=None, weight_version=None, advanced=False, preferred_node=None, promoted_from=standby,
+        commits=0, fault="",
     )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def count_failure(
     """Count one more failure of the replica and delay its next launch. The delay doubles with each recent failure."""
     replica, recovery = state.replica(id), state.job.recovery
     failure = FailedIncarnation(
-        at, replica.node or NodeName(""), why, refused, state.step,
+        at, replica.node or NodeName(""), why, refused, reached_step(state),
         injected=bool(replica.fault) and not refused, joined=replica.status is Status.JOINED,
         not_started=not_started, detector=detector,
     )  # fmt: skip
@@ -344,7 +345,9 @@ def on_note_changed(state: State, at: float, event: ev.NoteChanged) -> State:
 
 def on_version_available(state: State, at: float, event: ev.VersionAvailable) -> State:
     """Record the weight version that a replica holds."""
-    return with_replica(state, event.incarnation.replica, weight_version=event.version)
+    replica = state.replica(event.incarnation.replica)
+    advanced = replica.weight_version is not None and replica.weight_version.step < event.version.step
+    return with_replica(state, replica.id, weight_version=event.version, advanced=replica.advanced or advanced)
 
 
 def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:

@@ -21,7 +21,7 @@ def on_work_changed(before: State, state: State, at: float, event: ev.Event) -> 
         case ev.PhaseEntered() | ev.Joined():
             return _after_report(before, state, at, event.incarnation.replica)
         case ev.StepCommitted():
-            return _after_commit(before, state, at)
+            return _after_commit(before, state, at, event)
         case ev.StepEnded() | ev.Decided() | ev.Resumed():
             return _after_recount(before, state, at, event)
     return state
@@ -42,8 +42,9 @@ def _after_report(before: State, state: State, at: float, id: ReplicaId) -> Stat
     return _with_work(state, {**at_work, role: at_work.get(role, 0) + change}, at)
 
 
-def _after_commit(before: State, state: State, at: float) -> State:
-    state = replace(state, training_time=with_commit(state.training_time, state.step, at))
+def _after_commit(before: State, state: State, at: float, event: ev.StepCommitted) -> State:
+    if event.completes_commit:
+        state = replace(state, training_time=with_commit(state.training_time, state.step, at))
     return state if before.step else _with_work(state, state.training_time.at_work, at)
 
 

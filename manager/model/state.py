@@ -65,7 +65,7 @@ class FailedIncarnation(Struct, frozen=True):
     refused: bool = False
     """True if the cluster did not launch the incarnation, so that no process of it ran."""
     step: int = 0
-    """Newest committed training step of the run at the time of the failure."""
+    """Newest finished training step of the run at the time of the failure (:func:`.queries.reached_step`)."""
     injected: bool = False
     """True if a fault had been injected into the incarnation."""
     joined: bool = True
@@ -132,6 +132,9 @@ class Replica(Struct, frozen=True):
     """Incarnation of the standby process that was promoted to the newest incarnation."""
     commits: int = 0
     """Training steps that the newest incarnation committed (counted at a gang's first member)."""
+    advanced: bool = False
+    """True once the newest incarnation holds weights of a later step than those that it had first. A trainer that is
+    advanced has trained a step."""
     not_before: float = 0.0
     """Manager's time (s) of the earliest next launch (back-off)."""
     fault: str = ""

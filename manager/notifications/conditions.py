@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...core.run_spec import NotificationKind
 from ...core.types import Outcome, gang_of
-from ..model.queries import workers
+from ..model.queries import reached_step, workers
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
@@ -38,7 +38,7 @@ class Condition(Struct, frozen=True):
 
 
 class StallClock:
-    """Measures for how long a run has committed no training step, from the states that one manager passes to it.
+    """Measures for how long a run has finished no training step, from the states that one manager passes to it.
 
     A new manager begins to measure at 0 again, as for all deadlines.
     """
@@ -54,11 +54,12 @@ class StallClock:
         if state.running_since is None or not state.job.steps or state.finish is not None:
             self._since = None
             return None
+        step = reached_step(state)
         if self._since is None or state.running_since != self._running_since:  # the run begins, or was resumed
-            self._since, self._step, self._running_since = now, state.step, state.running_since
-        if state.step != self._step:
-            self._durations = [*self._durations, (now - self._since) / max(1, state.step - self._step)][-USUAL_STEPS:]
-            self._since, self._step = now, state.step
+            self._since, self._step, self._running_since = now, step, state.running_since
+        if step != self._step:
+            self._durations = [*self._durations, (now - self._since) / max(1, step - self._step)][-USUAL_STEPS:]
+            self._since, self._step = now, step
         silent = now - self._since
         return silent if silent >= self._patience(state) else None
 

@@ -9,7 +9,7 @@ NEVER = float("inf")
 MIN_WALLTIME_MARGIN_S = 60.0
 """Minimum time (s) before the end of the walltime at which the run begins to shut down."""
 TRAINER_SHUTDOWN_GRACES = 2
-"""Number of grace periods in which the trainer of a failed run may finish and commit its step."""
+"""Number of grace periods in which the trainer of a run that ends early may finish and commit its step."""
 SHUTDOWN_GRACES = 8
 """Maximum duration of a shutdown in grace periods.
 

@@ -20,7 +20,7 @@ from ...core.types import (
 )
 from ...transport.messages import Peer, Peers, WeightSource
 from ..model.queries import workers
-from ..model.state import State, Status
+from ..model.state import Replica, State, Status
 
 _PUBLISHER = role_of(TRAINER)
 
@@ -51,12 +51,12 @@ class PeerDirectory(Struct, frozen=True):
 
 
 def build_directory(state: State) -> PeerDirectory:
-    """Return the directory of all current incarnations.
+    """Return the directory of all current incarnations, and of a trainer that still finishes its step.
 
     Weight sources are ordered: the publisher first, then the receivers in natural order of their names. A trainer that
     has not published a version yet is not a source. In a gang only the first member publishes.
     """
-    current = [replica for replica in workers(state) if replica.is_current]
+    current = [replica for replica in workers(state) if replica.is_current or _may_commit(state, replica)]
     peers = {r.id: Peer(r.incarnation, r.listen_address, r.status is Status.JOINED) for r in current}
     serving = [r for r in current if r.status is Status.JOINED and r.weight_address]
     newest = max((r.weight_version for r in serving if r.weight_version is not None), default=None)
@@ -64,6 +64,16 @@ def build_directory(state: State) -> PeerDirectory:
     sources = tuple(WeightSource(r.incarnation, r.weight_address, r.weight_version) for r in servers
                     if r.weight_address and (r.weight_version is not None or r.role != _PUBLISHER))  # fmt: skip
     return PeerDirectory(peers, newest, sources, _snapshot_servers(state), state.evaluated)
+
+
+def _may_commit(state: State, replica: Replica) -> bool:
+    """Return whether a trainer of a run that ends was requested to stop, and may still commit its step.
+
+    The store accepts commits of the incarnations in the directory only. No other incarnation will follow this one.
+    """
+    if state.finish is None or replica.role not in {role.name for role in state.job.kind("trainer")}:
+        return False
+    return any(orphan.incarnation == replica.incarnation for orphan in state.orphan_steps.values())
 
 
 def _snapshot_servers(state: State) -> dict[NodeName, str]:

@@ -1,8 +1,9 @@
 """Shut down a run that is complete, cancelled or failed: stop its steps, release its allocations, and end it.
 
 There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
-while the trajectory store still accepts the commit, so that a resumed run continues from there. Then the other roles
-and the standby processes are stopped, and last the agents, which witness the end of the others.
+while the trajectory store still accepts the commit, so that a resumed run continues from there. The same holds for a
+run that is cancelled, if a commit covers several steps, which would be lost otherwise. Then the other roles and the
+standby processes are stopped, and last the agents, which witness the end of the others.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def _shutdown_stage(state: State, role: str) -> _Stage:
     """Return the stage in which replicas of a role are stopped."""
     if role == AGENT:
         return _Stage.AGENTS
-    failed = state.finish is not None and state.finish.outcome is Outcome.FAILED
-    leads = failed and any(view.name == role for view in state.job.kind("trainer"))
+    outcome = None if state.finish is None else state.finish.outcome
+    commits = outcome is Outcome.FAILED or (outcome is Outcome.CANCELLED and state.job.trainer.checkpoint_every > 1)
+    leads = commits and any(view.name == role for view in state.job.kind("trainer"))
     return _Stage.TRAINER if leads else _Stage.ROLES
 
 

@@ -166,16 +166,18 @@ class StepRows:
         if self._newest < event.step <= self._steps:
             for step in range(self._newest + 1, event.step):
                 self._pending.append(StepRow(step, at, ""))
-            self._pending.append(self._row(event, at))
-            self._newest, self._previous_at = event.step, at
+            self._pending.append(row := self._row(event, at))
+            self._newest = event.step
+            self._previous_at = at if self._previous_at is None else self._previous_at + (row.seconds or 0.0)
         return iter(())
 
     def _row(self, event: ev.StepCommitted, at: float) -> StepRow:
-        metrics = event.metrics
+        """Return the row of a step; the steps of one commit share its time evenly."""
+        metrics, left = event.metrics, max(event.step, event.commit) - event.step + 1
         logged, marks = self._take_events()
         return StepRow(
             event.step, at, str(event.incarnation),
-            None if self._previous_at is None else at - self._previous_at, _tokens(metrics),
+            None if self._previous_at is None else (at - self._previous_at) / left, _tokens(metrics),
             token_age_p50=metrics.get(P50_METRIC), token_age_max=metrics.get(MAX_METRIC),
             metrics=metrics, logged=logged, marks=marks,
         )  # fmt: skip

@@ -32,13 +32,13 @@ class CommitStatus(Struct, frozen=True):
     oldest_trainer: int
     """Number of the oldest trainer incarnation that may still commit; -1 before the first request of a trainer."""
     folders: Mapping[int, str]
-    """Checkpoint folders (relative to the run directory) of the newest committed steps, by step."""
+    """Checkpoint folders (relative to the run directory) of the newest commits, by step."""
 
 
 def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -> list[str]:
     """Return the folders that can be deleted.
 
-    These are the checkpoints of committed steps except the newest ``keep_checkpoints`` ones, abandoned attempts at
+    These are the checkpoints of all commits except the newest ``keep_checkpoints`` ones, abandoned attempts at
     committed steps, and attempts of fenced trainers at later steps, which can no longer be committed. Three kinds of
     folders are never included: the folders in ``status.folders`` with their parents; folders of step 0 (the reference
     model of the built-in trainer, which no commit names); and folders whose name was not made by
@@ -47,8 +47,10 @@ def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -
     Args:
         names: names of the folders in the run's folder of checkpoints.
         status: the durable facts.
-        keep_checkpoints: number of newest committed steps whose checkpoints are kept, at least 1.
+        keep_checkpoints: number of newest commits whose checkpoints are kept, at least 1.
     """
+    kept = sorted(status.folders)[-keep_checkpoints:]
+    oldest_kept = kept[0] if len(kept) == keep_checkpoints else status.committed - keep_checkpoints + 1
     committed_folders = {part for folder in status.folders.values() for part in PurePath(folder).parts}
 
     def is_garbage(name: str) -> bool:
@@ -57,7 +59,7 @@ def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -
             return False
         if attempt.step > status.committed:
             return attempt.incarnation < status.oldest_trainer
-        return attempt.step <= status.committed - keep_checkpoints or attempt.step in status.folders
+        return attempt.step < oldest_kept or attempt.step in status.folders
 
     return [name for name in names if is_garbage(name)]
 

@@ -1,6 +1,8 @@
-"""The trainer's saving thread: it writes the copies of the training thread to disk and commits them, step by step.
+"""The trainer's saving thread: it writes copies of the training thread to disk and commits them, in order.
 
-The thread works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving
+Each step is copied to the host. Each ``checkpoint_every``-th copy becomes a checkpoint, whose commit also commits the
+steps before it; the last step of a training that ends, or is stopped, becomes one too. The thread works while the next
+step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving
 threads of a gang's members work together, over a separate process group: two saves at once on one group would deadlock
 (docs/sources.md, torch). An error in this thread ends the process, because a trainer that cannot save must not
 continue.
@@ -23,6 +25,8 @@ from msgspec import Struct
 
 import rrl
 
+from ..trajectories.types import TrainedStep
+from ..worker.uncommitted_steps import UncommittedSteps
 from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
@@ -33,7 +37,7 @@ from .publisher import Publisher, ThreadState, end_process
 _log = logging.getLogger("rrl.trainer")
 
 MAX_UNCOMMITTED = 2
-"""Maximum number of steps that are done but not committed; it is also the number of host buffers."""
+"""Maximum number of steps that are done while a checkpoint is written; it is also the number of host buffers."""
 COMMITS_CAUSE = "commits"
 """Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
@@ -52,6 +56,8 @@ class SnapshotMeta(Struct, frozen=True):
     digest: str
     """Digest of the batch that the last step of the snapshot trained on."""
     metrics: dict[str, float]
+    earlier: tuple[TrainedStep, ...] = ()
+    """The steps before it that were not committed, on rank 0: a commit of this or a later step names them."""
 
 
 class _Staged(Struct, frozen=True):
@@ -71,13 +77,17 @@ class AsyncSaver:
         checkpoints: Where checkpoints are written.
         buffers: Host memory for the copies.
         publisher: The thread that publishes the weights in the copies.
-        max_uncommitted: Number of steps that may be done and not committed; at most ``MAX_UNCOMMITTED``.
+        max_uncommitted: Number of steps that may be done while a checkpoint is written; at most ``MAX_UNCOMMITTED``.
+        uncommitted: The worker's uncommitted steps, on rank 0; None on the other ranks, which do not commit.
+        is_checkpoint_step: Returns whether a step gets a checkpoint. The commit of its checkpoint also commits the
+            steps before it.
         fail: Called with the error of a save.
     """
 
     def __init__(
         self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers,
-        publisher: Publisher, max_uncommitted: int, *,
+        publisher: Publisher, max_uncommitted: int, *, uncommitted: UncommittedSteps | None = None,
+        is_checkpoint_step: Callable[[int], bool] = lambda step: True,
         fail: Callable[[BaseException], None] = partial(end_process, "a checkpoint could not be saved"),
     ) -> None:  # fmt: skip
         self._me, self._gang, self._learner = me, gang, learner
@@ -86,7 +96,11 @@ class AsyncSaver:
         self._tensors = learner.tensors()
         self.layout = Layout(self._tensors)
         buffers.prepare(self.layout.nbytes)
-        self._uncommitted = 0
+        self._uncommitted, self._is_checkpoint_step = uncommitted, is_checkpoint_step
+        self._written: list[int] = []
+        """Steps whose checkpoints are being written, or wait for it, in order."""
+        self._newest: _Staged | None = None
+        """The newest step, if it gets no checkpoint unless the training ends with it."""
         self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
@@ -94,49 +108,65 @@ class AsyncSaver:
 
     # ── the training thread ────────────────────────────────────────────────────────────────────────────────────────
     def save(self, digest: str, metrics: dict[str, float]) -> None:
-        """Copy the learner's current state for saving and publishing; return once it is copied.
+        """Copy the learner's current state for its snapshot, for publishing, and for its checkpoint if one is due.
 
-        Waits first while too many steps are uncommitted, and then for the publisher (:mod:`.publisher`), whose waiting
-        time (s) is the metric ``publish_blocked_s``. ``digest`` is the digest of the batch of the learner's last step.
+        Returns once it is copied. Waits first until no checkpoint is being written that is ``max_uncommitted`` steps
+        old, and then for the publisher (:mod:`.publisher`), whose waiting time (s) is the metric ``publish_blocked_s``.
+        ``digest`` is the digest of the batch of the learner's last step.
 
         Raises:
             TimeoutError: An older step was not committed within ``COLLECTIVE_TIMEOUT_S``.
             Exception: The error that prevented an older step from being saved or published.
         """
-        self._wait(self._max_uncommitted - 1)
         learner = self._learner
+        self._wait(learner.number - self._max_uncommitted)
+        self._newest = None  # its memory may be the next buffer
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self._publisher.reserve(buffer)
         self.layout.fill(buffer, self._tensors)
         metrics = {**metrics, "publish_blocked_s": self._publisher.take_blocked_s()}
+        earlier: tuple[TrainedStep, ...] = ()
+        if self._uncommitted is not None:
+            self._uncommitted.trained(learner.number, metrics)
+            earlier = self._uncommitted.before(learner.number)
         meta = SnapshotMeta(
-            learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics
+            learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics, earlier
         )
         self._buffers.seal(learner.number, msgspec.msgpack.encode(meta))
-        with self._state.changed:
-            self._uncommitted += 1
-        self._todo.put(_Staged(meta, buffer))
+        self._newest = _Staged(meta, buffer)
+        if self._is_checkpoint_step(learner.number):
+            self._write_newest()
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
+
+    def _write_newest(self) -> None:
+        """Pass the newest step to the saving thread, unless that has its checkpoint already."""
+        if self._newest is not None:
+            with self._state.changed:
+                self._written.append(self._newest.meta.number)
+            self._todo.put(self._newest)
+        self._newest = None
 
     def finish(self) -> None:
         """Wait until all steps are committed and the newest version is published, then end both threads.
 
-        Raises the same exceptions as :meth:`save`.
+        The newest step gets a checkpoint, even if none is due. Raises the same exceptions as :meth:`save`.
         """
-        self._wait(0)
+        self._write_newest()
+        self._wait(self._learner.number)
         self._todo.put(None)
         self._thread.join()
         self._publisher.finish()
 
-    def _wait(self, limit: int) -> None:
-        """Wait until at most ``limit`` steps are uncommitted.
+    def _wait(self, number: int) -> None:
+        """Wait until no checkpoint of step ``number`` or an earlier one is being written.
 
         The manager detects a hung save earlier than the timeout, as a checkpoint that takes too long. The full timeout
         is needed only while no store runs, because the store may wait in Slurm's queue for a node.
         """
         with self._me.idle(COMMITS_CAUSE):
             self._state.wait(
-                lambda: self._uncommitted <= limit, lambda: f"{self._uncommitted} checkpoints were not committed"
+                lambda: not self._written or self._written[0] > number,
+                lambda: f"{len(self._written)} checkpoints were not committed",
             )
 
     # ── the saving thread ──────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +179,7 @@ class AsyncSaver:
                 self._state.on_error(error)
                 return
             with self._state.changed:
-                self._uncommitted -= 1
+                self._written.pop(0)
                 self._state.changed.notify_all()
 
     def _write_and_commit(self, staged: _Staged) -> None:

@@ -126,7 +126,7 @@ def _commit(run: RunDir, step: int | None) -> StepCommitted:
         raise ExportRefused(f"{run.id} has no committed checkpoint yet; see: rrl status {run.id}")
     if step is not None and step not in kept:
         known = f"its checkpoints are those of {'step' if len(kept) == 1 else 'steps'} {', '.join(map(str, kept))}"
-        state = "is not committed" if step > max(commits) else "no longer has a checkpoint"
+        state = "is not committed" if step > max(commits) else "has no checkpoint, or no longer"
         raise ExportRefused(f"step {step} of {run.id} {state}; {known}")
     return commits[kept[-1] if step is None else step]
 

@@ -38,7 +38,7 @@ class HostBuffers:
     Args:
         client: Client of the agent's snapshot server; None if no snapshots are stored.
         own: Number of this process's own buffers, which are used in turn if the agent provides none. It must equal the
-            number of steps that may be uncommitted.
+            number of steps that may be done while a checkpoint is written.
         buddy: Returns the address of the agent on another node that receives copies (the buddy), or None.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
         pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` does so with the agent's.
@@ -70,7 +70,7 @@ class HostBuffers:
             self._report_once("store", error)
 
     def buffer(self, nbytes: int, step: int) -> memoryview:
-        """Return writable memory for ``step``, which no uncommitted step uses."""
+        """Return writable memory for ``step``, from which no checkpoint is being written."""
         self._in_agent_memory = False
         if self._client is not None:
             try:

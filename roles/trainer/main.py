@@ -105,7 +105,11 @@ def main() -> None:
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
         buffers = _buffers(me, gang, client, pinning)
-        saver = AsyncSaver(me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted)
+        saver = AsyncSaver(
+            me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted,
+            uncommitted=me.uncommitted if gang.rank == 0 else None,
+            is_checkpoint_step=lambda step: me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step,
+        )  # fmt: skip
         if restore_point.fresh:
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
@@ -149,6 +153,7 @@ def _train(
     """Train from the learner's state to the end of the run."""
     publisher.publish_live(learner.number)
     if (meta := restore_point.uncommitted) is not None:
+        me.uncommitted.restore(one for one in meta.earlier if one.number > restore_point.commit.number)
         for part in parts(me, gang, after=meta.number - 1):  # of the step that the snapshot was trained on
             if not part.last:
                 continue

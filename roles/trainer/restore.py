@@ -1,8 +1,8 @@
 """Select the state from which a trainer continues: the newest state that every member can read and verify.
 
-The state is a snapshot of the committed step, a snapshot of the next step, or the last commit. If a snapshot of the
-next step is loaded, the commit of this step is completed. All members agree before anything is loaded, and compare the
-loaded states afterwards.
+The state is a snapshot of the committed step, a snapshot of a later step up to the next step with a checkpoint, or the
+last commit. If a snapshot of the step with the checkpoint is loaded, its commit is completed. All members agree before
+anything is loaded, and compare the loaded states afterwards.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class RestorePoint(Struct, frozen=True):
         return self.meta if self.meta is not None and self.meta.number > self.commit.number else None
 
 
-def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
+def candidates(names: Iterable[SnapshotKey], commit: Commit, next_checkpoint: int) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
     Two kinds of snapshots agree with the committed history: snapshots of the committed step by the committing
-    incarnation, and snapshots of the next step by this or a later incarnation. A snapshot of a later step is useless,
-    because its step cannot be committed yet.
+    incarnation, and snapshots of the steps after it, up to ``next_checkpoint``, by this or a later incarnation. A
+    snapshot of a later step is useless: its step can be committed only after ``next_checkpoint``, whose state is lost.
     """
     usable = [
         (step, incarnation)
         for step, incarnation in set(names)
         if (step == commit.number and incarnation == commit.incarnation)
-        or (step == commit.number + 1 and incarnation >= commit.incarnation)
+        or (commit.number < step <= next_checkpoint and incarnation >= commit.incarnation)
     ]
     return sorted(usable, reverse=True)
 
@@ -94,7 +94,8 @@ def agree_on_restore_point(me: rrl.Worker, gang: Gang, client: SnapshotClient | 
         commit = gang.broadcast_from_rank0(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
     locations = _locations(me, gang, client)
     available = gang.gather(set(locations), set[SnapshotKey])
-    for name in candidates(set.intersection(*available), commit):
+    next_checkpoint = me.job.trainer.next_checkpoint_step(commit.number, me.job.steps)
+    for name in candidates(set.intersection(*available), commit, next_checkpoint):
         snapshot_data = _fetch(client, locations[name], gang.world)
         if gang.all(snapshot_data is not None) and snapshot_data is not None:
             return RestorePoint(commit, *snapshot_data)

@@ -60,6 +60,7 @@ from .types import (
     StepMetrics,
     StoredMetrics,
     ToScore,
+    TrainedStep,
 )
 
 _RESEND_AFTER_S = 5.0
@@ -243,12 +244,17 @@ class TrajectoryClient:
         return answer.part if isinstance(answer, PartBound) else None
 
     async def commit(
-        self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
-    ) -> dict[str, float]:
-        """Commit step ``number``; the commit is durable on return. Returns ``metrics`` with figures of the store."""
-        answer = await self._ask(Commit(self._incarnation, number, manifest, digest, metrics or {}), 0.0)
+        self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None,
+        earlier: Sequence[TrainedStep] = (),
+    ) -> tuple[StepMetrics, ...]:  # fmt: skip
+        """Commit step ``number`` and the ``earlier`` steps since the last commit; durable on return.
+
+        Returns the metrics of these steps, in order, with figures of the store.
+        """
+        request = Commit(self._incarnation, number, manifest, digest, metrics or {}, tuple(earlier))
+        answer = await self._ask(request, 0.0)
         assert isinstance(answer, Done), answer
-        return answer.metrics
+        return (*answer.earlier, StepMetrics(number, answer.metrics))
 
     async def metrics(self, after: int) -> tuple[StepMetrics, ...]:
         """Return stored metrics of committed steps after ``after``, in order.

@@ -81,8 +81,8 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
             return store.batch(incarnation, number)
         case GetPart(incarnation, number, index):
             return store.part(incarnation, number, index)
-        case Commit(incarnation, number, manifest, digest, metrics):
-            return store.commit(incarnation, number, manifest, digest, metrics)
+        case Commit(incarnation, number, manifest, digest, metrics, earlier):
+            return store.commit(incarnation, number, manifest, digest, metrics, earlier)
         case GetMetrics(incarnation, after):
             return store.metrics(incarnation, after)
         case GetCommitted(incarnation):
@@ -402,6 +402,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         max_new_tokens=sampling.max_new_tokens,
         next_prompt=prompts,
         keep_uncommitted=me.job.trainer.uncommitted,
+        checkpoint_every=me.job.trainer.checkpoint_every,
         staleness=sampling.staleness,
         wait_for_late=sampling.late == "wait",
         window=sampling.window,

@@ -47,6 +47,7 @@ from .types import (
     Scoring,
     Segment,
     StoredMetrics,
+    TrainedStep,
 )
 from .versions import VersionDirectory, is_publisher
 
@@ -67,7 +68,8 @@ class Store:
         max_ahead_batches: Number of batches that the rollouts may prepare beyond the next batch.
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
-        keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
+        keep_uncommitted: Maximum number of steps that are finished while a checkpoint is written.
+        checkpoint_every: Maximum number of steps of one commit.
         staleness: Limit on the age of tokens in training steps (:mod:`.steps.staleness`), or None for no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
         groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
@@ -75,7 +77,7 @@ class Store:
         max_part_bytes: Size of a part in bytes above which the part is cut into two.
         window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
-        retained_commits: Number of committed steps whose digests are kept, for ``rrl export``; at least 2.
+        retained_commits: Number of commits whose digests are kept, for ``rrl export``; at least 2.
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
 
@@ -94,6 +96,7 @@ class Store:
         max_new_tokens: int,
         next_prompt: Callable[[int], Prompt],
         keep_uncommitted: int = 1,
+        checkpoint_every: int = 1,
         staleness: int | None = None,
         wait_for_late: bool = True,
         groups_per_part: int | None = None,
@@ -123,7 +126,8 @@ class Store:
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
         self._bindings = Bindings(
             self._durable, self._staleness, groups_per_batch=groups_per_batch, groups_per_part=groups_per_part,
-            max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted,
+            max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
+            checkpoint_every=checkpoint_every,
         )  # fmt: skip
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
@@ -431,9 +435,7 @@ class Store:
 
         The request fences all older trainers, so that none of them can commit afterwards.
         """
-        if rejection := self._check_trainer(incarnation):
-            return rejection
-        return self._bindings.committed()
+        return self._check_trainer(incarnation) or self._bindings.committed()
 
     @property
     def commit_status(self) -> CommitStatus:
@@ -442,9 +444,7 @@ class Store:
 
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
         """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
-        if rejection := self._check_trainer(incarnation):
-            return rejection
-        return self._bindings.metrics(after)
+        return self._check_trainer(incarnation) or self._bindings.metrics(after)
 
     def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
         """Return the batch of step ``number``, always the same one; each member of a gang may request it."""
@@ -464,8 +464,7 @@ class Store:
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
-        latest = self._state.latest
-        bindings = self._bindings
+        latest, bindings = self._state.latest, self._bindings
         answer = bindings.bind(number) if index is None else bindings.bind_part(number, index)
         if self._state.latest != latest and not self._staleness.wait_for_late:
             self._drop_untrainable()
@@ -488,13 +487,13 @@ class Store:
 
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
-        metrics: dict[str, float] | None = None,
+        metrics: dict[str, float] | None = None, earlier: Iterable[TrainedStep] = (),
     ) -> Done | Denied:  # fmt: skip
-        """Commit step ``number`` for a gang (:meth:`.steps.bindings.Bindings.commit`); may be repeated."""
+        """Commit steps up to ``number`` for a gang (:meth:`.steps.bindings.Bindings.commit`); may be repeated."""
         if rejection := self._check_trainer(incarnation):
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
-        answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {})
+        answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {}, earlier)
         self.evaluations.finish()
         return answer

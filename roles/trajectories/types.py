@@ -322,12 +322,21 @@ class GetPart(Struct, frozen=True, tag=True):
     wait: float = 5.0
 
 
-class Commit(Struct, frozen=True, tag=True):
-    """Request of a trainer to commit a checkpoint and the consumption of batch ``number`` in one record.
+class TrainedStep(Struct, frozen=True, array_like=True):
+    """A step that the trainer has finished: the digest of its batch, and its metrics."""
 
-    Accepted only from the current incarnation and for the step after the committed one; may be repeated. ``manifest``
-    names the checkpoint: its folder relative to the run directory, and its files with their digests. ``metrics`` are
-    informational; the store keeps them for a manager that is not running at the time.
+    number: int
+    digest: str
+    metrics: dict[str, float]
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """Request of a trainer to commit, in one record, a checkpoint and the consumption of all batches up to ``number``.
+
+    Accepted only from the current incarnation, and for a step at most ``[roles.trainer] checkpoint_every`` steps after
+    the committed one; may be repeated. ``manifest`` names the checkpoint: its folder relative to the run directory, and
+    its files with their digests. ``metrics`` are informational; the store keeps them for a manager that is not running
+    at the time. ``earlier`` are the steps between the committed one and ``number``.
     """
 
     incarnation: Incarnation
@@ -335,6 +344,7 @@ class Commit(Struct, frozen=True, tag=True):
     manifest: dict[str, Any]
     digest: str
     metrics: dict[str, float] = {}
+    earlier: tuple[TrainedStep, ...] = ()
 
 
 class GetCommitted(Struct, frozen=True, tag=True):
@@ -397,6 +407,13 @@ class Scoring(Struct, frozen=True, tag=True):
     items: tuple[ToScore, ...]
 
 
+class StepMetrics(Struct, frozen=True):
+    """Metrics that the trainer reported for one step."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class Done(Struct, frozen=True, tag=True):
     """Answer to a request that was carried out and is durable."""
 
@@ -407,7 +424,9 @@ class Done(Struct, frozen=True, tag=True):
     """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
     the newest groups, so that the reward role must end; 0 otherwise."""
     metrics: dict[str, float] = {}
-    """Metrics of the step that a :class:`Commit` committed: those of the request, and figures of the store."""
+    """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
+    earlier: tuple[StepMetrics, ...] = ()
+    """In the same way, the metrics of the earlier steps that the :class:`Commit` names."""
     leased: tuple[Item, ...] = ()
     """For an :class:`Append` with a request for work: the trajectories that were leased."""
 
@@ -453,13 +472,6 @@ class CommittedState(Struct, frozen=True, tag=True):
 
     number: int | None
     manifest: dict[str, Any] | None
-
-
-class StepMetrics(Struct, frozen=True):
-    """Metrics that the trainer reported for one step."""
-
-    step: int
-    metrics: dict[str, float]
 
 
 class StoredMetrics(Struct, frozen=True, tag=True):

@@ -65,6 +65,8 @@ class Worker:
             launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job.transport
         )
         self._data = StepData(self._connection, self.job.sampling, lambda: self.phase("wait_data"))
+        self.uncommitted = self._data.uncommitted
+        """The steps of which this trainer has the data, and that are not committed."""
         self._loaded: Version | None = None
         self._leased = LeasedTrajectories()
         """Trajectories returned by :meth:`work` or :meth:`lease`."""
@@ -299,11 +301,12 @@ class Worker:
         self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
         digests: Mapping[str, Digest] | None = None,
     ) -> None:  # fmt: skip
-        """Commit a step: one record makes its checkpoint valid and its batch consumed.
+        """Commit a step: one record makes its checkpoint valid and the batches of all steps up to it consumed.
 
-        Steps must be committed in order. Another thread may call this method while :meth:`batches` or :meth:`parts`
-        continues. The key ``uncommitted`` in job.toml limits how many finished steps may wait for their commit; at the
-        limit, the iteration waits.
+        Steps must be committed in order, at least each ``checkpoint_every``-th one of job.toml; ``uncommitted.trained``
+        adds metrics to a step without a commit. Another thread may call this method while :meth:`batches` or
+        :meth:`parts` continues. ``uncommitted`` in job.toml limits how many finished steps may wait for the commit of
+        an earlier one; at the limit, the iteration waits.
 
         Args:
             number: the step, as in ``batch.number``.
@@ -317,17 +320,15 @@ class Worker:
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
-        uncommitted, files = self._data.uncommitted.get(number), as_paths(files)
-        known = digests or {}
+        step, files, known = self.uncommitted.get(number), as_paths(files), digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
-        reported_metrics = {**uncommitted.metrics, **(metrics or {})}
-        reported_metrics = self._connection.call_store(
-            self._connection.store.commit(number, manifest, uncommitted.digest, reported_metrics)
-        )
+        earlier, metrics = self.uncommitted.before(number), {**step.metrics, **(metrics or {})}
+        request = self._connection.store.commit(number, manifest, step.digest, metrics, earlier)
+        steps = self._connection.call_store(request)
         self._committed, self._manifest = number, manifest
-        self._data.uncommitted.remove_through(number)
-        self._connection.on_commit(number, reported_metrics)
+        self.uncommitted.remove_through(number)
+        self._connection.on_commit(steps)
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
         """Serve weights as the version of step ``number`` until the next version replaces them.
@@ -357,12 +358,9 @@ class Worker:
         self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]],
         writes: Iterable[Callable[[memoryview], None]],
     ) -> None:  # fmt: skip
-        """Serve weights like :meth:`publish_each` without copying them: functions write them where they are served.
+        """Serve weights like :meth:`publish_each` without copying them.
 
-        Args:
-            number: the training step that produced the weights.
-            described: (name, dtype, shape, size in bytes) of each tensor.
-            writes: for each tensor, in the same order, a function that writes the tensor into the memory it is given.
+        ``writes`` has, for each tensor in the same order, a function that writes it into the memory that it is given.
         """
         publication.publish(self._connection, self.job.transport.chunk, number, described, writes)
 

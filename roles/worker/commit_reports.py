@@ -23,13 +23,14 @@ the run sends no Welcome, but records the trainer's last step."""
 class CommitReports:
     """The commits that the manager may not know of yet.
 
-    ``send`` reports one step, ``connected`` returns whether a manager would receive the report now, and
-    ``fetch_commits`` returns the store's commits after a step. All methods run in the connection's loop.
+    ``send`` reports one step with its metrics and the newest step of its commit, ``connected`` returns whether a
+    manager would receive the report now, and ``fetch_commits`` returns the store's committed steps after a step. All
+    methods run in the connection's loop.
     """
 
     def __init__(
         self,
-        send: Callable[[int, dict[str, float]], None],
+        send: Callable[[int, dict[str, float], int], None],
         connected: Callable[[], bool],
         fetch_commits: Callable[[int], Awaitable[Sequence[StepMetrics]]],
     ) -> None:
@@ -37,8 +38,8 @@ class CommitReports:
         self._known: int | None = None
         """Newest step that the manager knows of; None between the Hello and its Welcome."""
         self._newest = 0
-        self._commits: dict[int, dict[str, float]] = {}
-        """Metrics of the steps that are not reported yet, by step."""
+        self._commits: dict[int, tuple[dict[str, float], int]] = {}
+        """Metrics of the steps that are not reported yet, and the newest step of the same commit, by step."""
         self._changed, self._welcomed = asyncio.Event(), asyncio.Event()
 
     def on_hello(self) -> None:
@@ -50,16 +51,17 @@ class CommitReports:
     def on_welcome(self, step: int) -> None:
         """Record that the manager knows of all steps up to ``step``."""
         self._known = step
-        self._commits = {number: metrics for number, metrics in self._commits.items() if number > step}
+        self._commits = {number: commit for number, commit in self._commits.items() if number > step}
         self._welcomed.set()
         self._changed.set()
 
-    def on_commit(self, step: int, metrics: dict[str, float]) -> None:
-        """Record a step that this process has committed, and report it if possible."""
-        self._commits[step] = metrics
-        if len(self._commits) > MAX_BUFFERED_COMMITS:
-            del self._commits[min(self._commits)]
-        self.on_found(step)
+    def on_commit(self, steps: Sequence[StepMetrics]) -> None:
+        """Record the steps of a commit that this process has made, and report them if possible."""
+        commit = steps[-1].step
+        self._commits |= {one.step: (one.metrics, commit) for one in steps}
+        for step in sorted(self._commits)[:-MAX_BUFFERED_COMMITS]:
+            del self._commits[step]
+        self.on_found(commit)
 
     def on_found(self, step: int) -> None:
         """Record that ``step`` is committed, whichever incarnation committed it, and report it if possible."""
@@ -92,14 +94,14 @@ class CommitReports:
             if self._known != known:  # another manager connected, or a step was reported during the request
                 return self._changed.set()
             for commit in found:
-                self._commits.setdefault(commit.step, commit.metrics)
+                self._commits.setdefault(commit.step, (commit.metrics, commit.step))
             following = [step for step in self._commits if step > known]
             self._known = min(following, default=self._newest) - 1  # metrics of older steps are lost
-            self._commits.setdefault(self._known + 1, {})
+            self._commits.setdefault(self._known + 1, ({}, self._known + 1))
             self._report()
 
     def _report(self) -> None:
         """Report the buffered steps that follow, without a gap, the newest step that the manager knows of."""
         while self._known is not None and self._connected() and self._known + 1 in self._commits:
             self._known += 1
-            self._send(self._known, self._commits.pop(self._known))
+            self._send(self._known, *self._commits.pop(self._known))

@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -41,6 +41,7 @@ from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
+from ..trajectories.types import StepMetrics
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .event_loop import die_on_error, open_loop
@@ -95,15 +96,13 @@ class ManagerConnection:
         self.probes = ProbeResponder(self.send)
         self._heartbeat_interval, self._transport_settings = heartbeat, transport
         self.status = WorkStatus(STANDBY if launch.standby else "starting")
-        self._reported_phase = ""
-        self._clock_sent_at = -inf
+        self._reported_phase, self._clock_sent_at = "", -inf
         self._listen_address: str | None = None
         self._weight_address: str | None = None
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
-        self._welcomed = threading.Event()
+        self._welcomed, self._new_version = threading.Event(), threading.Event()
         self._standby_over = threading.Event()
         """Set when a standby stops waiting: it was promoted, it was asked to stop, or its connection failed."""
-        self._new_version = threading.Event()
         self._loop = open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
@@ -191,9 +190,9 @@ class ManagerConnection:
         self._listen_address = listens
         self.call_soon(self._resend_hello)
 
-    def on_commit(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a step that this process has committed."""
-        self.call_soon(self._commits.on_commit, step, metrics)
+    def on_commit(self, steps: Sequence[StepMetrics]) -> None:
+        """Report the steps of a commit that this process has made."""
+        self.call_soon(self._commits.on_commit, steps)
 
     def on_commit_found(self, step: int) -> None:
         """Report a step that the store lists as committed, because the manager may not know of the commit yet."""
@@ -413,11 +412,12 @@ class ManagerConnection:
         if values := self.status.take_logged():
             await self._dialer.send(msg.ValuesLogged(self.launch.incarnation, values))
 
-    def _report_commit(self, step: int, metrics: dict[str, float]) -> None:
-        self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics)))
+    def _report_commit(self, step: int, metrics: dict[str, float], commit: int) -> None:
+        self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics, commit)))
 
     async def _send_commit(self, committed: msg.Committed) -> None:
-        await self._send_clock()  # before the commit, with which the manager records it
+        if committed.completes_commit:  # the manager records the clock with the commit
+            await self._send_clock()
         await self._dialer.send(committed)
 
     def _resend_hello(self) -> None:

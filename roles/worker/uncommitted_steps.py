@@ -6,10 +6,11 @@ A step that was received as a whole batch is a step of one part.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from msgspec import Struct
 
-from ..trajectories.types import PackedPart
+from ..trajectories.types import PackedPart, TrainedStep
 
 
 class UncommittedStep(Struct, frozen=True):
@@ -57,6 +58,24 @@ class UncommittedSteps:
                 f"the uncommitted steps are {sorted(self._complete)}"
             )
         return step
+
+    def trained(self, number: int, metrics: dict[str, float]) -> None:
+        """Add metrics to a step that has no checkpoint of its own: the commit of a later step reports them.
+
+        Raises:
+            ValueError: The step is committed, or not all of its parts were received.
+        """
+        step = self.get(number)
+        self._complete[number] = UncommittedStep(step.digest, {**step.metrics, **metrics})
+
+    def before(self, number: int) -> tuple[TrainedStep, ...]:
+        """Return the steps before step ``number``, in order."""
+        steps = sorted((step, one) for step, one in list(self._complete.items()) if step < number)
+        return tuple(TrainedStep(step, one.digest, one.metrics) for step, one in steps)
+
+    def restore(self, steps: Iterable[TrainedStep]) -> None:
+        """Add steps that an earlier incarnation has trained, and whose state this incarnation continues from."""
+        self._complete.update({one.number: UncommittedStep(one.digest, one.metrics) for one in steps})
 
     def remove_through(self, number: int) -> None:
         """Remove the steps up to ``number``, which is committed."""

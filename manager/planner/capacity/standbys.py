@@ -29,7 +29,7 @@ from ....core.types import (
     standby_role_of,
 )
 from ...model.actions import Action, ExternalAction, Launch, StopStep, Why
-from ...model.queries import all_joined
+from ...model.queries import all_joined, has_trained, reached_step
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
 from .nodes import CandidateNode, NodeInventory
@@ -77,10 +77,11 @@ def plan_standbys(
 
 
 def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
-    """Return whether every trainer works and its current incarnation has committed a step."""
+    """Return whether every trainer works and its current incarnation has finished a step."""
     trainers = {role.name for role in state.job.kind("trainer")}
     trainer_gangs = [members for members in inventory.gangs if members[0].role in trainers]
-    return state.step > 0 and all(all_joined(members) and members[0].commits for members in trainer_gangs)
+    worked = reached_step(state) > 0
+    return worked and all(all_joined(members) and has_trained(state, members[0]) for members in trainer_gangs)
 
 
 def _is_starting(inventory: NodeInventory, assigned: Assignment, role: RoleSpec) -> bool:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
-from ...model.queries import workers
+from ...model.queries import reached_step, workers
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
@@ -210,8 +210,9 @@ def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
             f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
         )
     failures = [failure for member in workers(state) if gang_of(member.id) == gang_id for failure in member.failures]
-    if any(failure.at in recent[-1:] and failure.step == state.step for failure in failures):
-        return f"it failed again after a restart of the whole run, and no step was committed since step {state.step}"
+    reached = reached_step(state)
+    if any(failure.at in recent[-1:] and failure.step == reached for failure in failures):
+        return f"it failed again after a restart of the whole run, and no step was committed since step {reached}"
     return ""
 
 

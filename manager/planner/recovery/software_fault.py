@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.types import NodeName
-from ...model.queries import finding_about, node_finding, workers
+from ...model.queries import finding_about, has_trained, node_finding, reached_step, workers
 from ...model.state import FailedIncarnation, Replica, State, Status
 from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
@@ -29,9 +29,10 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     recovery = state.job.recovery
     if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
         return ()
-    joined, no_commit_yet = failed.status is Status.JOINED, members[0].commits == 0
+    joined, no_step_yet = failed.status is Status.JOINED, not has_trained(state, members[0])
+    reached = reached_step(state)
     newest = FailedIncarnation(
-        now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined
+        now, failed.node or NodeName(""), step=reached, injected=bool(failed.fault), joined=joined
     )
     if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
         return ()
@@ -40,16 +41,16 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
     since = max(full_restarts, default=0.0)
     failures = [failure for member in members for failure in member.recent_failures(recovery.window, now)
-             if failure.at > since and failure.step == state.step]  # fmt: skip
+             if failure.at > since and failure.step == reached]  # fmt: skip
     failures.sort(key=lambda failure: failure.at)
     if any(_correlated_failure(state, failed.role, failure.at) for failure in failures[-1:]):
         return ()  # failures of other roles may follow this one, too
     past = [failure for failure in failures if _is_unexplained(state, failed, failure)]
-    after = f"step {state.step}" if state.step else "the start"
+    after = f"step {reached}" if reached else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts in a row failed after {after}",) if twice else ()
-    if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
+    if no_step_yet and (reached or full_restarts):  # the very first incarnation has a second try
         return (f"it failed in its first training step, the step after {after}: earlier starts got that far",)
     if any(failure.joined for failure in past):
         return (f"second failure in the same training step, the step after {after}",)

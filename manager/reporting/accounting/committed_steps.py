@@ -11,8 +11,11 @@ costs in each step is part of the median, so the estimate does not contain it.
 
 An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
 trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
-the predecessor's attempt counts. Steps that were committed while no manager ran share their time evenly. A step is
-undisturbed if no replica was interrupted since the previous commit, and the manager was the same.
+the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer may
+continue from a snapshot of a step between two commits: the first weights that it publishes are of this step. Then its
+predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit, and
+steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
+interrupted since the commit before, and the manager was the same.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Attempt(Struct, frozen=True):
 
 
 class CommittedStep(Struct, frozen=True):
-    """A committed step, or several whose commits were reported together. Times are the manager's (s)."""
+    """A commit of one or several steps, or several commits that were reported together. Times are the manager's (s)."""
 
     step: int
     """The newest of these steps."""
@@ -53,11 +56,13 @@ class CommittedStep(Struct, frozen=True):
     disturbed: bool
     evaluated: bool
     """Whether the trainer waited for an evaluation before this step."""
+    kept_s: float = 0.0
+    """Seconds of earlier attempts since the commit before whose work snapshots have kept."""
 
     def useful_s(self, medians: StepMedians) -> float:
         """Return the seconds that count, at most the median for each step."""
         most = (self.count - 1) * medians.plain_s + (medians.evaluated_s if self.evaluated else medians.plain_s)
-        return min(self.attempt_until - self.attempt_since, most)
+        return min(self.kept_s + self.attempt_until - self.attempt_since, most)
 
 
 class StepMedians(Struct, frozen=True):
@@ -88,6 +93,10 @@ class CommittedSteps:
         self._attempt_since: float | None = None
         """Begin of the current attempt; None until the trainer has begun one."""
         self._discarded: list[Attempt] = []
+        self._kept: list[tuple[int, Attempt]] = []
+        """Attempts since the newest commit whose work snapshots have kept, each up to a step, which is named first."""
+        self._published: list[tuple[int, float]] = []
+        """Steps whose weights were published in the newest attempt, and when (s)."""
         self._disturbed = True
         self._evaluated = False
 
@@ -123,13 +132,13 @@ class CommittedSteps:
     @property
     def medians(self) -> StepMedians | None:
         """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
-        plain, evaluated = (
-            [step.at - step.since for step in self.steps if not step.disturbed and step.evaluated is kind]
-            for kind in (False, True)
-        )
-        if not plain and not evaluated:
+        undisturbed = [step for step in self.steps if not step.disturbed]
+        if not undisturbed:
             return None
-        return StepMedians(median(plain or evaluated), median(evaluated or plain))
+        plain = [(step.at - step.since) / step.count for step in undisturbed if not step.evaluated]
+        plain_s = median(plain or [(step.at - step.since) / step.count for step in undisturbed])
+        evaluated = [step.at - step.since - (step.count - 1) * plain_s for step in undisturbed if step.evaluated]
+        return StepMedians(plain_s, median(evaluated) if evaluated else plain_s)
 
     @property
     def estimate(self) -> float | None:
@@ -167,22 +176,45 @@ class CommittedSteps:
                 self.began, self._previous_at, self.began_with_train = at, at, True
             self._begin_attempt(at)
 
+    def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
+        if event.incarnation.replica != TRAINER:
+            return
+        step = event.version.step
+        if self._attempt_since is not None:
+            self._published.append((step, at))
+        elif self._discarded or self._kept:
+            self._on_restored(step)
+
+    def _on_restored(self, step: int) -> None:
+        """Divide the work of the earlier attempts into what was kept and what was lost: the trainer is at ``step``."""
+        lost = [attempt for until, attempt in self._kept if until > step]
+        self._kept = [kept for kept in self._kept if kept[0] <= step]
+        if self._discarded and step > max([self._newest, *(until for until, _ in self._kept)]):
+            last = self._discarded.pop()
+            until = next((at for published, at in self._published if published >= step), last.until)
+            self._kept.append((step, Attempt(last.since, min(until, last.until), last.ended_by)))
+            if until < last.until:
+                lost.append(Attempt(until, last.until, last.ended_by))
+        self._discarded += lost
+
     def _on_first_work(self, event: ev.FirstWorkDone, at: float) -> None:
         if event.incarnation.replica == TRAINER and self.began is not None:
             self._begin_attempt(at)
 
     def _begin_attempt(self, at: float) -> None:
         if self._attempt_since is None and TRAINER not in self._interruptions.open:
-            self._attempt_since = at
+            self._attempt_since, self._published = at, []
 
     def _on_committed(self, event: ev.StepCommitted, at: float) -> None:
-        if event.step <= self._newest:
+        if event.step <= self._newest or not event.completes_commit:
             return
         if self.began is None:
             self.began = self._previous_at = self._attempt_since = at if self._joined_at is None else self._joined_at
         if self._attempt_since is not None:
             since, until = self._attempt_since, at
-        elif self._discarded:  # a snapshot has kept the work of the predecessor
+        elif self._kept:  # a snapshot has kept the work of the predecessor
+            since, until = self._kept[-1][1].since, self._kept.pop()[1].until
+        elif self._discarded:  # the same, but the weights of the snapshot were not reported
             kept = self._discarded.pop()
             since, until = kept.since, kept.until
         else:
@@ -191,12 +223,13 @@ class CommittedSteps:
         self.steps.append(
             CommittedStep(
                 event.step, event.step - self._newest, self._previous_at, at, since, until, tuple(self._discarded),
-                disturbed, self._evaluated,
+                disturbed, self._evaluated, sum(attempt.until - attempt.since for _, attempt in self._kept),
             )
         )  # fmt: skip
         self._newest, self._previous_at = event.step, at
         self._attempt_since = None if TRAINER in self._interruptions.open else at
-        self._discarded, self._disturbed, self._evaluated = [], bool(self._interruptions.open), False
+        self._discarded, self._kept, self._published = [], [], []
+        self._disturbed, self._evaluated = bool(self._interruptions.open), False
 
 
 _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
@@ -206,6 +239,7 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
     ev.Joined: CommittedSteps._on_joined,
     ev.PhaseEntered: CommittedSteps._on_phase,
     ev.FirstWorkDone: CommittedSteps._on_first_work,
+    ev.VersionAvailable: CommittedSteps._on_version,
     ev.StepCommitted: CommittedSteps._on_committed,
 }
 

@@ -162,6 +162,8 @@ class Account:
             self.curves.on_version(event)
             if self.interruptions.open:
                 self.interruptions.apply(stamped)
+            if event.incarnation.replica == TRAINER:
+                self.steps.apply(stamped, ())
             return
         if isinstance(event, ev.ClocksRecorded | ev.NoteChanged | ev.GpuUseRecorded | ev.ValuesLogged):
             return

@@ -248,7 +248,7 @@ class DurableState:
         folder: Folder of the log; an earlier writer in this folder is superseded.
         compact_from: Size of the log in bytes below which it is not compacted.
         max_new_tokens: Number of tokens at which answers are cut.
-        retained_commits: Number of committed steps whose commit is kept (:class:`.state.State`).
+        retained_commits: Number of commits that are kept (:class:`.state.State`).
 
     Raises:
         LogDamaged: The log cannot be read completely.

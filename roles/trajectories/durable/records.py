@@ -169,7 +169,7 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
-    """The commit of step ``number``: checkpoint and consumed batch together."""
+    """The commit of step ``number`` and all steps since the commit before: checkpoint and consumed batches together."""
 
     number: int
     incarnation: Incarnation

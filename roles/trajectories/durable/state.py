@@ -69,7 +69,7 @@ class State:
     Args:
         retained_steps: Number of committed steps whose token data is kept.
         max_new_tokens: Number of tokens at which answers are cut.
-        retained_commits: Number of committed steps whose commit, with the digests of the checkpoint, is kept; at least
+        retained_commits: Number of commits that are kept, with the digests of their checkpoints; at least
             ``retained_steps``.
     """
 
@@ -135,8 +135,8 @@ class State:
             case StepCommitted(number):
                 self.commitments[number] = record
                 self.committed = number
-                oldest = number - self._retained_commits
-                self.commitments = {step: one for step, one in self.commitments.items() if step > oldest}
+                for step in list(self.commitments)[: -self._retained_commits]:
+                    del self.commitments[step]
                 self._retire(number - self._retained_steps)
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE

@@ -9,7 +9,7 @@ has parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Any
@@ -19,7 +19,7 @@ from ...checkpoints.retention import CommitStatus
 from ..durable.groups import Group
 from ..durable.log import DurableState
 from ..durable.records import Metrics, StepCommitted
-from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics
+from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics, TrainedStep
 from .staleness import StalenessLimit
 
 PARTS_PER_STEP = 8
@@ -39,11 +39,12 @@ class Bindings:
             eighth of a step.
         max_part_bytes: Size of a part in bytes above which the part is cut into two. A part of one group is never cut.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
+        checkpoint_every: Maximum number of steps of one commit.
     """
 
     def __init__(
         self, durable: DurableState, staleness: StalenessLimit, *, groups_per_batch: int, groups_per_part: int | None,
-        max_part_bytes: int, keep_uncommitted: int,
+        max_part_bytes: int, keep_uncommitted: int, checkpoint_every: int,
     ) -> None:  # fmt: skip
         self._durable = durable
         self._state = durable.state
@@ -51,7 +52,7 @@ class Bindings:
         self._per_batch = groups_per_batch
         self._per_part = max(1, min(groups_per_part or ceil(groups_per_batch / PARTS_PER_STEP), groups_per_batch))
         self._max_part_bytes = max_part_bytes
-        self._keep_uncommitted = keep_uncommitted
+        self._keep_uncommitted, self._checkpoint_every = keep_uncommitted, checkpoint_every
         self._ready: list[tuple[float, int]] = []
         """(step of the weights that the group was begun with, group) of every complete group that is not bound."""
         self._complete_open_step()  # a crash may have prevented the binding after the last part
@@ -182,11 +183,11 @@ class Bindings:
         if number in self._state.bindings or (index is not None and index < len(self._state.open_parts)):
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:
-            step = self._state.committed + 1
-            return (
-                f"the trainer waits for the commit of step {step}: me.commit({step}, files) has not been called, or has"
-                " not finished"
-            )
+            step, last = self._state.committed + 1, self._state.committed + self._checkpoint_every
+            which, call = (f"step {step}", f"me.commit({step}, files)")
+            if last > step:
+                which, call = f"one of the steps {step} to {last}", "me.commit(step, files)"
+            return f"the trainer waits for the commit of {which}: {call} has not been called, or has not finished"
         least = self._least(index)
         missing = least - len(self._ready)
         if not (published or self._state.groups or self._state.latest):
@@ -218,25 +219,39 @@ class Bindings:
 
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def commit(
-        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float]
+        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float],
+        earlier: Iterable[TrainedStep] = (),
     ) -> Done | Denied:  # fmt: skip
-        """Commit checkpoint and consumption of step ``number`` in one record (rule 4); may be repeated.
+        """Commit a checkpoint and the consumption of all steps up to ``number`` in one record (rule 4).
 
-        The metrics are written before the commit: metrics of an uncommitted step are never read.
+        A commit covers at most ``checkpoint_every`` steps. ``earlier`` has those before ``number``: each must have been
+        trained on the batch that is bound to it. The request may be repeated. The metrics are written before the
+        commit: metrics of an uncommitted step are never read.
         """
-        before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
-        if number <= self._state.committed:
+        before, committed = self._state.commitments.get(number), self._state.committed
+        described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}
+        if number <= committed:
             if before and before.digest == digest and before.manifest == manifest:
-                return Done(metrics=self._state.metrics.get(number, {}))
+                return self._done(described)
             return Denied(f"step {number} was committed with another manifest or digest")
-        if number != self._state.committed + 1 or binding is None:
-            return Denied(f"commit of step {number} is out of order: step {self._state.committed} was committed last")
-        if digest != binding.digest:
-            return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
-        metrics = {**metrics, **self._state.figures(number)}
-        self._durable.write(Metrics(number, metrics))
+        if number not in self._state.bindings or number - committed > self._checkpoint_every:
+            most = f"; a commit has at most {self._checkpoint_every} steps" if self._checkpoint_every > 1 else ""
+            return Denied(f"commit of step {number} is out of order: step {committed} was committed last{most}")
+        for step in range(committed + 1, number + 1):
+            bound, trained = self._state.bindings[step].digest, described.get(step)
+            if trained is None:
+                return Denied(f"commit of step {number} is out of order: it does not name step {step}")
+            if trained.digest != bound:
+                return Denied(f"step {step} is bound to the batch {bound}, not to the batch {trained.digest}")
+        for step in range(committed + 1, number + 1):
+            self._durable.write(Metrics(step, {**described[step].metrics, **self._state.figures(step)}))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
-        return Done(metrics=metrics)
+        return self._done(described)
+
+    def _done(self, steps: Iterable[int]) -> Done:
+        """Return the answer to a commit: the metrics of its steps, of which the last is the one with the checkpoint."""
+        *earlier, last = [StepMetrics(step, self._state.metrics.get(step, {})) for step in sorted(steps)]
+        return Done(metrics=last.metrics, earlier=tuple(earlier))
 
     def committed(self) -> CommittedState:
         """Return number and manifest of the newest commit; None for both before the first one."""

@@ -41,13 +41,21 @@ def main() -> None:
                 path = observed / f"{part.number}.{me.launch.incarnation.number}.json"
                 path.write_text(json.dumps(taken))
                 _meet(me, str(part.number))
-            with me.phase("checkpoint"):
-                file = me.checkpoint_dir(part.number) / "step.json"
-                file.write_text(json.dumps(part.number))
-                with file.open() as opened:
-                    os.fsync(opened.fileno())
-                me.commit(part.number, [file])
-            _publish(me, part.number)
+            step = part.number
+            if me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step:
+                _commit(me, step)
+            _publish(me, step)
+        if step > (me.committed or 0):  # it was stopped between two checkpoints
+            _commit(me, step)
+
+
+def _commit(me: rrl.Worker, step: int) -> None:
+    with me.phase("checkpoint"):
+        file = me.checkpoint_dir(step) / "step.json"
+        file.write_text(json.dumps(step))
+        with file.open() as opened:
+            os.fsync(opened.fileno())
+        me.commit(step, [file])
 
 
 def _note(me: rrl.Worker, part: rrl.Part) -> None:

@@ -9,7 +9,19 @@ from typing import Any
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Batch, Bound, Done, Item, Leased, PackedBatch, Prompt, Score, Scoring, Segment
+from rrl.roles.trajectories.types import (
+    Batch,
+    Bound,
+    Done,
+    Item,
+    Leased,
+    PackedBatch,
+    Prompt,
+    Score,
+    Scoring,
+    Segment,
+    TrainedStep,
+)
 
 GROUP = 2
 BATCH = 2
@@ -104,11 +116,15 @@ def manifest(number: int) -> dict[str, Any]:
 
 
 def commit(
-    store: Store, batch: Batch | PackedBatch, who: Incarnation = TRAINER, metrics: dict[str, float] | None = None
-) -> None:
-    answer = store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics)
+    store: Store, batch: Batch | PackedBatch, who: Incarnation = TRAINER, metrics: dict[str, float] | None = None,
+    earlier: Sequence[Batch | PackedBatch] = (),
+) -> Done:  # fmt: skip
+    """Commit a step together with ``earlier`` steps, which have no metrics."""
+    trained = [TrainedStep(one.number, one.digest, {}) for one in earlier]
+    answer = store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics, trained)
     assert isinstance(answer, Done), answer
     store.flush()
+    return answer
 
 
 def train(

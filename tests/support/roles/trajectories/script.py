@@ -33,6 +33,7 @@ from rrl.roles.trajectories.types import (
     Score,
     Scoring,
     Segment,
+    TrainedStep,
 )
 from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
@@ -96,6 +97,7 @@ class Script:
         self.promised: list[Acknowledged] = [Acknowledged(0)]
         self.store = open_store(folder, **changed)
         self._staleness = changed.get("staleness")
+        self._checkpoint_every: int = changed.get("checkpoint_every", 1)
         self.store.flush()
         self.promised = [Acknowledged(log_in(folder).stat().st_size)]
 
@@ -165,8 +167,12 @@ class Script:
 
         given = self._call(GetBatch(who, number), bound)
         assert isinstance(given, Bound)
-        words = Commit(who, number, manifest(number), given.batch.digest)
-        self._call(words, lambda now, _: setattr(now, "committed", number))
+        if number % self._checkpoint_every == 0:
+            bound_before = self.promised[-1].bound
+            first = max(1, number - self._checkpoint_every + 1)
+            earlier = tuple(TrainedStep(one, bound_before[one].digest, {}) for one in range(first, number))
+            words = Commit(who, number, manifest(number), given.batch.digest, earlier=earlier)
+            self._call(words, lambda now, _: setattr(now, "committed", number))
 
     def run(self, steps: int = 4) -> None:
         for number in range(1, steps + 1):
@@ -196,17 +202,22 @@ class Script:
         return isinstance(leased, Scoring) and bool(leased.items)
 
 
-def _go_on(store: Store, who: Incarnation, to: int) -> Iterator[Batch]:
+def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> Iterator[Batch]:
     """Finish the run up to step ``to`` and yield its batches: first the bound, uncommitted ones, then new ones."""
-    start = store.committed(who)
+    start, earlier = store.committed(who), list[Batch]()
+    bound = max(store.audit().steps, default=0)
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for _ in range(3):
-            generate(store, tokens=AFTER, weights=number - 1)
+            generate(store, tokens=AFTER, weights=max(bound, number - 1))  # older ones may not be trained any more
             score(store, reward=-1.0)
         batch = bind(store, number, who)
         yield batch
-        commit(store, batch, who)
+        if number % checkpoint_every == 0 or number == to:
+            commit(store, batch, who, earlier=earlier)
+            earlier = []
+        else:
+            earlier.append(batch)
 
 
 def check(
@@ -230,6 +241,8 @@ def check(
     start = store.committed(who)
     assert isinstance(start, CommittedState)
     assert (start.number or 0) >= promised.committed
+    newest = max(promised.bound, default=0)
+    assert newest - (start.number or 0) <= changed.get("checkpoint_every", 1), "a step beyond the limit was bound"
     for number, batch in promised.bound.items():
         if number > (start.number or 0) - 2:  # older ones may be forgotten by now
             kept = store.batch(who, number)
@@ -238,7 +251,8 @@ def check(
     for (number, index), part in promised.parts.items():
         if number > (start.number or 0) - 2:
             assert store.part(who, number, index) == PartBound(part)
-    observed = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
+    following = _go_on(store, who, to, changed.get("checkpoint_every", 1))
+    observed = {t.id: t for batch in following for t in batch.trajectories}
     for trajectory, offset in promised.segments:
         if trajectory in observed:
             words = promised.segments[trajectory, offset]

@@ -14,8 +14,9 @@ from rrl.api.watching.run_state import RunState, standing
 from rrl.cli.views.formatting import bar, curve, folded, resampled, stage
 from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
+from rrl.core.run_spec import TrainerSettings
 from rrl.core.text import span
-from rrl.core.types import NodeName, Outcome
+from rrl.core.types import NodeName, Outcome, Version
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
 from rrl.manager.model.events import (
     CommandReceived,
@@ -26,10 +27,11 @@ from rrl.manager.model.events import (
     Resumed,
     RunEnded,
     StepCommitted,
+    VersionAvailable,
 )
 from rrl.manager.storage.model_folders import ModelFolder, ModelFolders
 from rrl.tests.support.cli.status_scenes import SCENES, drained, ending, just_lost, node_lost, paced_and_ended
-from rrl.tests.support.cli.story import BEGAN, NODES, Story, completed
+from rrl.tests.support.cli.story import BEGAN, NODES, Story, completed, job_view
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
@@ -403,3 +405,12 @@ def test_exclusion_held_back_by_the_breaker_shows_node_time_reason_and_finding()
     assert f"breaker     n5 stays in use for 8m20s: {why}" in shown
     assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
     assert "breaker" not in drawn(status_view(node_lost().recorded(), story.now, 180), 180)
+
+
+@pytest.mark.parametrize(("every", "shown"), [(1, "step 12/40 "), (5, "step 12/40 (trained: 14) ")])
+def test_steps_that_were_trained_and_not_committed_are_shown_beside_the_committed_ones(every: int, shown: str) -> None:
+    job = msgspec.structs.replace(job_view(), trainer=TrainerSettings(checkpoint_every=every))
+    story = Story(job=job).works()
+    trainer = story.incarnation("trainer/0")
+    story.record(VersionAvailable(trainer, Version(14, trainer.number)))
+    assert shown in drawn(status_view(story.recorded(), story.now, 120), 120)

@@ -114,6 +114,12 @@ WRONG: list[tuple[str, str, str]] = [
      'job.toml:13: roles.trainer.export: must be "end" or a whole number, not "last"'),
     ("[task]", '[roles.trainer]\nexport = "end"\ncommand = ["train"]\n[task]',
      "job.toml:13: roles.trainer.export: rrl exports only checkpoints of its built-in trainer; remove this key"),
+    ("[task]", "[roles.trainer]\ncheckpoint_every = 0\n[task]",
+     "job.toml:13: roles.trainer.checkpoint_every: must be at least 1, not 0"),
+    ("[task]", "[roles.trainer]\ncheckpoint_every = 2\nexport = 1\n[task]", "job.toml:14: roles.trainer.export: step 1"
+     " would have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
+    ("[task]", "[roles.trainer]\ncheckpoint_every = 2\n[eval]\nevery = 1\n[task]", "job.toml:15: eval.every: step 1 would"
+     " have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
     ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_spec import EvalSpec, Limits, Recovery
+from rrl.core.run_spec import EvalSpec, Limits, Recovery, TrainerSettings
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -34,6 +34,7 @@ from rrl.manager.model.state import Status
 from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.manager.planner.deadlines import MIN_WALLTIME_MARGIN_S, UNSATISFIABLE_AFTER_S
+from rrl.manager.planner.peer_directory import build_directory
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, fail, found, lost, requests, rungs
@@ -747,6 +748,20 @@ def test_cancelled_run_is_over_once_everything_is_released_in_order() -> None:
     assert not world.over
     end_of(world)
     assert world.decided(Finish)[0].why.evidence == ("cancelled by me",)
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+@pytest.mark.parametrize(("every", "first"), [(1, {STORE, REWARD, TRAINER, R0, R1}), (3, {TRAINER})])
+def test_trainer_of_a_cancelled_run_is_stopped_first_if_commits_cover_several_steps(
+    every: int, first: set[ReplicaId]
+) -> None:
+    world = World(msgspec.structs.replace(job(), trainer=TrainerSettings(checkpoint_every=every))).steady()
+    world.cancel()
+    world.play(lambda: bool(world.decided(StopStep)))
+    assert {stop.incarnation.replica for stop in world.decided(StopStep)} == first
+    assert TRAINER in build_directory(world.state).peers, "the store still accepts its commit"
+    world.play()
+    assert build_directory(world.state).peers == {}
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

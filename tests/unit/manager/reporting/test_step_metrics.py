@@ -46,6 +46,16 @@ def test_a_row_has_time_incarnation_rate_and_staleness_of_its_step() -> None:
     assert row.metrics == {"tokens": 640.0, "reward": 0.5, "token_age_p50": 1.0, "token_age_max": 2.0}
 
 
+def test_steps_of_one_commit_share_its_time_evenly() -> None:
+    story = commits(begun(), 1, 4.0)
+    trainer = story.wait(9.0).incarnation("trainer/0")
+    story.record(*(ev.StepCommitted(trainer, step, {"loss": float(step)}, 4) for step in (2, 3, 4)))
+    commits(story, 5, 2.0)
+    rows = rows_of(story)
+    assert [(row.step, row.seconds) for row in rows] == [(1, 4.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 2.0)]
+    assert [row.metrics.get("loss") for row in rows] == [None, 2.0, 3.0, 4.0, None]
+
+
 def test_tokens_of_a_step_without_a_token_count_are_those_with_a_known_age() -> None:
     story = commits(begun(), 1, 2.0, tokens_aged_0=100.0, tokens_aged_1=20.0)
     commits(story, 2, 2.0, loss=1.0)

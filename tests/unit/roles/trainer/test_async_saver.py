@@ -24,7 +24,9 @@ from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
+from rrl.roles.trajectories.types import TrainedStep
 from rrl.roles.worker.connection import Stopping
+from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.tests.support.roles.trainer import harness
 
@@ -38,11 +40,13 @@ class Worker(SimpleNamespace):
         super().__init__(
             run_dir=run_dir, launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1)), world=1
         )
+        self.uncommitted = UncommittedSteps(None)
         self.stopping = threading.Event()
         self.may_commit = threading.Event()
         self.idle_causes: list[str] = []
         self.commits: list[tuple[int, set[str]]] = []
         self.metrics: list[dict[str, float]] = []
+        self.earlier: list[list[int]] = []
         self.raises: BaseException | None = None
 
     @contextmanager
@@ -60,6 +64,8 @@ class Worker(SimpleNamespace):
             raise self.raises
         self.commits.append((number, set(digests)))
         self.metrics.append(metrics)
+        self.earlier.append([step.number for step in self.uncommitted.before(number)])
+        self.uncommitted.remove_through(number)
 
 
 class NoPublisher(SimpleNamespace):
@@ -82,7 +88,7 @@ class NoPublisher(SimpleNamespace):
 
 
 class Scene:
-    def __init__(self, path: Path, max_uncommitted: int) -> None:
+    def __init__(self, path: Path, max_uncommitted: int, checkpoint_every: int = 1) -> None:
         run = RunDir(path / "run")
         run.create()
         self.me = Worker(run)
@@ -94,11 +100,13 @@ class Scene:
         self.publisher = NoPublisher()
         publisher: Any = self.publisher
         self.saver = AsyncSaver(
-            me, Gang(), self.student, checkpoints, buffers, publisher, max_uncommitted, fail=self.failed.append
-        )
+            me, Gang(), self.student, checkpoints, buffers, publisher, max_uncommitted, fail=self.failed.append,
+            uncommitted=self.me.uncommitted, is_checkpoint_step=lambda step: step % checkpoint_every == 0,
+        )  # fmt: skip
 
     def save(self, number: int) -> None:
         self.student.number = number
+        self.me.uncommitted.restore([TrainedStep(number, f"binding {number}", {})])
         self.saver.save(f"binding {number}", {})
 
     def saving(self, number: int) -> threading.Thread:
@@ -136,6 +144,33 @@ def test_steps_are_saved_concurrently_up_to_the_uncommitted_limit(scene: Scene, 
     assert scene.me.idle_causes == []
     assert [number for number, _ in scene.me.commits] == list(range(1, most + 2))
     assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_commits_cover_the_steps_since_the_last_checkpoint_and_the_last_step_has_one(tmp_path: Path, most: int) -> None:
+    scene = Scene(tmp_path, most, checkpoint_every=3)
+    scene.me.may_commit.set()
+    for number in range(1, 9):
+        scene.save(number)
+    scene.saver.finish()
+    assert [number for number, _ in scene.me.commits] == [3, 6, 8]
+    assert scene.me.earlier == [[1, 2], [4, 5], [7]]
+    assert scene.publisher.offered == list(range(1, 9))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_memory_of_a_checkpoint_that_is_being_written_is_not_overwritten(tmp_path: Path, most: int) -> None:
+    scene = Scene(tmp_path, most, checkpoint_every=3)
+    for number in range(1, 3 + most):
+        scene.save(number)
+    waiting = scene.saving(3 + most)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert (scene.me.commits, scene.me.idle_causes) == ([], [COMMITS_CAUSE])
+    scene.me.may_commit.set()
+    waiting.join(TIMEOUT_S)
+    scene.saver.finish()
+    assert [number for number, _ in scene.me.commits] == sorted({3, 3 + most})
 
 
 def test_committed_state_is_that_of_the_call_and_not_of_a_later_step(scene: Scene) -> None:

@@ -34,7 +34,8 @@ from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trainer.restore import Commit, RestorePoint
-from rrl.roles.trajectories.types import Batch, Item, Part, Segment
+from rrl.roles.trajectories.types import Batch, Item, Part, Segment, TrainedStep
+from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
 
@@ -48,13 +49,16 @@ class _Died(Exception):
     """As a kill would end the process."""
 
 
-def _job() -> RunSpec:
+def _job(checkpoint_every: int = 1) -> RunSpec:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": _STEPS, "seed": 3},
             "model": {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}},
             "task": {"function": f"{__name__}:_Sums"},
-            "roles": {"trainer": {"snapshots": False}, "rollout": {"segment_tokens": 2}},
+            "roles": {
+                "trainer": {"snapshots": False, "checkpoint_every": checkpoint_every},
+                "rollout": {"segment_tokens": 2},
+            },
         }
     )
     return resolve(job, "python")
@@ -74,12 +78,16 @@ class _Version:
 class _Worker:
     """What :class:`rrl.roles.worker.api.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
 
-    def __init__(self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
+    def __init__(
+        self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]],
+        checkpoint_every: int = 1,
+    ) -> None:  # fmt: skip
         incarnation = Incarnation(ReplicaId(replica), number)
         folder = str(run_dir.path)
         self.launch = Launch("tag", folder, incarnation, NodeName("n"), (), {}, folder, 1.0, False)
         self.run_dir = run_dir
-        self.job = _job()
+        self.job = _job(checkpoint_every)
+        self.uncommitted = UncommittedSteps(None)
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
         self.phases: list[str] = []
@@ -119,6 +127,8 @@ class _Worker:
     def parts(self, after: int | None = None) -> Iterator[Part]:
         for part in self.queue:
             if part.number > (after or 0):
+                if part.last:
+                    self.uncommitted.restore([TrainedStep(part.number, part.digest, {})])
                 yield part
                 if (part.number, part.index) == self.dies_after:
                     self._die_once_committed(part.number - 1)
@@ -137,7 +147,8 @@ class _Worker:
         if number == self.dies_before_commit_of:
             raise _Died
         assert digests.keys() == {path.name for path in files}
-        self.metrics.append(metrics)
+        self.metrics += [*(step.metrics for step in self.uncommitted.before(number)), metrics]
+        self.uncommitted.remove_through(number)
         with self.committed_now:
             self.commits[number] = describe(self.run_dir.path, files)
             self.committed_now.notify_all()
@@ -286,6 +297,58 @@ def test_trainer_killed_before_a_commit_ends_with_the_same_weights(
     assert [each.version.step for each in second.published] == [2, 3, 4]
     assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
     assert _learned(first.metrics + second.metrics) == _learned(undisturbed.metrics)
+
+
+@pytest.mark.parametrize(("every", "dies_before", "restored"), [(3, 3, 0), (3, 4, 3), (5, 4, 0)])
+def test_trainer_that_repeats_uncommitted_steps_ends_with_the_same_weights_and_metrics(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int, dies_before: int, restored: int
+) -> None:
+    batches = _batches()
+    undisturbed = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "whole"), {}), batches)
+    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
+    first = _Worker("trainer/0", 1, run_dir, commits, every)
+    first.dies_before_commit_of = dies_before
+    with pytest.raises(_Died):
+        _train(monkeypatch, first, batches)
+    second = _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits, every), batches)
+    assert second.published[0].version == Version(restored, 2)
+    assert sorted(commits) == sorted({number for number in (every, _STEPS) if number <= _STEPS})
+    assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
+    assert _learned(first.metrics + second.metrics) == _learned(undisturbed.metrics)
+
+
+def test_trainer_that_is_stopped_between_two_checkpoints_commits_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}, 3), _batches()[:2])
+    assert sorted(worker.commits) == [2]
+    assert len(worker.metrics) == 2
+
+
+def test_snapshot_of_a_step_between_two_checkpoints_is_continued_and_committed_with_the_steps_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    earlier = tuple(TrainedStep(step, f"binding-{step}.1", {"loss": step / 2}) for step in (1, 2))
+    note = SnapshotMeta(3, 1, "layout", b"", "binding-3.0", {"loss": 3.0}, earlier)
+    commits: list[tuple[int, list[TrainedStep]]] = []
+
+    def load(_: RestorePoint, learner: Learner, *__: object) -> None:
+        learner.model.load_state_dict(build_model(_spec(), 13, 3).state_dict())
+        learner.number = 3
+
+    def commit(worker: _Worker, number: int, *_: object) -> None:
+        commits.append((number, list(worker.uncommitted.before(number))))
+
+    monkeypatch.setattr(restore, "agree_on_restore_point", lambda *_: RestorePoint(Commit(1, {"folder": "x"}), note))
+    monkeypatch.setattr(restore, "load", load)
+    monkeypatch.setattr(_Worker, "commit", commit)
+    worker = _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}, 4)
+    _train(monkeypatch, worker, _batches())
+    ((number, steps),) = commits
+    assert (number, [step.number for step in steps]) == (4, [2, 3])
+    assert [step.digest for step in steps] == ["binding-2.1", "binding-3.0"]
+    assert [step.metrics["loss"] for step in steps] == [1.0, 3.0]
+    assert [each.version.step for each in worker.published] == [3, 4]
 
 
 def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_ends_with_the_same_weights(

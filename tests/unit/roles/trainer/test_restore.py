@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from rrl.core.run_spec import TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.snapshots.format import Damaged, SnapshotError, SnapshotInfo
 from rrl.roles.trainer.async_saver import SnapshotMeta
@@ -37,11 +38,24 @@ def commit(number: int, incarnation: int) -> Commit:
 def test_snapshot_must_descend_from_the_committed_step(
     names: set[tuple[int, int]], expected: list[tuple[int, int]]
 ) -> None:
-    assert candidates(names, commit(4, 2)) == expected
+    assert candidates(names, commit(4, 2), next_checkpoint=5) == expected
 
 
 def test_before_the_first_commit_only_a_snapshot_of_step_1_is_a_candidate() -> None:
-    assert candidates({(1, 1), (2, 1)}, Commit(0, None)) == [(1, 1)]
+    assert candidates({(1, 1), (2, 1)}, Commit(0, None), next_checkpoint=1) == [(1, 1)]
+
+
+def test_snapshots_up_to_the_next_checkpoint_are_candidates() -> None:
+    names = {(4, 2), (5, 2), (5, 3), (6, 2), (7, 2), (6, 1)}
+    assert candidates(names, commit(4, 2), next_checkpoint=6) == [(6, 2), (5, 3), (5, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("every", "committed", "expected"),
+    [(1, 0, 1), (1, 9, 10), (3, 0, 3), (3, 3, 6), (3, 4, 6), (3, 5, 6), (3, 9, 10), (20, 0, 10)],
+)
+def test_next_checkpoint_is_the_next_multiple_or_the_last_step(every: int, committed: int, expected: int) -> None:
+    assert TrainerSettings(checkpoint_every=every).next_checkpoint_step(committed, steps=10) == expected
 
 
 class Client:
@@ -75,6 +89,7 @@ def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint
     server_nodes = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
     me: Any = SimpleNamespace(
         committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
+        job=SimpleNamespace(trainer=TrainerSettings(), steps=9),
         peers=Peers(1, 1, {}, snapshot_servers=server_nodes),
     )  # fmt: skip
     return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
@@ -137,7 +152,8 @@ def test_member_reports_waiting_for_rank_0_during_store_requests() -> None:
 
     incarnation = Incarnation(ReplicaId("trainer/0.1"), 1)
     me: Any = SimpleNamespace(
-        blocked_on=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None
+        blocked_on=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None,
+        job=SimpleNamespace(trainer=TrainerSettings(), steps=9),
     )  # fmt: skip
     assert agree_on_restore_point(me, Second(1, 2), None).commit.number == 4
     assert Second.asked[0] == ["trainer/0"]

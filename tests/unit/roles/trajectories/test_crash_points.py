@@ -33,13 +33,19 @@ STEPS = 10
 """the script has two less; what is left of any crash is brought to so many"""
 
 
-def _scripted(folder: Path, disk: FakeDisk) -> Script:
+Recorded = tuple[Script, FakeDisk]
+
+
+def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script:
     """Run the script as far as possible. Raises OSError where the disk fails."""
 
     def noted(promise: int) -> None:
         disk.note = promise
 
-    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False)
+    script = Script(
+        folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False,
+        checkpoint_every=checkpoint_every,
+    )  # fmt: skip
     try:
         script.run(STEPS - 2)
         disk.recording = False
@@ -48,17 +54,17 @@ def _scripted(folder: Path, disk: FakeDisk) -> Script:
     return script
 
 
-@pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, FakeDisk]:
+def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
     """The whole script on a disk that does not fail, and every moment of it."""
-    folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
-        script = _scripted(folder, disk)
+        script = _scripted(folder, disk, checkpoint_every)
     return script, disk
 
 
-Recorded = tuple[Script, FakeDisk]
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return _recorded(tmp_path_factory.mktemp("store"), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +90,9 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
 
 
 def _crash_everywhere(
-    recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1
-) -> int:
+    recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1,
+    checkpoint_every: int = 1,
+) -> int:  # fmt: skip
     """Open and continue every folder that a crash could leave; return how many there are.
 
     With ``distance``, the first and each ``distance``-th one after it of each kind of call.
@@ -99,7 +106,10 @@ def _crash_everywhere(
             continue
         again = script.calls[max(0, moment.note - 1) : moment.note + 1]
         try:
-            check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
+            check(
+                folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False,
+                checkpoint_every=checkpoint_every,
+            )  # fmt: skip
         except BaseException as error:
             error.add_note(f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }")
             raise
@@ -107,7 +117,29 @@ def _crash_everywhere(
 
 
 def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Recorded, tmp_path: Path) -> None:
-    assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1), SPARSE) > 200
+    assert _crash_everywhere(lived, tmp_path, _around, SPARSE) > 200
+
+
+def _around(start: int, end: int) -> Iterable[int]:
+    return (start + 1, (start + end) // 2, end - 1)
+
+
+@pytest.mark.parametrize("checkpoint_every", [3, 5])
+def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
+    tmp_path: Path, checkpoint_every: int
+) -> None:
+    (tmp_path / "store").mkdir()
+    recorded = _recorded(tmp_path / "store", checkpoint_every)
+    assert _crash_everywhere(recorded, tmp_path, _around, 9, checkpoint_every) > 200
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpoint_every", [3, 5])
+def test_crash_at_any_call_keeps_the_batches_of_uncommitted_steps(tmp_path: Path, checkpoint_every: int) -> None:
+    (tmp_path / "store").mkdir()
+    recorded = _recorded(tmp_path / "store", checkpoint_every)
+    assert _crash_everywhere(recorded, tmp_path, _around, checkpoint_every=checkpoint_every) > 200
 
 
 @pytest.mark.long

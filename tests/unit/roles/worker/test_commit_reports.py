@@ -19,12 +19,12 @@ class Trainer:
     """A trainer that commits to a store with the metrics of some steps, and reports to changing managers."""
 
     def __init__(self) -> None:
-        self.sent_reports: list[tuple[int, dict[str, float]]] = []
+        self.sent_reports: list[tuple[int, dict[str, float], int]] = []
         self.checkpoints: dict[int, dict[str, float]] = {}
         self.connected = False
         self.requests = 0
         self.reports = CommitReports(
-            lambda step, metrics: self.sent_reports.append((step, metrics)), lambda: self.connected, self._call_store
+            lambda *report: self.sent_reports.append(report), lambda: self.connected, self._call_store
         )
 
     async def _call_store(self, after: int) -> tuple[StepMetrics, ...]:
@@ -35,7 +35,7 @@ class Trainer:
     def commits(self, *steps: int) -> None:
         for step in steps:
             self.checkpoints[step] = metrics(step)
-            self.reports.on_commit(step, metrics(step))
+            self.reports.on_commit([StepMetrics(step, metrics(step))])
 
     async def connects(self, knows: int | None) -> None:
         self.reports.on_hello()
@@ -45,10 +45,14 @@ class Trainer:
             self.reports.on_welcome(knows)
         await asyncio.sleep(1.0)
 
+    def commits_together(self, *steps: int) -> None:
+        self.checkpoints |= {step: metrics(step) for step in steps}
+        self.reports.on_commit([StepMetrics(step, metrics(step)) for step in steps])
+
     @property
     def steps(self) -> list[int]:
-        assert all(found == metrics(step) for step, found in self.sent_reports), self.sent_reports
-        return [step for step, _ in self.sent_reports]
+        assert all(found == metrics(step) for step, found, _ in self.sent_reports), self.sent_reports
+        return [step for step, *_ in self.sent_reports]
 
 
 def play(story: Callable[[Trainer], Awaitable[None]]) -> Trainer:
@@ -108,7 +112,16 @@ def test_newest_step_is_reported_even_without_stored_metrics() -> None:
         trainer.reports.on_found(8)
         await trainer.connects(knows=2)
 
-    assert play(story).sent_reports == [(8, {})]
+    assert play(story).sent_reports == [(8, {}, 8)]
+
+
+def test_steps_of_one_commit_are_reported_in_order_with_the_step_of_the_commit() -> None:
+    async def story(trainer: Trainer) -> None:
+        await trainer.connects(knows=2)
+        trainer.commits_together(3, 4, 5)
+        trainer.commits_together(6)
+
+    assert [(step, commit) for step, _, commit in play(story).sent_reports] == [(3, 5), (4, 5), (5, 5), (6, 6)]
 
 
 def test_last_commit_is_reported_to_an_ending_manager_without_a_welcome() -> None:

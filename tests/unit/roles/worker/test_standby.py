@@ -17,6 +17,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
 from rrl.roles.launcher.process_group import NICE, select_gpus
+from rrl.roles.trajectories.types import StepMetrics
 from rrl.roles.worker import connection
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
@@ -183,7 +184,7 @@ def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene)
         def work() -> None:
             me.progress()
             me.publish(1, [])
-            me._connection.on_commit(1, {})
+            me._connection.on_commit([StepMetrics(1, {})])
             done.set()
             me.stopping.wait(TIMEOUT_S)
 

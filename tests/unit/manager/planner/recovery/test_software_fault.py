@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.run_spec import Recovery
-from rrl.core.types import Incarnation, NodeName, Outcome, member_id
+from rrl.core.run_spec import Recovery, TrainerSettings
+from rrl.core.types import Incarnation, NodeName, Outcome, Version, member_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, RestartAll, Rung
 from rrl.manager.model.reduce_replicas import MAX_RESTART_BACKOFF_S
@@ -66,6 +68,38 @@ def test_step_committed_before_a_failure_is_not_held_against_the_restart() -> No
         world.steady()
         world.commit(step)
     assert world.decided(RestartAll) == []
+
+
+def _publishes(world: World, step: int) -> None:
+    """Publish the weights of a step that is not committed yet."""
+    incarnation = world.state.replica(TRAINER).incarnation
+    world.record(ev.VersionAvailable(incarnation, Version(step, incarnation.number)))
+
+
+def _with_large_commits() -> World:
+    made = job(recovery=Recovery(per_replica=99, per_node=99), steps=99)
+    return World(replace(made, trainer=TrainerSettings(checkpoint_every=20))).steady()
+
+
+def test_failures_in_different_steps_between_two_commits_are_no_software_fault() -> None:
+    world = _with_large_commits()
+    for step in (3, 5, 4):
+        for published in range(1, step + 1):
+            _publishes(world, published)
+        world.kill(TRAINER)
+        world.steady()
+    assert world.decided(RestartAll) == []
+
+
+def test_second_failure_in_the_same_uncommitted_step_restarts_the_run() -> None:
+    world = _with_large_commits()
+    for kill in (world.kill, lambda id: fail(world, id)):
+        for published in (1, 2, 3):
+            _publishes(world, published)
+        kill(TRAINER)
+        world.steady()
+    (restart,) = world.decided(RestartAll)
+    assert restart.why.evidence[-1] == "second failure in the same training step, the step after step 3"
 
 
 def test_second_failure_of_any_member_in_a_step_restarts_the_run() -> None:

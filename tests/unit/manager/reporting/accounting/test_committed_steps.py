@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rrl.core.types import Outcome, ReplicaId
+from rrl.core.types import Outcome, ReplicaId, Version
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting.committed_steps import StepMedians, strict_ettr
 from rrl.manager.reporting.accounting.run_report import Account, account
+from rrl.tests.support.cli.story import Story
 from rrl.tests.support.manager.accounted import OUTAGE_S, STEP_S, accounted, begun, failed, trained
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, job
 from rrl.tests.support.manager.scripted_runs import LIMITS, Script, run_to_end
@@ -40,6 +41,50 @@ def test_work_that_a_snapshot_kept_counts_as_the_predecessors_attempt() -> None:
     assert steps.steps[5].useful_s(StepMedians(STEP_S, STEP_S)) == pytest.approx(2.5)
     assert steps.steps[5].discarded == ()
     assert steps.estimate == pytest.approx((9 * STEP_S + 2.5) / (9 * STEP_S + 2.5 + OUTAGE_S))
+
+
+def trained_in_threes(story: Story, first: int, last: int) -> Story:
+    """Add steps whose commits cover three steps each; the weights of each step are published when it is trained."""
+    trainer = story.incarnation("trainer/0")
+    for step in range(first, last + 1):
+        story.wait(STEP_S).record(ev.VersionAvailable(trainer, Version(step, trainer.number)))
+        if step % 3 == 0:
+            story.record(*(ev.StepCommitted(trainer, step - back, {}, step) for back in (2, 1, 0)))
+    return story
+
+
+def test_steps_of_one_commit_share_its_time() -> None:
+    steps = accounted(trained_in_threes(begun(), 1, 12)).steps
+    assert [(step.step, step.count) for step in steps.steps] == [(3, 3), (6, 3), (9, 3), (12, 3)]
+    assert (steps.wall_s, steps.step_s, steps.estimate) == (12 * STEP_S, STEP_S, 1.0)
+
+
+@pytest.mark.parametrize(("restored", "again_s"), [(8, 0.5 * STEP_S), (7, 1.5 * STEP_S), (6, 2.5 * STEP_S)])
+def test_steps_since_the_snapshot_of_a_step_between_two_commits_are_training_done_again(
+    restored: int, again_s: float
+) -> None:
+    story = failed(trained_in_threes(begun(), 1, 8).wait(0.5 * STEP_S), "trainer/0")
+    restart = story.stamped.pop()  # it publishes the weights that it has restored before it trains
+    trainer = story.incarnation("trainer/0")
+    story.record(ev.VersionAvailable(trainer, Version(restored, trainer.number)), restart.event)
+    steps = accounted(trained_in_threes(story, restored + 1, 12)).steps
+    assert sum(one.until - one.since for one in steps.steps[2].discarded) == pytest.approx(again_s)
+    assert steps.wall_s == pytest.approx(12 * STEP_S + OUTAGE_S + again_s)
+    assert steps.estimate == pytest.approx(12 * STEP_S / steps.wall_s)
+
+
+def test_kept_work_is_lost_if_the_snapshot_is_lost_in_the_next_failure() -> None:
+    story = failed(trained_in_threes(begun(), 1, 8), "trainer/0")
+    restart = story.stamped.pop()
+    second = story.incarnation("trainer/0")
+    story.record(ev.VersionAvailable(second, Version(8, second.number)), restart.event)
+    story = failed(story.wait(0.5 * STEP_S), "trainer/0")  # goes back to the commit of step 6, and publishes it
+    restart = story.stamped.pop()
+    third = story.incarnation("trainer/0")
+    story.record(ev.VersionAvailable(third, Version(6, third.number)), restart.event)
+    steps = accounted(trained_in_threes(story, 7, 12)).steps
+    assert sum(one.until - one.since for one in steps.steps[2].discarded) == pytest.approx(2.5 * STEP_S)
+    assert steps.estimate == pytest.approx(12 * STEP_S / steps.wall_s)
 
 
 def test_a_wait_for_data_counts_at_most_as_the_median_step() -> None:

@@ -1,0 +1,133 @@
+"""Runs whose commits cover several steps (``checkpoint_every``): whatever dies between two commits, the steps since the
+last one are trained again on the same batches, and each trajectory counts once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.core.processes import read_process
+from rrl.core.types import Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import State
+from rrl.roles.trajectories.durable.commits import read_commits
+from rrl.tests.support.runs import (
+    QUICKSTART,
+    TestRun,
+    all_work,
+    check_sound,
+    current_incarnations,
+    joined_incarnations,
+    light_job,
+    submit_here,
+)
+
+EVERY, STEPS = 3, 40
+STORE, TRAINER = ReplicaId("trajectories/0"), ReplicaId("trainer/0")
+OFTEN = '[recovery]\nbackoff = "100ms"\nper_node = 50\nper_replica = 50\nfull_restarts = 0\n'
+
+
+def _job(**changed: Any) -> str:
+    toml = light_job("local", STEPS, spares=0, warm=False, extra=OFTEN, **changed)
+    return toml.replace("[roles.trainer]\n", f"[roles.trainer]\ncheckpoint_every = {EVERY}\n")
+
+
+def _kill(run: TestRun, victim: ReplicaId) -> None:
+    """Kill a replica once the trainer has published a step that is not committed, and wait until it is back."""
+
+    def between_commits(state: State) -> bool:
+        published = state.replica(TRAINER).weight_version
+        return all_work(state) and published is not None and published.step > state.step
+
+    before = current_incarnations(run.wait(between_commits))
+    pid = before[victim][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    run.wait_back_alone(before, victim)
+
+
+def _batches(run: TestRun) -> dict[int, list[list[dict[str, Any]]]]:
+    """Return what each step was trained on, by every incarnation that trained it."""
+    found: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
+    for path in (run.run.path / "batches").glob("*.json"):
+        found[int(path.name.split(".")[0])].append(json.loads(path.read_text()))
+    return found
+
+
+def _committed(run: TestRun) -> list[ev.StepCommitted]:
+    return [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
+
+
+def test_trainer_store_and_manager_are_killed_between_commits_and_no_trajectory_is_lost_or_trained_twice(
+    tmp_path: Path,
+) -> None:
+    run = submit_here(tmp_path, _job())
+    joined_incarnations(run)
+    for victim in (TRAINER, STORE, TRAINER):
+        _kill(run, victim)
+    manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
+    os.kill(manager, signal.SIGKILL)
+    run.wait(lambda state: read_process(manager) is None)
+    with run.call("manage", run.run.id):
+        state = run.wait_end()
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    trained = _batches(run)
+    assert sorted(trained) == list(range(1, STEPS + 1))
+    assert any(len(attempts) > 1 for attempts in trained.values()), "steps were trained again"
+    assert all(attempt == attempts[0] for attempts in trained.values() for attempt in attempts)
+    assert [event.step for event in _committed(run)] == list(range(1, STEPS + 1)), "each step is reported once"
+    commits = {event.step for event in _committed(run) if event.completes_commit}
+    assert {number for number in range(1, STEPS) if number % EVERY == 0} <= commits
+    assert sorted(read_commits(run.run.store))[-2:] == [STEPS - STEPS % EVERY, STEPS]
+
+
+def test_cancelled_run_commits_its_last_step_and_is_resumed_after_it(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, _job())
+    run.wait_steps(4)
+    cancel = run.call("cancel", run.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = cancel.communicate(timeout=120)
+    assert cancel.returncode == 0, output
+    ended = run.wait_end()
+    run.wait_gone()
+    trained = _batches(run)
+    assert ended.step == max(trained), "no trained step is lost"
+    resume = run.call("resume", run.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = resume.communicate(timeout=120)
+    assert resume.returncode == 0, output
+    run.wait_resumed()
+    state = run.wait_end()
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert all(len(attempts) == 1 for attempts in _batches(run).values()), "no step was trained again"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp_path: Path, snapshots: bool) -> None:
+    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 100")
+    keys = f"checkpoint_every = 5\nsnapshots = {str(snapshots).lower()}\n"
+    run = submit_here(tmp_path, toml.replace("[roles.trainer]\n", f"[roles.trainer]\n{keys}") + OFTEN)
+    joined_incarnations(run)
+    for _ in range(3):
+        _kill(run, TRAINER)
+    state = run.wait_end(600.0)
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, 100), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    logs = "\n".join(path.read_text() for path in sorted(run.run.logs.glob("trainer*")))
+    restored = [int(step) for step in re.findall(r"continues from the snapshot of step (\d+)", logs)]
+    assert bool(restored) == snapshots
+    assert not snapshots or any(step % 5 for step in restored), "a snapshot between two commits was used"
+    assert [event.step for event in _committed(run)] == list(range(1, 101))
