@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct, structs, to_builtins
 
 from rrl.benchmarks._load import cpu_seconds
 from rrl.benchmarks._provenance import provenance, raw_samples, spread
@@ -41,7 +41,7 @@ from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import TestRun, current_incarnations, light_job, submit_here
 from rrl.tests.support.security.assault import Cost, Storm, Target, assault, targets
-from rrl.tests.support.security.attacks import Footprint
+from rrl.tests.support.security.attacks import Footprint, ports_of
 
 FRAMES_PER_PORT = 10_000
 HALF_OPEN_PER_PORT = 200
@@ -158,6 +158,7 @@ def _measure(kind: str, frames: int) -> Result:
                 if not number:
                     grown = [Footprint.of(victim.pid).memory / then.memory - 1
                              for victim, then in zip(victims, first, strict=True)]  # fmt: skip
+                victims = [structs.replace(victim, ports=tuple(ports_of(victim.pid))) for victim in victims]
                 costs, storm = assault(run, victims, math.ceil(frames / ROUNDS), HALF_OPEN_PER_PORT, first)
                 attacks.append(costs)
                 rounds.append(_round(run, alone, storm))
