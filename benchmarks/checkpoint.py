@@ -6,10 +6,13 @@ much longer whole steps take than without checkpoints, with a fixed batch. The s
 torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step waits until
 the checkpoint of the step before is committed (K = 1). The arms take turns within one run.
 
-In the clock of whole steps: ten steps in a row, each with the write of the step before beside it. The write of the
-step before them is under way when it starts, outside of the clock. So it shows the steady state: a step takes as long
-as computing it beside a write, or as the write, if that is longer. The write shares this machine's cores with the step,
-where a GPU would compute it.
+With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``); the others are only
+copied. The default is 1, as in a job.
+
+In the clock of whole steps: ten steps in a row, each with the write of the step before beside it (with ``--every N``:
+each Nth). The write of the step before them is under way when it starts, outside of the clock. So it shows the steady
+state: a step takes as long as computing it beside a write, or as the write, if that is longer. The write shares this
+machine's cores with the step, where a GPU would compute it.
 
 Prints a table. The last line is one JSON object (benchmarks/_provenance.py): ``checkpoint_slowdown`` is the mean of ten
 steps over the mean of ten steps without checkpoints. Needs 7 GB of memory and 5 GB of $TMPDIR.
@@ -66,6 +69,8 @@ TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
 ROUNDS = 3
 STEPS_PER_ROUND = 10
 """Number of timed steps of each arm in each round."""
+EVERY = (1, 2, 5)
+"""Numbers of steps with one checkpoint that divide ``STEPS_PER_ROUND``: each arm begins and ends with a checkpoint."""
 COPIES_PER_ROUND = 2
 """Number of copies of each arm in each round."""
 COMMIT_TIMEOUT_S = 300.0
@@ -104,19 +109,33 @@ class NoPublisher(SimpleNamespace):
 
 
 class BenchmarkArm:
-    """A saver that copies into one kind of memory. All arms have the same learner."""
+    """A saver that copies into one kind of memory. All arms have the same learner.
 
-    def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
-        self._me, self._buffers, self._uncommitted = me, buffers, 0
+    Args:
+        me: The worker.
+        learner: The learner.
+        buffers: The memory.
+        every: Number of steps with one checkpoint.
+    """
+
+    def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers, every: int) -> None:
+        self._me, self._learner, self._buffers, self._every, self._uncommitted = me, learner, buffers, every, 0
         publisher: Any = NoPublisher()
-        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir), buffers, publisher, 1)  # type: ignore[arg-type]
+        self.saver = AsyncSaver(
+            me, Gang(), learner, Checkpoints(me.run_dir), buffers, publisher, 1,  # type: ignore[arg-type]
+            is_checkpoint_step=self._is_checkpoint_step,
+        )  # fmt: skip
+
+    def _is_checkpoint_step(self, number: int) -> bool:
+        return number % self._every == 0
 
     def timed_save(self) -> float:
-        """Save a checkpoint; return the time (s) that a step waits for that."""
+        """Save the learner's step; return the time (s) that a step waits for that."""
         begun = time.perf_counter()
         self.saver.save("", {})
-        self._uncommitted += 1
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self._uncommitted += self._is_checkpoint_step(self._learner.number)
+        return seconds
 
     def timed_settle(self) -> float:
         """Wait until every checkpoint is committed; return the time (s) that this takes."""
@@ -147,6 +166,7 @@ class Samples(Struct):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--every", type=int, choices=EVERY, default=1, help="steps with one checkpoint")
     options = parser.parse_args()
     check_requirements("checkpoint")
     torch.set_num_threads(1)
@@ -166,20 +186,21 @@ def main() -> None:
             learner = learner_of_100_million()
             try:
                 arms = {
-                    AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)),
-                    OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers()),
+                    AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client), options.every),
+                    OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers(), options.every),
                 }
-                samples = measure(learner, arms, options.rounds)
+                samples = measure(learner, arms, options.rounds, options.every)
             finally:
                 client.close()
                 server.close()
-    report(samples, arms[OWN_MEMORY].saver.layout.nbytes, me.bytes)
+    report(samples, arms[OWN_MEMORY].saver.layout.nbytes, me.bytes, options.every)
 
 
-def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int) -> Samples:
+def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int, every: int) -> Samples:
     """Measure copies, writes and whole steps; the arms take turns."""
     samples, batches = Samples(), fixed_batches()
-    learner.step(next(batches))
+    for _ in range(every):  # up to a step with a checkpoint
+        learner.step(next(batches))
     for arm in arms.values():  # the first use of each piece of memory is slower
         for _ in range(2):
             arm.timed_save()
@@ -194,7 +215,8 @@ def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int) -> Sam
     for turn in range(rounds):
         samples.steps[WITHOUT].append([_step(learner, batches, None) for _ in range(STEPS_PER_ROUND)])
         for name, arm in arms.items():
-            _step(learner, batches, arm)  # its write is under way when the clock starts
+            for _ in range(every):
+                _step(learner, batches, arm)  # the write of the last one is under way when the clock starts
             samples.steps[name].append([_step(learner, batches, arm) for _ in range(STEPS_PER_ROUND)])
             arm.timed_settle()
         print(f"round {turn + 1} of {rounds}", flush=True)
@@ -218,8 +240,15 @@ def _step(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) 
     return time.perf_counter() - begun
 
 
-def report(samples: Samples, nbytes: int, on_disk: int) -> None:
-    """Print the table and the JSON line. ``nbytes``: bytes of the state; ``on_disk``: of a checkpoint."""
+def report(samples: Samples, nbytes: int, on_disk: int, every: int) -> None:
+    """Print the table and the JSON line.
+
+    Args:
+        samples: What was measured.
+        nbytes: Bytes of the state.
+        on_disk: Bytes of a checkpoint.
+        every: Number of steps with one checkpoint.
+    """
     median = statistics.median
     copied = median(samples.memcpy)
     plain = [step for steps in samples.steps[WITHOUT] for step in steps]
@@ -244,7 +273,7 @@ def report(samples: Samples, nbytes: int, on_disk: int) -> None:
         "within_bar": block <= 1.3 * copied + 0.02,
         "own_block_over_memcpy": round(median(samples.blocks[OWN_MEMORY]) / copied, 3),
         "own_slowdown": spread(samples.slowdowns(OWN_MEMORY)),
-        "steps_per_round": STEPS_PER_ROUND,
+        "steps_per_round": STEPS_PER_ROUND, "checkpoint_every": every,
     }  # fmt: skip
     raw = raw_samples("checkpoint", asdict(samples))
     print(json.dumps(figures | provenance() | {"raw": str(raw)}))
