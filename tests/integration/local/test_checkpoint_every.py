@@ -126,8 +126,10 @@ def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp
     assert (state.outcome, state.step) == (Outcome.COMPLETED, 100), state.why
     run.wait_gone()
     check_sound(run.run)
-    logs = "\n".join(path.read_text() for path in sorted(run.run.logs.glob("trainer*")))
-    restored = [int(step) for step in re.findall(r"continues from the snapshot of step (\d+)", logs)]
-    assert bool(restored) == snapshots
+    logs = "\n".join(path.read_text() for path in sorted(run.run.logs.glob("*.log")))
+    continued = re.findall(r"trainer/0#\d+ continues from (.+)", logs)
+    assert len(continued) == 4, continued
+    restored = [int(step) for text in continued for step in re.findall(r"the snapshot of step (\d+)", text)]
+    assert bool(restored) == snapshots, continued
     assert not snapshots or any(step % 5 for step in restored), "a snapshot between two commits was used"
     assert [event.step for event in _committed(run)] == list(range(1, 101))
