@@ -1,7 +1,7 @@
 """The faults of benchmarks/ettr.py: what is hit, when, and how, from outside of the run.
 
 ``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. The same seed gives
-each arm the same faults: after the commit of the same step, at the same fraction of a step.
+each arm the same faults: after the same step, at the same fraction of a step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from rrl.core.types import TRAINER, Incarnation, ReplicaId
+from rrl.manager.model.queries import reached_step
 from rrl.manager.model.state import Replica, State, Status
 from rrl.manager.storage.lease import holder
 from rrl.tests.support.runs import TestRun
@@ -46,7 +47,7 @@ MIXED = (Target.HANG, Target.ROLLOUT, Target.STORE, Target.NODE, Target.MANAGER)
 
 
 class Fault(Struct, frozen=True):
-    """One fault: ``fraction`` of a step after the commit of ``step``."""
+    """One fault: ``fraction`` of a step after ``step`` was committed or, if no checkpoint is due, published."""
 
     step: int
     fraction: float
@@ -58,7 +59,7 @@ class Kill(Struct, frozen=True):
 
     at: float
     step: int
-    """Newest committed step."""
+    """Newest step that was finished (``reached_step``)."""
     incarnation: Incarnation | None
     """What was hit; None for the manager."""
     target: Target = Target.TRAINER
@@ -104,7 +105,7 @@ class Killer:
             return
         fault = self._faults[0]
         if self._due_at is None:
-            if state.step < fault.step:
+            if reached_step(state) < fault.step:
                 return
             self._due_at = time.time() + fault.fraction * self._step_s
         if time.time() < self._due_at or (inject := self._injection(fault.target, state)) is None:
@@ -113,7 +114,7 @@ class Killer:
         at = time.time()
         inject()
         incarnation = None if replica is None else state.replica(replica).incarnation
-        self.kills.append(Kill(at, state.step, incarnation, fault.target))
+        self.kills.append(Kill(at, reached_step(state), incarnation, fault.target))
         self._faults.pop(0)
         self._due_at = None
 
