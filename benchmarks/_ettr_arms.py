@@ -26,9 +26,11 @@ TAIL_MEAN_TOKENS = 14.5
 TAIL_LONGEST_TOKENS = 80
 """Limit of the tokens of such an answer. With 256 answers in a batch, one nearly always reaches it."""
 STEP_TRAJECTORIES = 256
-GENERATION_SHARE = 0.9
+GENERATION_SHARE = 0.75
 """Seconds that the rollouts take for a batch, divided by those that the trainer takes for a step. Generation runs
-beside training (``ahead = 1``) and has to leave room for what is not padded: leases, scores, weights on their way."""
+beside training (``ahead = 1``), and leases, scores and the transfer of weights are added to it: 0.2 s with steps of 1 s
+(docs/benchmarks.md). It must stay shorter than training: otherwise the trainer catches up after each outage, on data
+that rollouts prepared meanwhile, and the outage looks cheaper than it is."""
 
 
 class Workload(Struct, frozen=True):
