@@ -94,7 +94,8 @@ def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
                     axes.text(at, max(tokens), target, rotation=90, fontsize=7, verticalalignment="top")
     axes.set_xlabel("seconds since the first training (lines: faults)")
     axes.set_ylabel("trained tokens per second")
-    axes.legend()
+    if axes.lines:
+        axes.legend()
 
 
 PLOTS: Mapping[str, Callable[[Axes, Sequence[Sample], float], None]] = {
