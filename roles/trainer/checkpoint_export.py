@@ -46,8 +46,8 @@ NOTE = "rrl_export.json"
 WEIGHTS_PREFIX = "model."
 """Prefix of the weights among the tensors of a checkpoint (:meth:`.learner.Learner.tensors`)."""
 OPEN_ATTEMPTS = 5
-"""How often a checkpoint is opened, or the newest one of that time, before a missing file counts as an error: the store
-may be deleting the checkpoint."""
+"""Number of attempts to open a checkpoint before a missing file counts as an error. The store may be deleting the
+checkpoint; so each attempt opens the requested one, or the one that is the newest at that time."""
 OPEN_RETRY_S = 1.0
 """Seconds between two attempts."""
 NICENESS = 19

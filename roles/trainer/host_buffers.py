@@ -121,7 +121,7 @@ class HostBuffers:
             return
         self._forgotten = True
         for address in self._others():
-            with contextlib.suppress(SnapshotError):  # on failure the agent at this address stores them until it ends
+            with contextlib.suppress(SnapshotError):  # if this fails, that agent keeps the snapshots until it ends
                 client.forget(address)
 
     def _report_once(self, operation: str, error: SnapshotError) -> None:

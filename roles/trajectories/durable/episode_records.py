@@ -37,7 +37,7 @@ from .trained_samples import samples
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
 """The records that change one episode."""
 FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
-"""Names of the counts of episodes among the figures of a step; those of turns have the same name there."""
+"""Names of the counts of episodes among the figures of a step. Counts of turns keep their names there."""
 
 
 class EpisodeRecords:

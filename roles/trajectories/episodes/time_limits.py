@@ -26,7 +26,7 @@ class TimeLimits:
 
     @property
     def due(self) -> float:
-        """The time at which :meth:`expired` is to be called; inf if there are no limits."""
+        """The time at which :meth:`expired` must be called next; inf if there are no limits."""
         return -inf if self._new else self._heap[0][0] if self._heap else inf
 
     def expired(self, now: float) -> Iterator[tuple[int, int]]:
