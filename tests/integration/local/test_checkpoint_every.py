@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rrl.manager.model.state import State
 from rrl.roles.trajectories.durable.commits import read_commits
 from rrl.tests.support.runs import (
     QUICKSTART,
+    Incarnations,
     TestRun,
     all_work,
     check_sound,
@@ -40,14 +43,15 @@ def _job(**changed: Any) -> str:
     return toml.replace("[roles.trainer]\n", f"[roles.trainer]\ncheckpoint_every = {EVERY}\n")
 
 
+def _between_commits(state: State) -> bool:
+    """Return whether the trainer has just published the first step after a commit, so that the next one is far."""
+    published = state.replica(TRAINER).weight_version
+    return all_work(state) and published is not None and published.step == state.step + 1
+
+
 def _kill(run: TestRun, victim: ReplicaId) -> None:
-    """Kill a replica once the trainer has published a step that is not committed, and wait until it is back."""
-
-    def between_commits(state: State) -> bool:
-        published = state.replica(TRAINER).weight_version
-        return all_work(state) and published is not None and published.step > state.step
-
-    before = current_incarnations(run.wait(between_commits))
+    """Kill a replica once the trainer has published the first step after a commit, and wait until it is back."""
+    before = current_incarnations(run.wait(_between_commits))
     pid = before[victim][1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -110,6 +114,41 @@ def test_cancelled_run_commits_its_last_step_and_is_resumed_after_it(tmp_path: P
     run.wait_gone()
     check_sound(run.run)
     assert all(len(attempts) == 1 for attempts in _batches(run).values()), "no step was trained again"
+
+
+WHOLE_JOB = ("full_restarts = 0", 'full_restarts = 9\npolicy = "job"')
+GANG = ("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
+STREAMED = ("[sampling]\n", "[sampling]\nstream = true\n")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", [WHOLE_JOB, GANG, STREAMED])
+def test_trainer_that_dies_between_two_commits_trains_the_same_batches_again(
+    tmp_path: Path, change: tuple[str, str]
+) -> None:
+    toml = _job()
+    assert change[0] in toml
+    run = submit_here(tmp_path, toml.replace(*change))
+    joined_incarnations(run)
+    restarted = (TRAINER, STORE) if change == WHOLE_JOB else (TRAINER,)
+    for _ in range(2):
+        before = current_incarnations(run.wait(_between_commits))
+        pid = before[TRAINER][1]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        run.wait(partial(_all_work_again, before, restarted))
+    state = run.wait_end()
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    trained = _batches(run)
+    assert any(len(attempts) > 1 for attempts in trained.values()), "steps were trained again"
+    assert all(attempt == attempts[0] for attempts in trained.values() for attempt in attempts)
+    assert [event.step for event in _committed(run)] == list(range(1, STEPS + 1))
+
+
+def _all_work_again(before: Incarnations, restarted: Sequence[ReplicaId], state: State) -> bool:
+    return all_work(state) and all(state.replica(id).incarnation != before[id][0] for id in restarted)
 
 
 @pytest.mark.long
