@@ -147,6 +147,17 @@ def strict(sample: Sample, samples: Sequence[Sample]) -> float:
     return clean.seconds / sample.seconds
 
 
+def run_of(samples: Sequence[Sample], plan: str, arm: str) -> Sample | None:
+    """Return the first run of an arm under a plan; None if it was not run."""
+    return next((each for each in samples if (each.plan, each.arm) == (plan, arm)), None)
+
+
+def time_saved(samples: Sequence[Sample]) -> list[float]:
+    """Return 1 - seconds of ``role`` / seconds of ``job`` for each seed, of the runs of one plan."""
+    seconds = {(each.arm, each.seed): each.seconds for each in samples}
+    return [1 - seconds["role", seed] / seconds["job", seed] for seed in sorted({each.seed for each in samples})]
+
+
 def outage_median(samples: Sequence[Sample], arm: str) -> float | None:
     """Return the median seconds of the outages of an arm; None if it had none."""
     found = [outage.seconds for sample in samples if sample.arm == arm for outage in sample.outages]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rrl.benchmarks._ettr_arms import ARMS, GENERATION_BOUND, HEAVY_TAIL
 from rrl.benchmarks._ettr_faults import MIXED
-from rrl.benchmarks._ettr_figures import Sample, lost_by_stage, outage_median, strict
+from rrl.benchmarks._ettr_figures import Sample, lost_by_stage, outage_median, run_of, strict, time_saved
 from rrl.benchmarks._ettr_runs import FAULTS, STEPS, Plan, Runs, checkpointed
 from rrl.benchmarks._table import print_table
 
@@ -51,12 +51,8 @@ def sensitivity(runs: Runs) -> None:
 
 def checkpoints(runs: Runs) -> None:
     """Figure 22: a checkpoint in every step, in every third and in every fifth one."""
-    plan = SENSITIVITY[-1]
     for every in (1, 3, PAPER_CHECKPOINT_EVERY):
-        for arm in (ROLE, JOB):
-            wanted = arm if every == 1 else checkpointed(arm, every)
-            if not any((each.plan, each.arm) == (plan.name, wanted.name) for each in runs.samples):
-                runs.measure_all(plan, (wanted,))
+        runs.measure_all(SENSITIVITY[-1], [arm if every == 1 else checkpointed(arm, every) for arm in (ROLE, JOB)])
 
 
 def mixed(runs: Runs) -> None:
@@ -121,8 +117,7 @@ def rate_table(samples: Sequence[Sample]) -> list[list[str]]:
     rows = []
     for plan in SENSITIVITY:
         role, job = (
-            next((each for each in samples if (each.plan, each.arm) == (plan.name, arm)), None)
-            for arm in ("role", checkpointed(JOB, PAPER_CHECKPOINT_EVERY).name)
+            run_of(samples, plan.name, arm) for arm in ("role", checkpointed(JOB, PAPER_CHECKPOINT_EVERY).name)
         )
         if role is not None and job is not None:
             saved, gain = 1 - role.seconds / job.seconds, strict(role, samples) - strict(job, samples)
@@ -136,7 +131,7 @@ def print_published(samples: Sequence[Sample]) -> None:
     if rates and {each.arm for each in rates} >= {"role", "job"}:
         role, job = (statistics.median(strict(each, samples) for each in rates if each.arm == arm)
                      for arm in ("role", "job"))  # fmt: skip
-        saved = [1 - _clock(rates, "role", seed) / _clock(rates, "job", seed) for seed in {each.seed for each in rates}]
+        saved = time_saved(rates)
         lowest = [sliding_minimum(samples, arm) for arm in ("role", "job")]
         rows = [
             ["ETTR of role, 1 fault in 10 steps (11)", f"{role:.3f}", "> 0.80"],
@@ -150,7 +145,3 @@ def print_published(samples: Sequence[Sample]) -> None:
     if rows := rate_table(samples):
         print_table(["2 to 10 % of 50 steps (14)", "time saved", "gain of ETTR"],
                     [*rows, ["published", "0.022 to 0.122", "+0.027 to +0.157"]])  # fmt: skip
-
-
-def _clock(samples: Sequence[Sample], arm: str, seed: int) -> float:
-    return next(each.seconds for each in samples if (each.arm, each.seed) == (arm, seed))

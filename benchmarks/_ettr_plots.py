@@ -16,7 +16,7 @@ import matplotlib as mpl
 import msgspec
 
 from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S
-from rrl.benchmarks._ettr_figures import Sample, outage_median, share_at, strict
+from rrl.benchmarks._ettr_figures import Sample, outage_median, run_of, share_at, strict
 from rrl.benchmarks._ettr_paper import LONG, MIXED_PLAN, RATES
 from rrl.benchmarks._ettr_runs import FAULTS, STEPS
 
@@ -50,7 +50,7 @@ def draw_arms(axes: Axes, samples: Sequence[Sample], _: float) -> None:
 def draw_sliding(axes: Axes, samples: Sequence[Sample], _: float) -> None:
     """Draw the sliding estimate of the runs with the first seed."""
     for arm in ("role", "role_cold", "job"):
-        sample = _first(samples, RATES.name, arm)
+        sample = run_of(samples, RATES.name, arm)
         if sample is not None:
             times, shares = zip(*sample.account.sliding, strict=True) if sample.account.sliding else ((), ())
             axes.plot(times, shares, color=COLOURS[arm], label=f"{arm} (window {sample.account.window_s:.0f} s)")
@@ -84,7 +84,7 @@ def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> No
 def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
     """Draw tokens per second through the mixed faults."""
     for arm in ("role", "job"):
-        sample = _first(samples, MIXED_PLAN.name, arm)
+        sample = run_of(samples, MIXED_PLAN.name, arm)
         if sample is not None:
             times, tokens = zip(*sample.account.tokens, strict=True)
             axes.step(times, tokens, where="pre", color=COLOURS[arm], label=arm)
@@ -102,10 +102,6 @@ PLOTS: Mapping[str, Callable[[Axes, Sequence[Sample], float], None]] = {
     "ettr-arms": draw_arms, "ettr-sliding": draw_sliding, "ettr-step-length": draw_step_length,
     "ettr-tokens": draw_tokens,
 }  # fmt: skip
-
-
-def _first(samples: Sequence[Sample], plan: str, arm: str) -> Sample | None:
-    return next((each for each in samples if (each.plan, each.arm) == (plan, arm)), None)
 
 
 def main() -> None:

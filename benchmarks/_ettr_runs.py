@@ -61,11 +61,14 @@ class Runs:
         return sample
 
     def measure_all(self, plan: Plan, arms: Iterable[Arm], seed: int = 0) -> None:
-        """Run the arms in turn, after the clean run of the plan if there was none with this seed."""
-        if not any(each.arm == "clean" and (each.clean, each.seed) == (plan.clean, seed) for each in self.samples):
-            self.measure(plan, ARMS["clean"], seed)
-        for arm in arms:
-            self.measure(plan, arm, seed)
+        """Run the arms in turn, after the clean run that they are compared with; no run is made twice."""
+        for arm in (ARMS["clean"], *arms):
+            if not any(
+                (each.arm, each.seed) == (arm.name, seed)
+                and (each.clean == plan.clean if arm.name == "clean" else each.plan == plan.name)
+                for each in self.samples
+            ):
+                self.measure(plan, arm, seed)
 
     def pilot(self) -> None:
         """Set the length of a step (s) so that ``job`` should come to the target, with one fault in every ten steps.

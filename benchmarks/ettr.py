@@ -46,7 +46,7 @@ import msgspec
 
 from rrl.benchmarks import _ettr_batch as batch
 from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S, budgets
-from rrl.benchmarks._ettr_figures import Sample, outage_median, share_at, strict
+from rrl.benchmarks._ettr_figures import Sample, outage_median, share_at, strict, time_saved
 from rrl.benchmarks._ettr_paper import EXPERIMENTS, RATES, print_experiments, print_published, print_stages
 from rrl.benchmarks._ettr_runs import FAULTS, PILOT_STEP_S, STEPS, Plan, Runs
 from rrl.benchmarks._provenance import provenance, raw_samples, spread
@@ -110,7 +110,7 @@ def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict
     return found | {
         "outage_ratio": None if not role or not whole else round(role / whole, 4),
         "outage_over_slowest_start": None if not role or not cold else round(role / cold, 4),
-        "time_saved": spread([1 - pair["role"] / pair["job"] for pair in pairs]) if pairs else None,
+        "time_saved": spread(time_saved(rates)) if rates else None,
         "ft_overhead": spread([pair["clean_ft"] / pair["clean"] - 1 for pair in pairs]) if pairs else None,
         "strict": {arm: spread(values) for arm, values in shares.items() if values},
         "steps_lost_max": max((each.lost_steps for sample in rates for each in sample.outages), default=0),
@@ -155,7 +155,7 @@ def main() -> None:
         if "rates" in parts:
             plan, seeds = (QUICK, 1) if options.quick else (RATES, options.seeds)
             for seed in range(seeds):
-                runs.measure_all(plan, [arm for arm in ARMS.values() if arm.name != "clean"], seed)
+                runs.measure_all(plan, ARMS.values(), seed)
         for name, experiment in EXPERIMENTS.items():
             if name in parts:
                 experiment(runs)

@@ -255,6 +255,15 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
             yield int(entry.name), command
 
 
+def cancel(run: TestRun) -> None:
+    """Cancel a run by its command, wait until nothing of it is left, and check its records and its store."""
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    check_sound(run.run)
+
+
 def check_sound(run: RunDir) -> None:
     """Check the invariants that the journal and the store of a finished run can show."""
     outcome = check_records(run)

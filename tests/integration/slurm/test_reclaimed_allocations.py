@@ -17,8 +17,8 @@ from rrl.manager.model.actions import Fence, Request
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.runs import (
-    TestRun,
     all_work,
+    cancel,
     check_sound,
     current_incarnations,
     joined_incarnations,
@@ -41,14 +41,6 @@ def lab(preempting_lab: SlurmLab) -> Iterator[SlurmLab]:
 def replicas(steps: int, partition: str, extra: str = "", rollouts: int = 2) -> str:
     toml = light_job("slurm", steps, rollouts=rollouts, spares=0, extra=extra).replace("spares = 0", 'form = "replica"')
     return toml.replace("[roles.rollout]\n", f'[roles.rollout]\nslurm = {{ partition = "{partition}" }}\n')
-
-
-def cancel(run: TestRun) -> None:
-    with run.call("cancel", run.run.id) as process:
-        assert process.wait(90) == 0
-    assert run.wait_end().outcome == "cancelled"
-    run.wait_gone()
-    check_sound(run.run)
 
 
 def job_of(state: State, replica: ReplicaId) -> str:

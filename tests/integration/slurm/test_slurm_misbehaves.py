@@ -18,7 +18,7 @@ from rrl.manager.model.actions import Exclude, Release
 from rrl.tests.support.runs import (
     TestRun,
     all_work,
-    check_sound,
+    cancel,
     current_incarnations,
     joined_incarnations,
     light_job,
@@ -39,14 +39,6 @@ OUTAGE_S = 60.0
 def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield slurm_lab
     slurm_lab.clear()
-
-
-def cancel(run: TestRun) -> None:
-    with run.call("cancel", run.run.id) as process:
-        assert process.wait(90) == 0
-    assert run.wait_end().outcome == "cancelled"
-    run.wait_gone()
-    check_sound(run.run)
 
 
 def kill(run: TestRun, replica: ReplicaId) -> None:
