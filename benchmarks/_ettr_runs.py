@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -15,6 +17,7 @@ from rrl.benchmarks._ettr_arms import ARMS, BALANCED, Arm, Workload, job
 from rrl.benchmarks._ettr_faults import Target, run_to_end, schedule
 from rrl.benchmarks._ettr_figures import Sample, account_of, commits_of, outages
 from rrl.benchmarks._pace import overrun, recorded
+from rrl.benchmarks._provenance import raw_samples
 from rrl.benchmarks._stream_task import write_model
 from rrl.core.types import Outcome
 from rrl.tests.support.runs import submit_on
@@ -47,17 +50,34 @@ class Plan(Struct, frozen=True):
 
 @dataclass
 class Runs:
-    """Makes runs, and keeps their samples."""
+    """Makes runs, and keeps their samples in memory and in a file."""
 
     lab: SlurmLab
     step_s: float = PILOT_STEP_S
     samples: list[Sample] = field(default_factory=list)
+    requeue_s: dict[str, list[float]] = field(default_factory=dict)
+    """Outages (s) of the arms in which Slurm restarts the job."""
+    raw: Path | None = None
+    """File of the samples, once there are any."""
     _model: Path | None = None
+
+    def load(self, earlier: Path) -> None:
+        """Go on from the samples of a benchmark that was stopped, at the pace that its pilot has set."""
+        content = json.loads(earlier.read_text())["samples"]
+        self.step_s, self.requeue_s = content["step_s"], content["requeue_s"]
+        self.samples = msgspec.convert(content["runs"], list[Sample])
+
+    def save(self) -> Path:
+        """Write all samples to the file; return its path."""
+        content = {"step_s": self.step_s, "requeue_s": self.requeue_s, "runs": msgspec.to_builtins(self.samples)}
+        self.raw = raw_samples("ettr", content, self.raw)
+        return self.raw
 
     def measure(self, plan: Plan, arm: Arm, seed: int = 0) -> Sample:
         """Run one arm to its end, and keep its sample."""
         sample = self._measure(plan, arm, seed, self.step_s * plan.step_factor)
         self.samples.append(sample)
+        self.save()
         return sample
 
     def measure_all(self, plan: Plan, arms: Iterable[Arm], seed: int = 0) -> None:

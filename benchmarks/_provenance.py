@@ -40,11 +40,16 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def raw_samples(name: str, samples: Any) -> Path:
-    """Write the samples of a benchmark (JSON values), with their provenance, to a new file; return its path."""
+def raw_samples(name: str, samples: Any, path: Path | None = None) -> Path:
+    """Write the samples of a benchmark (JSON values), with their provenance, to a file; return its path.
+
+    A long benchmark calls this after each sample, with the path that the first call has returned.
+    """
     RESULTS.mkdir(exist_ok=True)
     origin = provenance()
-    path = RESULTS / f"{name}-{origin['commit'] or 'no-commit'}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+    if path is None:
+        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = RESULTS / f"{name}-{origin['commit'] or 'no-commit'}-{now}.json"
     path.write_text(json.dumps({"benchmark": name, **origin, "samples": samples}) + "\n")
     return path
 

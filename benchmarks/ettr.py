@@ -30,7 +30,8 @@ which only one process starts (in ``job`` all roles start on the same two cores,
 ``clean`` - 1; ``estimate_error`` is the largest difference between the strict ETTR of a run and its estimate from that
 run alone (``rrl report``). An outage is the time from the kill until the trainer trains again.
 
-Prints tables, and one JSON object as its last line. The samples of all runs are in the file that it names.
+Prints tables, and one JSON object as its last line. The samples of all runs are in the file that it names, which is
+written after each run: a benchmark that was stopped goes on with ``--continue FILE``.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from rrl.benchmarks import _ettr_batch as batch
 from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S, budgets
 from rrl.benchmarks._ettr_figures import Sample, outage_median, share_at, strict, time_saved
 from rrl.benchmarks._ettr_paper import EXPERIMENTS, RATES, print_experiments, print_published, print_stages
 from rrl.benchmarks._ettr_runs import FAULTS, PILOT_STEP_S, STEPS, Plan, Runs
-from rrl.benchmarks._provenance import provenance, raw_samples, spread
+from rrl.benchmarks._provenance import provenance, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -141,16 +141,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of part rates; the other parts have one")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--continue", dest="earlier", type=Path, metavar="SAMPLES",
+                        help="file of samples of a stopped benchmark, whose runs are not made again")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help=f"only part rates: one seed, {QUICK.faults} faults in {QUICK.steps} steps")  # fmt: skip
     options = parser.parse_args()
     check_requirements("ettr")
     parts = ("rates",) if options.quick else options.part or PARTS
-    requeues: dict[str, list[float]] = {}
     with SlurmLab.start(nodes=NODES) as lab:
         version = ".".join(map(str, lab.version))
         runs = Runs(lab)
-        if set(parts) - {"batch"}:
+        if options.earlier:
+            runs.load(options.earlier)
+        elif set(parts) - {"batch"}:
             runs.pilot()
         if "rates" in parts:
             plan, seeds = (QUICK, 1) if options.quick else (RATES, options.seeds)
@@ -160,16 +163,15 @@ def main() -> None:
             if name in parts:
                 experiment(runs)
         if "batch" in parts:
-            requeues = measure_batch(lab)
+            runs.requeue_s = measure_batch(lab)
     print(f"Slurm {version}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, steps of {runs.step_s} s")
     print("budgets of all arms but policy and full_restarts:", budgets(ARMS["role"], runs.step_s).replace("\n", "; "))
-    print_arms(runs.samples, requeues)
+    print_arms(runs.samples, runs.requeue_s)
     print_experiments(runs.samples)
     print_stages(runs.samples)
     print_published(runs.samples)
-    raw = raw_samples("ettr", {"step_s": runs.step_s, "requeue_s": requeues, "runs": msgspec.to_builtins(runs.samples)})
-    print(json.dumps(figures(runs.samples, requeues) | {
-        "step_s": runs.step_s, "slurm": version, "requeue_s": requeues, **provenance(), "raw": str(raw),
+    print(json.dumps(figures(runs.samples, runs.requeue_s) | {
+        "step_s": runs.step_s, "slurm": version, "requeue_s": runs.requeue_s, **provenance(), "raw": str(runs.save()),
     }))  # fmt: skip
 
 

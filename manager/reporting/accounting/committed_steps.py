@@ -5,9 +5,10 @@ equal numbers of committed steps. A duration lasts from the first ``train`` to t
 the time in which a run had ended before it was resumed (:func:`strict_ettr`).
 
 The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, at
-most with the median duration of the undisturbed steps. The estimate is the sum of these times divided by the duration
-of this run. Training that was done again, waits and the time of every interruption are losses. What the protection
-costs in each step is part of the median, so the estimate does not contain it.
+most with the median duration of the undisturbed steps. The first commit of a run counts in full if it was undisturbed:
+a clean run loads libraries, compiles and waits for its first data, too. The estimate is the sum of these times divided
+by the duration of this run. Training that was done again, waits and the time of every interruption are losses. What the
+protection costs in each step is part of the median, so the estimate does not contain it.
 
 An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
 trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
@@ -54,15 +55,20 @@ class CommittedStep(Struct, frozen=True):
     discarded: tuple[Attempt, ...]
     """Attempts since the previous commit whose work was lost."""
     disturbed: bool
+    first: bool
+    """Whether this is the first commit of the run. Its duration is part of no median."""
     evaluated: bool
     """Whether the trainer waited for an evaluation before this step."""
     kept_s: float = 0.0
     """Seconds of earlier attempts since the commit before whose work snapshots have kept."""
 
     def useful_s(self, medians: StepMedians) -> float:
-        """Return the seconds that count, at most the median for each step."""
+        """Return the seconds that count: at most the median for each step, but all of an undisturbed first commit."""
+        attempted = self.kept_s + self.attempt_until - self.attempt_since
+        if self.first and not self.disturbed:
+            return attempted
         most = (self.count - 1) * medians.plain_s + (medians.evaluated_s if self.evaluated else medians.plain_s)
-        return min(self.kept_s + self.attempt_until - self.attempt_since, most)
+        return min(attempted, most)
 
 
 class StepMedians(Struct, frozen=True):
@@ -97,7 +103,7 @@ class CommittedSteps:
         """Attempts since the newest commit whose work snapshots have kept, each up to a step, which is named first."""
         self._published: list[tuple[int, float]] = []
         """Steps whose weights were published in the newest attempt, and when (s)."""
-        self._disturbed = True
+        self._disturbed = False
         self._evaluated = False
 
     def apply(self, stamped: ev.Stamped, begun: Sequence[Interruption]) -> None:
@@ -132,7 +138,7 @@ class CommittedSteps:
     @property
     def medians(self) -> StepMedians | None:
         """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
-        undisturbed = [step for step in self.steps if not step.disturbed]
+        undisturbed = [step for step in self.steps if not (step.disturbed or step.first)]
         if not undisturbed:
             return None
         plain = [(step.at - step.since) / step.count for step in undisturbed if not step.evaluated]
@@ -174,6 +180,7 @@ class CommittedSteps:
         if event.phase == TRAIN and event.incarnation.replica == TRAINER:
             if self.began is None:
                 self.began, self._previous_at, self.began_with_train = at, at, True
+                self._disturbed = bool(self._interruptions.open)  # what happened before is outside of the clock
             self._begin_attempt(at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
@@ -223,7 +230,8 @@ class CommittedSteps:
         self.steps.append(
             CommittedStep(
                 event.step, event.step - self._newest, self._previous_at, at, since, until, tuple(self._discarded),
-                disturbed, self._evaluated, sum(attempt.until - attempt.since for _, attempt in self._kept),
+                disturbed, not self.steps, self._evaluated,
+                sum(attempt.until - attempt.since for _, attempt in self._kept),
             )
         )  # fmt: skip
         self._newest, self._previous_at = event.step, at

@@ -27,6 +27,14 @@ def test_raw_samples_are_written_with_their_provenance(tmp_path: Path, monkeypat
     assert written["versions"]["rrl-slurm"]
 
 
+def test_later_samples_of_a_benchmark_replace_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_provenance, "RESULTS", tmp_path)
+    path = raw_samples("ettr", [1])
+    assert raw_samples("ettr", [1, 2], path) == path
+    assert json.loads(path.read_text())["samples"] == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.skipif(not (CHECKOUT / ".git").exists(), reason="no checkout")
 def test_raw_samples_are_ignored_by_git() -> None:
     path = _provenance.RESULTS / "restart-abc123-20261126T120000Z.json"

@@ -23,6 +23,18 @@ def test_without_a_failure_all_time_counts() -> None:
     assert (steps.wall_s, steps.step_s, steps.estimate) == (10 * STEP_S, STEP_S, 1.0)
 
 
+def test_slow_first_step_counts_in_full_as_in_a_clean_run() -> None:
+    steps = accounted(trained(begun().wait(2), 1, 10)).steps
+    assert (steps.wall_s, steps.step_s, steps.estimate) == (10 * STEP_S + 2, STEP_S, 1.0)
+
+
+@pytest.mark.parametrize("replica", ["rollout/0", "trainer/0"])
+def test_first_step_in_which_a_replica_fails_counts_at_most_as_the_median_step(replica: str) -> None:
+    steps = accounted(trained(failed(begun(), replica).wait(2), 1, 10)).steps
+    assert steps.wall_s == pytest.approx(10 * STEP_S + OUTAGE_S + 2)
+    assert steps.estimate == pytest.approx(10 * STEP_S / steps.wall_s)
+
+
 def test_discarded_training_and_the_outage_are_lost() -> None:
     story = trained(begun(), 1, 5).wait(2)
     steps = accounted(trained(failed(story, "trainer/0"), 6, 10)).steps
