@@ -212,7 +212,7 @@ def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
     failures = [failure for member in workers(state) if gang_of(member.id) == gang_id for failure in member.failures]
     reached = reached_step(state)
     if any(failure.at in recent[-1:] and failure.step == reached for failure in failures):
-        return f"it failed again after a restart of the whole run, and no step was committed since step {reached}"
+        return f"it failed again after a restart of the whole run, and no step was finished since step {reached}"
     return ""
 
 

@@ -367,7 +367,7 @@ def test_required_role_out_of_budget_restarts_the_run_once_and_then_ends_it() ->
     world.kill(STORE)
     world.play()
     assert len(world.decided(RestartAll)) == 1
-    assert "it failed again after a restart of the whole run, and no step was committed since step 0" in (
+    assert "it failed again after a restart of the whole run, and no step was finished since step 0" in (
         world.decided(Finish)[0].why.evidence
     )
     assert_nothing_is_left(world, Outcome.FAILED)

@@ -43,7 +43,7 @@ def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_rest
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
         "it failed in its first training step, the step after the start: earlier starts got that far",
-        "it failed again after a restart of the whole run, and no step was committed since step 0",
+        "it failed again after a restart of the whole run, and no step was finished since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
     assert final_reason(world.state).endswith(f"rrl resume {RUN} goes on from step 0")
