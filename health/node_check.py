@@ -25,8 +25,8 @@ RECHECK_INTERVAL_S = 1.0
 RATE_INTERVAL_S = 2.0
 """Seconds between the two samples from which the increases of counters are computed."""
 _REST_OF_HOST_S = 5.0
-"""Seconds of a check's time for starting the host reader's process and reading its other values. The rest of the time
-is for mounts that hang."""
+"""Seconds of a check's time for starting the host reader's process and reading everything except mounts. The rest of
+the time is for mounts that hang."""
 EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """Exit codes of ``rrl health check``, by verdict."""
 
@@ -60,7 +60,7 @@ def check_node(
         rates: Whether to read the node twice, so that increases of counters are noticed.
         options: Options of the readers.
         read: Function that reads the readers once.
-        state: State to which the samples are added; None: a new one.
+        state: State to which the samples are added; None for a new one.
 
     Raises:
         OSError: No process can be started for the readers.

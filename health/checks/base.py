@@ -17,7 +17,8 @@ from .node_state import NodeState
 class Problem(Struct, frozen=True):
     """A fault that one run of a check found.
 
-    The text must not contain values that change from run to run: an unchanged situation must give an equal finding.
+    The text must not contain values that change from run to run, because an unchanged situation must give an equal
+    finding.
     """
 
     verdict: Verdict

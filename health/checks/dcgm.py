@@ -93,8 +93,7 @@ def _known(code: str) -> bool:
 def _unbridged(state: NodeState) -> set[str]:
     """Return the UUIDs and indices of the GPUs whose inactive NVLinks may simply be unconnected.
 
-    These are GPUs that need a bridge for their links (not :func:`.gpu_links.is_wired`), and none of whose links has
-    gone down.
+    The links of these GPUs need a bridge (:func:`.gpu_links.is_wired` is False), and none of the links has gone down.
     """
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()

@@ -1,11 +1,13 @@
 """Run all node checks on a node's state and turn their results into findings.
 
-Pure: takes a `NodeState` and returns findings; hysteresis and earlier findings are stored in `NodeState.memo`.
+The module is pure: `evaluate` takes a `NodeState` and returns findings. Hysteresis and earlier findings are stored in
+`NodeState.memo`.
 
 A check gives one finding for each component with a problem. If there is no problem, it gives one finding for the whole
 check: OK, or UNKNOWN with the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several
-failing runs in a row (``rules.hysteresis``); until then the problem is reported as a WARN with this explanation. A
-missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding, including its times.
+failing runs in a row (``rules.hysteresis``); until then the problem is reported as a WARN that says how many failing
+runs the FAIL needs. A missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding,
+including its times.
 
 The check "readers" reports readers that hang or fail. It is in this module because every other check depends on its
 readers. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another process may hold

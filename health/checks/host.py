@@ -33,7 +33,10 @@ def _host(state: NodeState) -> HostData:
 
 
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Fail the node if a mount does not answer; one probe suffices if it hangs for long while other mounts answer."""
+    """Fail the node if a mount does not answer.
+
+    One probe suffices if the mount has not answered several probes for ``mount_hung`` s while other mounts answer.
+    """
     probed = set()
     mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)

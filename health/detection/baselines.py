@@ -109,7 +109,7 @@ class ThroughputRounds:
     def on_pass(
         self, gang: Incarnation, incarnation: Incarnation, throughput: Throughput, seconds: float, now: float
     ) -> list[Incarnation]:
-        """Add a training pass of a gang's member; a round ends when a member completes its second pass.
+        """Add a training pass of a gang's member; a round ends when a member completes its second pass in it.
 
         Returns the incarnations that became stragglers or are no longer stragglers.
         """

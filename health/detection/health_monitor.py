@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that never were the incarnation, or whose incarnation was fenced."""
+"""Exit reasons of steps that were never admitted as their incarnation, or whose incarnation was fenced."""
 
 
 class HealthMonitor:
@@ -83,7 +83,7 @@ class HealthMonitor:
             view.standby, view.join_timeout_s = standby, join_timeout_s
 
     def restore_passed_phases(self, incarnation: Incarnation, passed: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass."""
+        """Mark phases that the incarnation completed under an earlier manager, so that their first pass is over."""
         if view := self._view_of(incarnation):
             self._progress.restore_passed_phases(view, passed)
 
@@ -199,9 +199,9 @@ class HealthMonitor:
         Args:
             incarnation: The incarnation whose processes were measured.
             cpu: CPU cores in use.
-            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None if it cannot be measured.
             now: Manager's clock (s).
-            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None if it cannot be measured.
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if view := self._view_of(incarnation):
@@ -312,7 +312,8 @@ class HealthMonitor:
 
         Args:
             node: The node.
-            state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` alone means neither healthy nor failed.
+            state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` is evidence neither of health nor of
+                failure.
             detail: The cluster's reason, a text for people.
             now: Manager's clock (s).
             isolated: Whether most other nodes kept their state. Only then does the loss of the state ``up`` count as a

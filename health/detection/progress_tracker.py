@@ -119,8 +119,8 @@ class ProgressTracker:
         view.done_changed_at = now
         view.stacks.reset()
         view.heartbeats = 0
-        # A replica whose GPU idles may report false progress: still probe it. But a probe of its first pass has no
-        # deadline while the replica compiles, and must not be overdue the moment that this pass is over.
+        # A replica with an idle GPU may report false progress, so its open probe is kept. A probe of a first pass is
+        # dropped: it has no deadline while the replica compiles, and would be overdue as soon as this pass is over.
         if first_pass or view.loads.gpu_idle_since is None:
             view.probe.reset()
 

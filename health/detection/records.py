@@ -32,7 +32,8 @@ from ...core.types import (  # fmt: skip
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""Maximum time (s) between two continuous loads. Nothing is known about a longer gap. Agents send loads every 2 s."""
+"""Maximum time (s) between two loads without a gap. Nothing is known about a longer time. Agents send loads every 2
+s."""
 IDLE_CPU_CORES = 0.05
 """Number of used CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01
 (measured); an idle engine of several processes uses 0.02 to 0.04."""
@@ -95,9 +96,9 @@ class LoadHistory:
 
         Args:
             cpu: CPU cores in use.
-            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None if it cannot be measured.
             now: Manager's clock (s).
-            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None if it cannot be measured.
             needs_tensor_cores: Whether the role's work is known to use tensor cores. If so, idle tensor cores are
                 evidence even before this incarnation has used them.
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
@@ -212,9 +213,9 @@ class StackSamples:
     """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
     known."""
     since: float = 0.0
-    """Time of the first of the equal samples."""
+    """Time (s) of the first of the equal samples."""
     latest_at: float = -inf
-    """Time of the newest sample; -inf: there is none."""
+    """Time (s) of the newest sample; -inf if there is none."""
     count: int = 0
     """Number of equal samples."""
 
@@ -247,7 +248,7 @@ class StorageStall(Struct, frozen=True):
     stalled: bool = False
     """Whether storage stalls now, according to a current finding."""
     ended_at: float = -inf
-    """Time (s) at which the newest stall ended; -inf: there was none."""
+    """Time (s) at which the newest stall ended; -inf if there was none."""
 
 
 _NO_STALL = StorageStall()
@@ -282,7 +283,7 @@ class RoleView:
     uses_tensor_cores: bool = False
     """Whether tensor cores of any replica of the role have worked, so that the role's work needs them."""
     newest_load_began: float = -inf
-    """Start (s) of the newest completed pass of such a phase."""
+    """Start (s) of the newest completed pass of a phase in which weights are loaded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -298,9 +299,9 @@ class ReplicaView:
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
     standby: Incarnation | None = None
-    """Standby process that was promoted to this incarnation and has not sent a Hello under its new name."""
+    """Standby process that was promoted to this incarnation and has not sent a Hello as the incarnation."""
     join_timeout_s: float = 0.0
-    """Time (s) within which the promoted standby process must send this Hello."""
+    """Time (s) within which the promoted standby process must send its first Hello as the incarnation."""
     phase: str | None = None
     declared: Phase = _NO_PHASE
     """Traits of ``phase`` in this job."""

@@ -49,7 +49,8 @@ _HEAD_BYTES = 512
 _BUSY_TIMEOUT_S = 30.0
 """Seconds to wait for another report that uses the same cache."""
 _EXPOSURE_KINDS = ("run_started", "node_checks", "node_acquired", "node_released", "run_ended", "records_lost")
-"""Kinds of records that determine how long nodes were held, and by what. Old records of these kinds are read too."""
+"""Kinds of records that determine for how long nodes were held, and by which run. Old records of these kinds are read
+too."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
@@ -214,7 +215,7 @@ def cache_path(folders: Sequence[Path]) -> Path:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the cache; if that fails, create an empty one, in memory if need be."""
+    """Open the cache; if that fails, create an empty one, in memory if no file can be created."""
     with contextlib.suppress(OSError, sqlite3.Error):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(sqlite3.Error):

@@ -89,7 +89,8 @@ class RaisedFinding(Struct, frozen=True):
     def critical(self) -> bool:
         """Return whether the finding is evidence against the node.
 
-        A finding that was held back because most nodes have it does not count: the driver or a rule is wrong.
+        A finding that was held back because most nodes have it does not count, because then the driver or a rule is
+        wrong.
         """
         flags = self.finding.flags
         observed = Flag.OBSERVED in flags

@@ -12,8 +12,8 @@ occurrence of a signal ``s`` multiplies the trust in a node by ``1 - weight(s)``
 
 The score is between 0 and 1, grows with each occurrence and does not depend on their order. The signals of one user
 take at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node a lemon.
-A lemon needs a score of at least ``LEMON_SCORE`` and signals on at least two days. The weights are ours; Meta set its
-thresholds by hand.
+A lemon needs a score of at least ``LEMON_SCORE`` and signals on at least two days. The weights are our choice; Meta set
+its thresholds by hand.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from msgspec import Struct
 from ...core.types import Cause, Flag, Remedy, Verdict
 
 SCHEMA = 2
-"""Version of the format; a file of another version is rejected as a whole. 2: new names of kinds and fields."""
+"""Version of the format; a file of another version is rejected as a whole. Version 2 has other names of kinds and
+fields than version 1."""
 MAX_EVIDENCE_LINES = 5
 """Maximum number of evidence lines in one record (docs/sources.md, NVSentinel and gcm)."""
 MAX_TEXT_CHARS = 300
@@ -108,8 +109,8 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     """An action of the run on a node.
 
-    ``action`` is ``excluded``, ``readmitted``, ``drained``, ``undrained`` or ``drain_requested``: the run may not drain
-    the node and requests it from the administrators.
+    ``action`` is ``excluded``, ``readmitted``, ``drained``, ``undrained`` or ``drain_requested``. The last means that
+    the run may not drain the node and requests the drain from the administrators.
     """
 
     at: float

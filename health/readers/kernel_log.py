@@ -61,7 +61,7 @@ _BEGINS_WITH_A_NAME = re.compile(
     # mm/oom_kill.c, mm/page_alloc.c, mm/vmalloc.c, block/blk-core.c
     rb"|" + _COMM + rb"(?: invoked oom-killer: |: page allocation (?:failure|stalls)|: vmalloc "
     rb"|: attempt to access beyond )"
-    # a fragment of an interrupted line of the first kind
+    # a fragment of an interrupted line of the first kind (``NAME[77] bad frame in ...``)
     rb"| in "
 )  # fmt: skip
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")

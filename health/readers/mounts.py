@@ -45,8 +45,8 @@ class _MountProbe(msgspec.Struct):
     began: float
     """Start time of the process (s, monotonic)."""
     needed: bool = True
-    """Whether the answer is still needed. It is not if another process has answered for the path; this process was then
-    killed and only has to be reaped."""
+    """Whether the answer is still needed. It is not needed if another process has answered for the path. In this case
+    the process of this probe was killed and only has to be reaped."""
 
 
 class Mounts:

@@ -96,7 +96,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     utilization: int | None = None
     """Percentage of the last sample period in which a kernel ran."""
     memory_used: int | None = None
-    """Bytes."""
+    """GPU memory in use, in bytes, like the total below."""
     memory_total: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """Compute processes on the GPU."""
@@ -284,7 +284,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     zombies: int = 0
     """Number of zombies older than 300 s."""
     memory_total: int | None = None
-    """Bytes."""
+    """Size of main memory in bytes, like the available memory below."""
     memory_available: int | None = None
     load: float | None = None
     """Load average of the last minute."""

@@ -106,8 +106,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
-    A finding is open if three conditions hold: it was never cleared, no later finding of the same detector replaces it,
-    and other runs have not held the node for ``RECOVERED_AFTER_S`` since then.
+    An open finding was never cleared, and no later finding of the same detector replaces it. Nor have other runs held
+    the node for ``RECOVERED_AFTER_S`` since the run of the finding last observed the node.
     """
     if raised.until < inf:
         return False
@@ -131,7 +131,7 @@ def _as_of(index: RecordIndex, node: str) -> float:
 
 
 def _last_reported_at(raised: RaisedFinding) -> float:
-    """Return when the finding was last reported, or cleared (s)."""
+    """Return the time (s) at which the finding was last reported or, if it has cleared, at which it cleared."""
     return raised.finding.at if raised.until == inf else raised.until
 
 
@@ -254,7 +254,8 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
     """Return whether the cause of a finding is probably shared with other nodes.
 
-    It is if there is no proof against this node, and other nodes failed for the same cause at about the same time.
+    A cause is probably shared if there is no proof against this node, and other nodes failed for the same cause at
+    about the same time.
     """
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})

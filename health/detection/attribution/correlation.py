@@ -68,7 +68,7 @@ _SUSPECTS = {
 """Text about the suspected shared cause, by the cause of equal findings."""
 
 SharedCauseKind = tuple[Cause, str, str]
-"""What equal findings have in common: cause, detector and, for storage, the path."""
+"""Cause, detector and, for storage, path that equal findings have in common."""
 _STALL: SharedCauseKind = (Cause.HANG, "", "")
 """Kind of a shared cause: all rollouts stall at the same time."""
 _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
@@ -76,7 +76,7 @@ _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
 _LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
 """Kind of a shared cause: several nodes fall silent at the same time."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
-"""Time (s) for which a shared cause of each of these kinds holds findings back. The shared cause itself is kept until
+"""Time (s) for which a shared cause holds findings back, for each of these kinds. The shared cause itself is kept until
 no finding of its kind is left, so that one stall or silence has only one shared cause."""
 
 
@@ -128,11 +128,11 @@ def correlate(
     Args:
         findings: All current findings.
         context: Nodes and workers of the run, as of ``now``.
-        state: What the previous call returned.
+        state: State that the previous call returned.
         now: Caller's clock (s).
 
     Returns:
-        The findings, the updated state, and the time (s) at which the result may change without new findings (inf:
+        The findings, the updated state, and the time (s) at which the result may change without new findings (inf if
         never).
     """
     suspects = {finding.key: finding for finding in findings if _may_be_shared(finding, context)}
@@ -357,7 +357,7 @@ def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool 
 
 
 def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
-    """Return the finding about the whole run that says that the nodes or replicas ``names`` have ``kind`` in common."""
+    """Return the run-wide finding that the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:
         text = f"all rollouts stall at the same time: {_few(names)}"

@@ -114,7 +114,7 @@ def _inactive_for_long(view: ReplicaView) -> bool:
 
 
 def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> bool:
-    """Return whether loads of the member that are as recent as the other members' loads show working tensor cores."""
+    """Return whether the member's tensor cores work, according to loads as recent as the other members' loads."""
     active_at = view.loads.tensor_active_at
     newest_load_at = max(member.loads.latest_at or 0.0 for member in members)
     return active_at is not None and active_at >= newest_load_at - MAX_LOAD_GAP_S
@@ -148,10 +148,10 @@ def _idle_hang(finding: Finding, why: str) -> Finding:
 
 
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Keep, of the findings about overdue members of a gang, only the finding about the member with the least progress.
+    """Drop the findings about a gang's overdue members, except the finding about the member with the least progress.
 
-    Drop all findings about overdue members of a gang if another member works within its own deadline, because the
-    overdue members wait for that member.
+    This finding is dropped too if another member works within its own deadline, because the overdue members wait for
+    that member.
     """
     overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:
@@ -189,9 +189,10 @@ def _as_culprit(finding: Finding) -> Finding:
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
-    """Return whether a member that is not overdue uses its tensor cores in the pass in which the others stalled.
+    """Return whether a member that is not overdue computes in the pass in which the overdue members stalled.
 
-    The others do not wait for a member that completes passes without them.
+    A member computes if its tensor cores work. The overdue members do not wait for a member that has begun later
+    passes.
     """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2

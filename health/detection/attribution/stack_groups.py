@@ -202,7 +202,7 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group lacks, else a stack of the oldest process."""
+    """Return a stack that the largest group does not have, else a stack of the oldest process, with line numbers."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

@@ -99,10 +99,11 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
 
-    The wait of this replica must be endless (``wait_endless``). Each wait that began much later must be endless too,
-    since a replaced replica may still end the waits. Busy services do not explain such waits. A FAIL finding about any
-    replica or node explains them, and so does a replica without progress before its deadline (``_may_be_awaited``).
-    Returns an empty dict if there is such an explanation, or no such set.
+    The replica to blame must have a finding ``wait_endless``. So must each replica of the set whose wait began much
+    later, because a replica that was replaced recently may still end the waits. A busy service does not explain endless
+    waits. A FAIL finding about any replica or node explains them, and so does a replica without progress before its
+    deadline (``_may_be_awaited``). The dict is empty if the waits have an explanation, or if no replicas wait for each
+    other.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -144,7 +145,7 @@ def _waiting_with(
     stalled: Mapping[ReplicaId, Finding],
     by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
-    """Return ``start`` and all replicas in its wait chain; an empty set if one of them may still end the wait."""
+    """Return ``start`` and all replicas in its wait chain, or an empty set if one of these may still end the wait."""
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:

@@ -55,7 +55,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     if stop_requested and (not end.code or end.reason is ExitReason.STOPPED):
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
-        return None, due  # the run may be complete, or the node reclaimed: the report of it may still arrive
+        return None, due  # a report that the run is complete or the node was reclaimed may still arrive
     text = _exit_description(end)
     if stop_requested:
         return finding_about(view, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
@@ -167,7 +167,7 @@ def missing_heartbeats(
 
 
 def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find an agent that sends no messages while other processes on its node still do, or that is alone on its node."""
+    """Find a silent agent whose node has other processes that still send messages, or has no other processes."""
     if not view.is_agent or not expects_heartbeats(view) or view.status != "joined":
         return NO_FINDING
     if not (view.node_view.residents or view.node_view.departed):
@@ -204,7 +204,7 @@ def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Findi
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a promoted standby process that does not send a Hello as the incarnation.
+    """Find a promoted standby process that does not send a Hello as the incarnation that it was promoted to.
 
     A standby process has imported and built everything before its promotion. Without a Hello, it is gone or hangs, so
     it is replaced early.

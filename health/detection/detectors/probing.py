@@ -105,14 +105,19 @@ def _may_be_suspected(view: ReplicaView) -> bool:
 
 
 def _must_answer(view: ReplicaView) -> bool:
-    """Return whether a missing answer is a failure, which needs a role that answers probes in this phase."""
+    """Return whether the replica must answer probes, so that a missing answer is a failure.
+
+    In a phase that only waits, it must answer if its role has answered probes while waiting.
+    """
     return _may_be_suspected(view) and (view.role.answers_probes or not is_polling(view))
 
 
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) at which the replica is suspected for lack of tokens: early if they usually come quickly.
+    """Return the time (s) at which the replica is suspected for lack of tokens.
 
-    Without loads it is not suspected early, because a long prefill could not be distinguished from a hang.
+    This time is early if tokens usually come quickly.
+
+    Without loads the replica is not suspected early, because a long prefill could not be distinguished from a hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)

@@ -20,8 +20,8 @@ _ACTIVE = 1
 def read_links(results: QueryResults) -> None:
     """Read all links and store them as ``nvlinks``.
 
-    If no link has a counter, its values are ``None``, and ``unread`` has the reason under ``nvlinks.<counter>``. If the
-    state of a link cannot be read, it is ``None``, and ``unread`` has the reason under ``nvlinks.active``.
+    The values of a counter that no link has are ``None``, and ``unread`` has the reason under ``nvlinks.<counter>``. A
+    state that cannot be read is ``None``, and ``unread`` has the reason under ``nvlinks.active``.
     """
     for field in [field for field in results.unread if field.startswith("nvlinks")]:
         del results.unread[field]
