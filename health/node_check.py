@@ -96,8 +96,8 @@ def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
 def overall(findings: Collection[Finding]) -> Verdict:
     """Return the verdict on the node: the most severe of its findings.
 
-    UNKNOWN is returned only without a more severe finding, and only if a reader hung or failed, or could not read
-    something that the rules expect. Readers that are not installed or not permitted do not affect the verdict.
+    The verdict is UNKNOWN only if no finding is more severe, and a reader hung, failed, or could not read something
+    that the rules expect. Readers that are not installed or not permitted do not affect the verdict.
     """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)

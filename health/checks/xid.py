@@ -11,8 +11,9 @@ and the class of each Xid are in ``xids.csv``; this module contains the rules th
   classes count only if a role on the same GPU died at about the same time without being killed by rrl.
 - A reset may have cured an Xid that is older than the first sample. Such an Xid does not count if the driver's recovery
   action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
-- An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict the Xid (79: the GPU
-  answers; 154: the driver requires no action), the check waits for the next NVML sample, which decides.
+- An Xid that only the kernel log reports must name a GPU of this node. NVML can contradict an Xid 79 (the GPU answers)
+  and an Xid 154 (the driver requires no action). For these two Xids the check waits for the next NVML sample, which
+  decides.
 """
 
 from __future__ import annotations

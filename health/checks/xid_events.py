@@ -110,7 +110,7 @@ class XidEvent:
     """One Xid on one GPU, from all reports of it within a burst."""
 
     gpu: str
-    """UUID of the GPU; its PCI address if no UUID is known; empty if no report names the GPU."""
+    """UUID of the GPU, or its PCI address if no UUID is known; empty if no report names the GPU."""
     code: int
     at: float
     """Time of the first report (s)."""

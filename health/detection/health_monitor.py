@@ -35,7 +35,7 @@ class HealthMonitor:
         self.probes_due: dict[NodeName, float] = {}
         """Time of the next probe on each node (``probing.due_probes``); written by ``detect``."""
         self.memo: object = None
-        """Results that ``detect`` keeps for its next call; private to it."""
+        """Results that ``detect`` keeps for its next call; no other code uses them."""
         self._progress = ProgressTracker(self.replicas, self.dirty)
         self._removed: dict[ReplicaId, int] = {}
         """Highest incarnation number removed, by replica."""
@@ -172,7 +172,7 @@ class HealthMonitor:
             if view.phase != phase:
                 self._progress.begin_phase(view, phase, now)
             elif view.waits_for is None and waits_for is not None and view.declared.waits_for is None:
-                view.start_observed = False  # part of this time belongs to another replica: it is not a usual duration
+                view.start_observed = False  # another replica caused part of this time, so it is not a usual duration
             set_blocked_by(view, waits_for, now)
             if not data_untaken:
                 view.data_untaken_since = None
@@ -205,8 +205,8 @@ class HealthMonitor:
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if view := self._view_of(incarnation):
-            # After the first pass the incarnation's own tensor cores must have been observed at work: some GPUs do not
-            # report them and read 0.
+            # After the first pass the incarnation's own tensor cores must have been observed at work, because some GPUs
+            # do not report them and always read 0.
             needs_tensor_cores = view.role.uses_tensor_cores and view.first_pass
             view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores, stopped)
             view.role.uses_tensor_cores = view.role.uses_tensor_cores or view.loads.uses_tensor_cores

@@ -38,7 +38,7 @@ class ProgressTracker:
         self._roles: dict[str, RoleView] = {}
 
     def set_limits(self, limits: Limits) -> None:
-        """Use the phases that this job declares, also for replicas that are in such a phase now."""
+        """Use the phases that this job declares, also for replicas that are in one of them now."""
         self._limits = limits
         for view in self._replicas.values():
             if view.phase is not None:

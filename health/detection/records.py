@@ -43,8 +43,8 @@ HOST_WORK_CPU_CORES = 0.5
 """Number of used CPU cores from which a replica with an idle GPU counts as working on its CPU (evaluation, advantages,
 batch preparation)."""
 SPIN_GPU_SHARE = 0.9
-"""A GPU may be spinning if a kernel ran for at least this share of the time: an NCCL kernel that waits for a peer does
-not return."""
+"""A GPU may be spinning if a kernel ran for at least this share of the time, because an NCCL kernel that waits for a
+peer does not return."""
 SPIN_TENSOR_SHARE = 0.01
 """Tensor cores count as idle if they worked for less than this share of the time."""
 
@@ -63,8 +63,8 @@ class LoadHistory:
     idle_loads: int = 0
     """Number of consecutive idle loads."""
     gpu_idle_since: float | None = None
-    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens reported later are
-    doubtful."""
+    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens that are reported after this
+    time are doubtful."""
     spinning_since: float | None = None
     """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
@@ -319,7 +319,7 @@ class ReplicaView:
     """Time since which ``waits_for`` has named a replica."""
     data_untaken_since: float | None = None
     """Time since which the store's heartbeats report data that the trainer does not request; None if the newest
-    heartbeat does not."""
+    heartbeat reports none."""
     worked_before: bool = False
     """Whether the first report already showed progress, so that the first pass was under an earlier manager."""
     usual_duration: float | None = None
@@ -329,7 +329,7 @@ class ReplicaView:
     """Longest (s) of the durations from which ``usual_duration`` is computed."""
     longest_pass: float | None = None
     """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
-    is known. Fixed like ``usual_duration``."""
+    is known. It is fixed like ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
     """Phases that this incarnation has completed once. The extra time of a first pass no longer applies to them."""
     start_observed: bool = False
@@ -448,7 +448,7 @@ class NodeView:
         return [*self.residents.values(), *([self.agent] if self.agent else [])]
 
     def forget_departed(self) -> None:
-        """Drop departed incarnations: their silence is no longer evidence that the node is silent."""
+        """Drop departed incarnations, whose silence is no longer evidence that the node is silent."""
         self.departed.clear()
         self.former_agent = None
 

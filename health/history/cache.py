@@ -126,7 +126,7 @@ class HistoryCache:
 
     def _refresh(self) -> Sources:
         rejections = Rejections()
-        with self._db:  # one transaction: of two concurrent reports, the second finds nothing left to do
+        with self._db:  # one transaction, so that the second of two concurrent reports finds nothing left to do
             self._db.execute("BEGIN IMMEDIATE")
             read_paths = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
@@ -208,7 +208,7 @@ class HistoryCache:
 
 
 def cache_path(folders: Sequence[Path]) -> Path:
-    """Return ``~/.cache/rrl/history-<hash of the folders>.sqlite``, or the same in ``$XDG_CACHE_HOME``."""
+    """Return ``rrl/history-<hash of the folders>.sqlite`` in ``$XDG_CACHE_HOME``, which is ``~/.cache`` by default."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     mark = hashlib.sha256("\n".join(sorted(str(folder.absolute()) for folder in folders)).encode()).hexdigest()[:12]
     return Path(root).expanduser() / "rrl" / f"history-{mark}.sqlite"

@@ -1,8 +1,8 @@
-"""Derive incidents from the records of all runs: what failed where, who was at fault, and the cost. Pure; times in s.
+"""Derive incidents from the records of all runs: what failed where, who was at fault, and the cost.
 
 Rule of fault (Meta, docs/sources.md): *infrastructure* is at fault if the cluster lost the node, or if hardware
 evidence against the node existed in the 10 min before or the 5 min after the failure. Otherwise the user or the
-software is at fault. The symptom, such as an NCCL timeout, does not matter.
+software is at fault. The symptom, such as an NCCL timeout, does not matter. The module is pure. Times are in s.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Incident(Struct, frozen=True):
     """Other nodes with the same cause within 10 min, which suggests the fabric or storage."""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
-    """Users whose records suffice to show that infrastructure was at fault: they contain both failure and hardware
-    evidence, or the loss of the node. If the failure and the evidence come from different users, neither user is a
-    witness."""
+    """Users whose records suffice to show that infrastructure was at fault. Their records contain both the failure and
+    hardware evidence, or the loss of the node. If the failure and the evidence come from different users, neither user
+    is a witness."""
     trusted: bool = False
     """Whether one of the witnesses is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
-    """A finding against a node, with the times (s) at which it was raised and cleared (inf: never)."""
+    """A finding against a node, with the times (s) at which it was raised and cleared (inf if it never cleared)."""
 
     at: float
     until: float

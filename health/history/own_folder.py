@@ -26,7 +26,7 @@ def user_name() -> str:
 def create_file(history: Path, name: str) -> int:
     """Create the file ``name`` in the user's folder, and return a descriptor that appends to it.
 
-    Raises OSError if there is such a file, or it cannot be created.
+    Raises OSError if the file exists, or if it cannot be created.
     """
     return _open_file(history, name, os.O_WRONLY | os.O_EXCL)
 

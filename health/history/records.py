@@ -34,7 +34,7 @@ limit."""
 
 
 CHECK_RUN_PREFIX = "health-check."
-"""Beginning of the name under which the checks of a node stand in place of a run: ``health-check.n12``."""
+"""Beginning of the name that the checks of a node have in place of a run id: ``health-check.n12``."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -122,7 +122,7 @@ class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     by: str = ""
     """User who requested the action; empty if the run itself decided it."""
     rejection: str = ""
-    """For ``drain_requested``: why the cluster did not drain the node."""
+    """Reason why the cluster did not drain the node, for ``drain_requested``."""
     evidence: tuple[str, ...] = ()
 
 
@@ -236,7 +236,7 @@ def encode_line(record: Record) -> bytes:
 def read_line(text: bytes) -> Record | None:
     """Return the record of a line, or None if it is torn, damaged or of an unknown kind.
 
-    Any user can write such a file. So invalid times (not finite, negative, beyond the year 9999), invalid names, and
+    Any user can write a history file. So invalid times (not finite, negative, beyond the year 9999), invalid names, and
     characters that would move a terminal's cursor count as damage too.
     """
     text = text.strip()

@@ -181,7 +181,7 @@ def _has_hole(fd: int, size: int) -> bool:
 
 
 def _uid(name: str) -> int | None:
-    """Return the uid of the user that a folder is named after, or None where there is no such user."""
+    """Return the uid of the user that a folder is named after, or None if there is no such user."""
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:

@@ -46,8 +46,8 @@ OFF_THE_BUS = 79
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
 _BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
 _OF_A_DRIVER = rb"(?:[\w-]+ " + _BUS + rb":? |[\w-]+ [\w.:-]+\.[\w-]+ )?(?:[\w.@-]+: ){0,2}"
-"""Prefix that ``dev_printk`` writes: the driver and the address on the bus (PCI, or that of a platform device such as
-``ff0e0000.ethernet``), then the name of the interface, which some drivers repeat."""
+"""Prefix that ``dev_printk`` writes: the driver, the device's address on its bus (a PCI address, or like
+``ff0e0000.ethernet`` for a platform device), and the interface's name, which some drivers repeat."""
 _END = rb"[.!]?\s*$"
 
 _COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
@@ -168,7 +168,7 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
 
 
 def _pci(text: bytes | None) -> str:
-    """Return the PCI address like ``0000:1b:00``: with a domain of at least four digits, as NVML's reader writes it."""
+    """Return the PCI address like ``0000:1b:00``, with a domain of at least four digits, as NVML's reader writes it."""
     if text is None:
         return ""
     domain, rest = text.decode().lower().split(":", 1)

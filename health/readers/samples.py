@@ -197,7 +197,7 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     pci: str = ""
     """PCI address of the GPU (``0000:1b:00``), for an Xid."""
     pci_exists: bool | None = None
-    """For an Xid or SXid: whether an NVIDIA device of this node has this PCI address; None if devices cannot be
+    """Whether an NVIDIA device of this node has the PCI address of the Xid or SXid; None if devices cannot be
     listed."""
     pid: int | None = None
     uid: int | None = None
@@ -308,7 +308,8 @@ class Reading(Struct, frozen=True):
     at: float
     data: Data | None = None
     state: Literal["read", "absent", "denied", "hung", "broken"] = "read"
-    """``absent``: the node has no such source (driver, device); ``denied``: not permitted; ``hung``: the call did not
-    return within its deadline, and its process was left or ended; ``broken``: any other error."""
+    """Whether the source was ``read``, or why it was not. ``absent``: the node does not have the source (driver,
+    device). ``denied``: this user may not read it. ``hung``: the call did not return within its deadline, and its
+    process was left running or ended. ``broken``: another error."""
     why: str = ""
     """Reason of a state other than ``read``."""

@@ -1,4 +1,4 @@
-"""Determine the open drain requests from the records of all runs. Pure."""
+"""Determine the open drain requests from the records of all runs. The module is pure."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class NodeReport(Struct, frozen=True):
     cause: str
     detectors: list[str]
     evidence: list[ReportLine]
-    """Evidence of the open findings, else of the last finding; at most five lines."""
+    """At most five lines of evidence of the open findings or, if none is open, of the last finding."""
     first_reported_at: float | None
     """Time of the first finding or failure in the window (s); None if there is none."""
     last_reported_at: float | None

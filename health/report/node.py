@@ -1,4 +1,4 @@
-"""The report of one node: open findings, their cost, and what to do. Pure."""
+"""The report of one node: open findings, their cost, and the recommended action. The module is pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""Seconds for which other runs must have held the node without the same finding, so that a finding that was never
-cleared counts as past."""
+"""Seconds after which a finding that was never cleared counts as past, if other runs have held the node for this time
+without the same finding."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
@@ -119,7 +119,7 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
 
 
 def _verdict(standing: list[RaisedFinding], accusing: list[RaisedFinding]) -> str:
-    """Return the verdict: FAIL needs evidence that accuses the node; any open finding gives at least a WARN."""
+    """Return FAIL if evidence of a failure accuses the node, else WARN if any finding is open, else OK."""
     if any(raised.finding.verdict is Verdict.FAIL for raised in accusing):
         return Verdict.FAIL.value
     return Verdict.WARN.value if standing else Verdict.OK.value
@@ -235,7 +235,7 @@ def _scontrol(
 
 
 def drain_line(node: str, reason: str) -> str:
-    """Return the command to drain a node, quoted for a shell: the reason may contain any user's text."""
+    """Return the command to drain a node, quoted for a shell because the reason may contain any user's text."""
     return f"scontrol update nodename={node} state=drain reason={shlex.quote(clipped(reason)[:200])}"
 
 

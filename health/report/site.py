@@ -1,6 +1,6 @@
 """The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs.
 
-Pure; times in s since 1970. Injected faults are counted separately and do not affect any rate.
+The module is pure. Times are in s since 1970. Injected faults are counted separately and do not affect any rate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Hold back findings that many nodes or replicas have at the same time, because they probably share a cause.
 
 If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
-share. There are three more such cases: all rollouts stall at the same time; workers on many nodes miss heartbeats while
-their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at the same time (a switch
-that fails over is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
+share. Three other cases also suggest a shared cause. All rollouts stall at the same time. Workers on many nodes miss
+heartbeats while their agents do not, for example because of a flood of log lines or a delayed manager. Several nodes
+fall silent at the same time, for example because a switch fails over, which takes up to half a minute. Each of these
+four cases is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
@@ -31,8 +32,8 @@ from ..detectors.node_liveness import node_lost
 WINDOW_S = 120.0
 """Time (s) within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, at least two, whose equal findings have a shared cause: the share of the circuit breaker
-(docs/sources.md)."""
+"""Share of the run's nodes, at least two, whose equal findings have a shared cause. The circuit breaker has an equal
+share (docs/sources.md)."""
 SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
@@ -51,14 +52,14 @@ MIN_SILENT_NODES = 3
 """Minimum number of nodes that must fall silent at the same time to suggest a shared cause; for workers also the
 minimum number of gangs.
 
-Two may be a coincidence, and the members of one gang may hang together."""
+The silence of two nodes may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
 """Maximum time (s) between two silences that have one shared cause."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes of findings by node agents."""
 _MAX_NODES_NAMED = 4
-"""Maximum number of nodes that the evidence names; further nodes are "and more"."""
+"""Maximum number of nodes that the evidence names; it ends with "and more" if there are further nodes."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
@@ -88,7 +89,7 @@ class SharedCause(Struct, frozen=True):
     finding: Finding
     """Finding about the whole run; its ``since`` is the time (s) at which the shared cause was recognized."""
     on_most_nodes: bool = False
-    """Whether most nodes report such findings, so that even findings with proof are held back."""
+    """Whether most nodes report findings of this kind, so that even findings with proof are held back."""
 
 
 class CorrelationState(Struct, frozen=True):
@@ -157,7 +158,7 @@ def correlate(
             and now < _expires_at(_kind(finding), shared_cause)
             and (shared_cause.on_most_nodes or not finding.proof)
         ):
-            why = f"others have the same finding: see {DETECTOR}"
+            why = f"other nodes or replicas have the same finding: see {DETECTOR}"
             reported.append(_hold_back(finding, why, shared_cause.finding.since, shared_cause.on_most_nodes))
         elif (
             finding.key in suspects

@@ -121,7 +121,7 @@ def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> b
 
 
 def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> ReplicaView:
-    """Return the member with the least progress, then the longest stall, then the lowest rank.
+    """Return the member with the least progress; of equal members, with the longest stall, then with the lowest rank.
 
     With ``idle_first`` an idle member comes before a spinning one.
     """

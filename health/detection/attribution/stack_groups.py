@@ -110,8 +110,8 @@ def main_thread(dump: str) -> Thread | None:
 def group(dumps: Dumps) -> GroupedStacks:
     """Group incarnations by their stacks.
 
-    Line numbers are compared only if all stacks are otherwise equal and most ranks then still agree. Ranks that compute
-    are at different lines of a loop; ranks that wait for each other are at the same line.
+    Line numbers are compared only if all stacks without line numbers are equal, and most ranks also have equal line
+    numbers. Ranks that compute are at different lines of a loop; ranks that wait for each other are at the same line.
     """
     coarse = _grouped(dumps, lines=False)
     if len(coarse.groups) > 1:

@@ -1,8 +1,8 @@
 """Find a trainer that hangs while it seems to wait for data: the store has data, but the trainer requests none.
 
-A trainer in a phase that waits for data looks the same whether it waits or hangs. Meanwhile its rollouts may work for
-as long as the staleness limit of the job permits, so the run need not stall. But a trainer that waits repeats its
-request to the store at once. If the store has data and receives no request
+A trainer in a phase that waits for data looks the same whether it waits or hangs. The run need not stall while the
+trainer hangs, because its rollouts may work for as long as the job's staleness limit permits. But a trainer that waits
+repeats its request to the store at once. If the store has data and receives no request
 (:attr:`rrl.transport.messages.Heartbeat.data_untaken`), the trainer hangs.
 
 The store reports untaken data only while its loop serves requests, so a store that is stuck in an fsync blames no

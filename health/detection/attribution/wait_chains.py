@@ -205,7 +205,7 @@ def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) ->
             end = None
         elif at in ends:
             end = ends[at]
-        else:  # at is on the path: a cycle
+        else:  # ``at`` is on the path already, so the chain is a cycle
             cycle = list(path)[list(path).index(at) :]
             end = _blame_order(monitor, cycle, stalled)[0]
         ends.update(dict.fromkeys(path, end))

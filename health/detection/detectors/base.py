@@ -1,8 +1,8 @@
 """The types of detectors, and the predicates and deadlines that several of them use.
 
 A detector is a pure function of one view, the limits and the time (s). It returns a finding or None, and the time at
-which its result may change without a new observation (inf: never). Neither the text nor ``since`` of a finding contains
-a time that keeps growing, so that an unchanged situation gives an equal finding.
+which its result may change without a new observation (inf if never). Neither the text nor ``since`` of a finding
+contains a time that keeps growing, so that an unchanged situation gives an equal finding.
 
 A FAIL without proof needs both time and observations (docs/sources.md): silence means at least ``MIN_HEARTBEATS``
 missed heartbeats, and standstill means as many heartbeats without progress.

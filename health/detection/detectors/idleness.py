@@ -17,8 +17,8 @@ from ..records import ReplicaView
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 IDLE_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default): well below RobustRL's 300 s,
-and above most stalls of a file system to which a step writes its log."""
+"""Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default). This time is well below
+RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
 """Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
 which uses neither CPU nor GPU, unlike compilation."""
@@ -26,9 +26,9 @@ RANK_0_IDLE_FACTOR = 2.5
 """Multiple of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
 the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
-"""Multiple of ``limits.idle`` while weights are loaded: storage may delay all replicas of the role."""
+"""Multiple of ``limits.idle`` while weights are loaded, because storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for a spinning GPU: some real kernels use no tensor cores."""
+"""Multiple of ``limits.idle`` for a spinning GPU, because some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0
 """Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
 worked before. A GPU that has never worked is no evidence: the work is done elsewhere."""
@@ -50,7 +50,7 @@ def is_inactive(view: ReplicaView) -> bool:
 
 
 def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that must compute but idles or spins; input of ``blame_gang_members``.
+    """Find a replica that must compute but idles or spins, as input of ``blame_gang_members``.
 
     The finding is ``computes_nothing_long`` after ``EVEN_SPLIT_FACTOR`` times the limit.
     """

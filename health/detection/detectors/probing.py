@@ -64,12 +64,12 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
 
 
 def next_probe_on_node(node_view: NodeView, limits: Limits) -> float:
-    """Return the time (s) of the next probe on this node (inf: none)."""
+    """Return the time (s) of the next probe on this node (inf if no probe is needed)."""
     return min((next_probe_at(view, limits) for view in node_view.residents.values()), default=inf)
 
 
 def next_probe_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) of the replica's next probe (inf: no probe is needed)."""
+    """Return the time (s) of the replica's next probe (inf if no probe is needed)."""
     probe = view.probe
     if probe.no_probe_handler or probe.failed or (due := suspect_at(view, limits)) == inf:
         return inf
@@ -82,7 +82,7 @@ def next_probe_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def suspect_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) from which the replica is suspected (inf: never without a new observation)."""
+    """Return the time (s) from which the replica is suspected (inf if only a new observation can cause a suspicion)."""
     if not _may_be_suspected(view):
         return inf
     if is_polling(view):
@@ -206,8 +206,8 @@ def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Warn of a suspected replica that has not answered a probe successfully.
 
     It is suspected because it has made no progress for long, because it reports progress while its GPU is idle, or
-    because a probe is unanswered. Lack of progress alone gives no warning if the replica has no probe handler or its
-    phase does not compute: it is then probed without a warning, or only the deadline of its phase applies.
+    because a probe is unanswered. Lack of progress alone gives no warning in two cases. A replica without a probe
+    handler has only the deadline of its phase. A replica in a phase that does not compute is probed without a warning.
     """
     probe_at = next_probe_at(view, limits)
     then = probe_at if probe_at > now else inf

@@ -1,9 +1,9 @@
 """Detectors by time: replicas that send heartbeats but make no progress, or are slower than their peers.
 
 No progress means that a count does not rise, a phase exceeds its deadline (:mod:`.pass_deadlines`), or a wait lasts too
-long. A deadline decides only where no better evidence exists: a replica that answers probes is judged by its answers
-(:mod:`.probing`), and a replica that must compute is also judged by its CPU and GPU load (:mod:`.idleness`). A
-straggler gets a WARN; the job decides whether its node is excluded for that.
+long. A deadline decides only where no better evidence exists. A replica that answers probes is judged by its answers
+(:mod:`.probing`). A replica that must compute is also judged by its CPU and GPU load (:mod:`.idleness`). A straggler
+gets a WARN; the job decides whether its node is excluded for that.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
+    """Find a replica that has waited for longer than ``shortest``, as input of ``blame_ends_of_wait_chains``.
 
-    Such a short wait is evidence only against a service that does nothing. It is no evidence in a phase in which the
-    replica may also work itself. In a phase that declares no wait, the replica is blocked in a call to a service, and
-    the limit is ``shortest`` of the service's phase.
+    A wait of ``shortest`` of the phase is evidence only against a service that does nothing. It is no evidence in a
+    phase in which the replica may also work itself. In a phase that declares no wait, the replica is blocked in a call
+    to a service, and the limit is ``shortest`` of the service's phase.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -86,7 +86,7 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a service that does nothing, usually because it gets no requests; input of ``blame_ends_of_wait_chains``."""
+    """Find a service without work, usually because it gets no requests, as input of ``blame_ends_of_wait_chains``."""
     if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
         return NO_FINDING
     return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")

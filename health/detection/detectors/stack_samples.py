@@ -23,7 +23,7 @@ MIN_EQUAL_SAMPLES = 3
 
 
 def due_stack_samples(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Incarnation], float]:
-    """Return the gangs whose stacks are due for sampling, and the time (s) of the next sample (inf: none is due).
+    """Return the gangs whose stacks are due for sampling, and the time (s) of the next sample (inf if none is due).
 
     The caller collects the stacks and reports each sample, even a failed one, by ``HealthMonitor.on_stacks``.
     """

@@ -221,7 +221,7 @@ def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
     """Run a command and parse its output. Raises _Unreadable."""
-    from ..isolation import process  # imported late: most nodes have no dcgmi, and subprocess costs memory
+    from ..isolation import process  # imported late, because subprocess costs memory and most nodes have no dcgmi
 
     try:
         return parse(process.output(argv, timeout_s))

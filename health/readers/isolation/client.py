@@ -4,9 +4,9 @@ Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) th
 of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
 The supervisor and the readers inherit the caller's environment plus ``env``. The agent passes the name of its launch
-file (``RRL_LAUNCH``) in ``env``, by which processes that outlive the agent's step are found and ended. The supervisor
-and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They end with the
-caller, even if the caller is killed.
+file (``RRL_LAUNCH``) in ``env``. By this name, processes that outlive the agent's step are found and ended. The
+supervisor and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They
+end with the caller, even if the caller is killed.
 """
 
 from __future__ import annotations
