@@ -1,8 +1,8 @@
 """Check this node now and return its findings and their verdict, for ``rrl health check`` and for admission.
 
 Usually one sample of each reader suffices. If a check finds a failure without proof, its readers are read again until
-enough consecutive samples confirm the failure, or a sample does not show it. If the time is too short, the failure
-remains a WARN.
+enough consecutive samples confirm the failure, or until a sample does not show the failure. If the time is too short,
+the failure remains a WARN.
 """
 
 from __future__ import annotations

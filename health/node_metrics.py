@@ -1,7 +1,8 @@
 """Metrics of one check of a node, as a file of node_exporter's textfile collector.
 
 The exporter reads all files ``*.prom`` of a folder at each scrape. A file is replaced atomically, so that no scrape
-reads half of the file. Names, alerts and a dashboard: docs/hooks.md, docs/alerts.yml, docs/grafana-nodes.json.
+reads half of the file. The names are listed in docs/hooks.md, alerts are in docs/alerts.yml, and a dashboard is in
+docs/grafana-nodes.json.
 """
 
 from __future__ import annotations

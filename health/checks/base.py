@@ -76,7 +76,7 @@ class Check(Struct, frozen=True):
     run: CheckFunction
     """Function that evaluates the node state."""
     description: str
-    """What the check examines, in one line."""
+    """One line about what the check examines."""
     failure_description: str
     """Conditions for WARN and FAIL, and the action that follows."""
     threshold_source: str

@@ -34,8 +34,8 @@ _IGNORED_CODES = (
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""Prefixes of error codes that are ignored, because other checks report the fault in more detail (Xids) or it is
-harmless."""
+"""Prefixes of error codes that are ignored. Their faults are harmless, or other checks report them in more detail
+(Xids)."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"

@@ -35,7 +35,8 @@ def _host(state: NodeState) -> HostData:
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Fail the node if a mount does not answer.
 
-    One probe suffices if the mount has not answered several probes for ``mount_hung`` s while other mounts answer.
+    One run of the check suffices if the mount has not answered ``MOUNT_ATTEMPTS`` processes for ``mount_hung`` s while
+    other mounts answer.
     """
     probed = set()
     mounts = _host(state).mounts

@@ -76,7 +76,7 @@ def _disks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     back = _lines(state, "filesystem_back", rules.kernel.stall_window, now)
     for device, lines in _lines(state, "filesystem", rules.kernel.window, now).items():
-        if device.startswith(rules.kernel.quiet_devices):  # loop devices hold images of users
+        if device.startswith(rules.kernel.quiet_devices):  # loop devices contain users' images
             continue
         lost = next((line for line in lines if _LOST_WRITES.search(line.event.text)), None)
         shown = lost or lines[0]

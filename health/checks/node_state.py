@@ -224,7 +224,7 @@ class NodeState:
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
 
     def _of_known_gpus(self, data: DcgmData) -> DcgmData:
-        """Return DCGM's data without GPUs that neither NVML nor the driver lists."""
+        """Return DCGM's data about the GPUs that NVML or the driver lists."""
         nvml = self.last_data.get("nvml")
         known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
         known |= set(data.driver_gpus)
@@ -240,7 +240,7 @@ class NodeState:
         self.xids.set_uuids({gpu.pci: gpu.uuid for gpu in data.gpus if gpu.pci and gpu.uuid})
         for gpu in data.gpus:
             self._add_gpu(gpu, at)
-            if gpu.uuid and (gpu.serial or gpu.name):  # a lost GPU reports neither, so its earlier label is kept
+            if gpu.uuid and (gpu.serial or gpu.name):  # a lost GPU reports neither value, so its earlier label is kept
                 named = (
                     ("serial", gpu.serial),
                     ("vbios", gpu.vbios),

@@ -269,14 +269,14 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """Warn of the Xids to which no earlier rule applies.
 
-    The remedy is SUPPORT for the classes ``service`` and ``rest``. There is no remedy for class ``app``, because the
-    application is restarted anyway, and for resolved events of a fatal class.
+    The remedy is SUPPORT for the classes ``service`` and ``rest``. Class ``app`` has no remedy, because the application
+    is restarted anyway. Resolved events of a fatal class have no remedy.
     """
     if service := gpu.acting_events("service"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
     if rare := gpu.acting_events("rest"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", rare), component=gpu.name, at=rare[0][0].at)
-    # an older application error belongs to a program that ran here before us
+    # an older application error belongs to a program that ran here before this run
     if found := [(e, x) for e, x in gpu.acting_events("app") if not e.before_start]:
         hardware = any(x.fault in ("gpu", "link") for _, x in found)
         cause = Cause.GPU if hardware else Cause.USER

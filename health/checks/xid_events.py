@@ -162,7 +162,7 @@ class XidEvents:
         return self._uuids.get(gpu, gpu)
 
     def set_uuids(self, uuids: Mapping[str, str]) -> None:
-        """Store NVML's UUIDs by PCI address, and merge events of one GPU that were reported under either name."""
+        """Store NVML's UUIDs by PCI address, and merge events of one GPU that were reported by address and by UUID."""
         if not uuids.items() - self._uuids.items():
             return
         self._uuids.update(uuids)

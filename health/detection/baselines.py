@@ -45,7 +45,7 @@ class Throughput:
     """Throughput of one incarnation in the current round of comparison, and how many rounds in a row it was slow."""
 
     work: int = 0
-    """Units done in this round (tokens)."""
+    """Work done in this round, in tokens."""
     seconds: float = 0.0
     """Time (s) spent working in this round."""
     last_added_at: float | None = None
@@ -83,7 +83,7 @@ class ThroughputRounds:
             role: The role whose replicas are compared.
             incarnation: The rollout.
             throughput: Its throughput, updated here.
-            work: Units done since the last call.
+            work: Work done since the last call, in tokens.
             working: Whether it worked all the time since the last call.
             now: Manager's clock (s).
 

@@ -159,7 +159,7 @@ class HealthMonitor:
     ) -> None:  # fmt: skip
         """Record a heartbeat. If the message that announced its phase was lost, the phase begins now.
 
-        ``data_untaken``: for the store, whether it has data for the trainer and the trainer requests none.
+        ``data_untaken`` is reported by the store: whether it has data for the trainer and the trainer requests none.
         """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
@@ -229,7 +229,8 @@ class HealthMonitor:
     def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
         """Record a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
 
-        ``stack``: the stack of all members, with line numbers; None if their stacks differ, or if one is not known.
+        ``stack`` is the equal stack of all members, with line numbers. It is None if their stacks differ, or if one of
+        them is not known.
         """
         for view in self.replicas.values():
             if view.incarnation.gang == gang:
@@ -421,7 +422,8 @@ class HealthMonitor:
     def _update_storage_stalls(self, placed: ReplicaView | None = None) -> None:
         """Give each replica the storage stall of its gang's nodes.
 
-        Do nothing after a replica was ``placed`` on a node, if neither that node nor its gang has a stall.
+        ``placed`` is a replica that was just placed on a node. Do nothing if neither this node nor the replica's gang
+        has a stall.
         """
         none = StorageStall()
         if (

@@ -32,8 +32,8 @@ from ...core.types import (  # fmt: skip
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""Maximum time (s) between two loads without a gap. Nothing is known about a longer time. Agents send loads every 2
-s."""
+"""Maximum time (s) from one load to the next. A longer time is a gap, about which nothing is known. Agents send loads
+every 2 s."""
 IDLE_CPU_CORES = 0.05
 """Number of used CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01
 (measured); an idle engine of several processes uses 0.02 to 0.04."""
@@ -274,8 +274,8 @@ class RoleView:
     """What is known about a role, learned from all its replicas and shared by them."""
 
     answers_probes: bool = False
-    """True once a waiting replica has answered a probe, so that the waiting thread also answers probes. Otherwise a
-    missing answer proves nothing."""
+    """True once a waiting replica has answered a probe, which shows that the waiting thread also answers probes.
+    Otherwise a missing answer proves nothing."""
     probes_sent: int = 0
     """Number of probes sent to learn whether the role ``answers_probes`` (at most ``MAX_WAIT_PROBES``)."""
     slowest_load: float = 0.0
@@ -321,7 +321,7 @@ class ReplicaView:
     """Time since which the store's heartbeats report data that the trainer does not request; None if the newest
     heartbeat reports none."""
     worked_before: bool = False
-    """Whether the first report already showed progress, so that the first pass was under an earlier manager."""
+    """Whether the first report already showed progress, which was made under an earlier manager."""
     usual_duration: float | None = None
     """Usual duration (s) of this phase; None if unknown. It is fixed at ``last_change_at``, so that no running deadline
     moves."""

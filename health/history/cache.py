@@ -43,7 +43,7 @@ from .user_files import (
 VERSION = 4
 """Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
-"""Uids whose findings need no second witness. root can drain nodes anyway."""
+"""Uids whose findings need no second witness. Root can drain nodes anyway."""
 _HEAD_BYTES = 512
 """Number of bytes at the beginning of a file that identify it."""
 _BUSY_TIMEOUT_S = 30.0
@@ -61,7 +61,7 @@ CREATE INDEX by_time ON records (at);
 
 
 class Sources(Struct, frozen=True):
-    """Counts of the files and records that were read, and the reasons why others were not."""
+    """Counts of the files and records that were read, and the reasons why other files and records were not read."""
 
     files: int
     records: int

@@ -107,7 +107,7 @@ class RunHistory(Struct, frozen=True):
     run: str
     records: tuple[Record, ...]
     trusted: bool = False
-    """Whether root owns the run."""
+    """Whether root owns the records."""
 
     @property
     def of_node_checks(self) -> bool:

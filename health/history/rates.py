@@ -134,7 +134,7 @@ LEMON_WINDOW_S = 28 * DAY_S
 """Seconds of history that the lemon score uses (Meta: 28 days)."""
 LEMON_SCORE = 0.7
 UNLIKELY_PROBABILITY = 0.01
-"""A node's failures are a signal if so many failures on an average node have a probability below this value."""
+"""A node's failures are a signal if the probability of as many failures on an average node is below this value."""
 
 WEIGHTS = {
     "node_failures_alone": 0.30,

@@ -127,7 +127,7 @@ class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
 
 
 class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
-    """A replica failed (``incarnation`` names it), or a node (``incarnation`` is empty)."""
+    """A replica failed (``incarnation`` names it), or a node failed (``incarnation`` is empty)."""
 
     at: float
     node: str

@@ -88,7 +88,7 @@ class Rejections:
 
 
 def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
-    """Yield the folders that are owned by the user in their name, or by root.
+    """Yield the folders that belong to the user after whom they are named, or to root.
 
     Raises OSError if ``folder`` cannot be read.
     """

@@ -73,9 +73,9 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # drivers before 319 without ``PCI:``, drivers from 5xx on with pid=1234; of a MIG instance, open-gpu-kernel-modules
     # kernel_rc.c: ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)``
     ("xid", rb"NVRM: Xid \(" + _PCI + rb"[^)]*\): (?P<xid>\d+)(?:,.*?\bpid=(?P<pid>\d+))?"),
-    # the same without an Xid number, NVSentinel #155 and gpud #1209:
-    # ``NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: ...
-    # fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.``
+    # a GPU that fell off the bus, without an Xid number, NVSentinel #155 and gpud #1209: ``NVRM: The NVIDIA GPU
+    # 0000:b3:00.0\x0aNVRM: (PCI ID: ... fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has
+    # fallen off the bus.``
     ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
     # NVIDIA, Fabric Manager guide, appendix D: ``nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 ...``
     ("sxid", rb"(?P<device>nvidia-nvswitch\d+): SXid \(" + _PCI + rb"\): (?P<xid>\d+)"),

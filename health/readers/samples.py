@@ -110,9 +110,10 @@ class Gpu(Struct, frozen=True, kw_only=True):
     pcie_width_max: int | None = None
     nvlinks: tuple[NvLink, ...] | None = None
     fabric_state: str | None = None
-    """``not_supported``, ``not_started``, ``in_progress`` or ``completed``."""
+    """State of the registration with the NVLink fabric: ``not_supported``, ``not_started``, ``in_progress`` or
+    ``completed``."""
     fabric_status: str | None = None
-    """``success``, or NVML's error of the registration."""
+    """Result of this registration: ``success``, or NVML's error."""
     mig: bool | None = None
     """Whether the GPU is split into instances (MIG)."""
     unread: UnreadReasons = {}
@@ -163,7 +164,7 @@ class DcgmIncident(Struct, frozen=True):
     gpu: str
     """UUID of the GPU if known, else its index as text; empty if the incident does not concern a single GPU."""
     system: str
-    """``PCIe``, ``Memory`` ..., or the name of the test."""
+    """System that DCGM checked (``PCIe``, ``Memory`` ...), or the name of the failed test."""
     code: str
     """Error code DCGM_FR_* without its prefix, if known; else empty."""
     severity: Literal["warn", "fail"]
@@ -225,13 +226,13 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     device: str
     port: int
     state: str | None = None
-    """``ACTIVE``, ``DOWN``, ``INIT`` ..."""
+    """Logical state: ``ACTIVE``, ``DOWN``, ``INIT`` ..."""
     physical: str | None = None
     """Physical state: ``LinkUp``, ``Polling``, ``Disabled`` ..."""
     rate: float | None = None
     """Rate in Gbit/s."""
     link_layer: str = ""
-    """``InfiniBand`` or ``Ethernet``."""
+    """Link layer: ``InfiniBand`` or ``Ethernet``."""
     counters: dict[str, int] = {}
     """Values of the files in ``counters`` and ``hw_counters`` by file name, and ``carrier_changes`` of the port's
     network interface."""

@@ -53,7 +53,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
 def check_program(path: str, trusted: Collection[int]) -> None:
     """Raise NotTrusted unless only trusted users can replace the file and every folder on its path.
 
-    Group permissions are not checked: a site may let a group write to /usr/local.
+    Group permissions are not checked, because a site may let a group write to /usr/local.
     """
     for place in {os.path.abspath(path), os.path.realpath(path)}:
         while True:

@@ -328,7 +328,7 @@ def _lost_group(lost: Collection[Finding], context: CorrelationContext) -> set[N
 
 
 def _on_several_nodes(incarnations: Collection[Incarnation], context: CorrelationContext) -> bool:
-    """Return whether the workers span enough nodes and gangs to suggest a common cause rather than one node or gang."""
+    """Return whether the workers span enough nodes and gangs to suggest a shared cause rather than one node or gang."""
     nodes = {
         context.silent_workers[incarnation][0] for incarnation in incarnations if incarnation in context.silent_workers
     }

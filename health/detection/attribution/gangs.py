@@ -31,7 +31,7 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 
     The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
     dropped if the loads do not show this member, or if the gang has another FAIL finding. Each ``load_stalled`` finding
-    is replaced or dropped by itself. Of the ``phase_overdue`` findings of a gang, only the finding about the member
+    is replaced or dropped separately. Of the ``phase_overdue`` findings of a gang, only the finding about the member
     with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
@@ -87,18 +87,18 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     """Return the member that the others wait for; None if the loads of CPUs and GPUs do not show this member."""
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
-        return None  # a member is in another phase, and may be the one that is waited for
+        return None  # the others may wait for a member that is in another phase
     idle = [view for view in members if view.loads.idle_since is not None]
     suspects = [view for view in idle if view.incarnation in raw]
     if all(is_inactive(view) for view in members):
         if idle and len(idle) < len(members) and not suspects:
-            return None  # the spinning members wait for an idle one, whose own limit is longer
+            return None  # the spinning members wait for an idle member, which has a longer limit
         all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
         return _slowest(stalled, idle_first=True) if all_long else None
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):
-        return None  # a member works instead of waiting in a collective: the others wait for it
+        return None  # the others wait for the member that works instead of waiting in a collective
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)

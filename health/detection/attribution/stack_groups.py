@@ -16,7 +16,7 @@ from msgspec import Struct
 from ....core.types import Incarnation
 
 Dumps = Mapping[Incarnation, Mapping[int, str]]
-"""Incarnation → process id → py-spy's dump, or the substitute of :mod:`rrl.roles.agent.stack_dumps`."""
+"""Incarnation → process id → py-spy's dump or, if py-spy failed, the kernel's state of the process."""
 Stack = tuple[str, ...]
 """Frames as ``function (file:line)`` or ``function (file)``, innermost first."""
 

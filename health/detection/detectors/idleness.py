@@ -31,7 +31,7 @@ SPINNING_FACTOR = 1.5
 """Multiple of ``limits.idle`` for a spinning GPU, because some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0
 """Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
-worked before. A GPU that has never worked is no evidence: the work is done elsewhere."""
+worked before. A GPU that has never worked is no evidence, because the work is done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
 """Multiple of the limits for idling and spinning if half of a gang is idle. In a gang of two, one member may work while
 the other waits for it."""

@@ -12,8 +12,8 @@ from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline, silence_limit
 
 _SUSPEND_CHECK_TIMEOUT_S = 30.0
-"""Time (s) within which the cluster must report whether a silent node is suspended. After this time the node is
-repaired without the answer."""
+"""Time (s) within which the cluster must report whether a silent node is suspended. After this time the repair begins
+without the answer."""
 
 
 def node_down(view: NodeView, limits: Limits, now: float) -> Result:

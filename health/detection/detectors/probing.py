@@ -50,8 +50,8 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
     """Return the incarnations to probe now, in the order of their names.
 
     The caller sends the probes and reports each probe by ``HealthMonitor.on_probe_sent``. Only nodes with new
-    observations or with a due probe are evaluated: ``detect`` records the time of each node's next probe, and returns
-    no later time.
+    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe, and the time
+    that it returns is never later.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
@@ -236,7 +236,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
     load_since_probe = loads.latest_at is not None and loads.latest_at >= pending_since
     if is_polling(view) and load_since_probe and (loads.working or loads.cpu_bound):
         return pending_since + limits.probe * BUSY_ANSWER_FACTOR
-    if _idle_since_probe(view, pending_since):  # a waiting replica's role has answered before, so no first-pass grace
+    if _idle_since_probe(view, pending_since):  # no first-pass grace if it waits, because its role has answered
         return pending_since + limits.probe * (1.0 if view.first_pass and not is_polling(view) else IDLE_ANSWER_SHARE)
     if is_polling(view):
         return _answer_deadline_after_work(view, limits, pending_since)

@@ -24,7 +24,7 @@ from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
 HEALTH_INTERVAL_S = 60.0
-"""Seconds between two runs of ``dcgmi health``. They are rare, because starting a program is the most expensive
+"""Seconds between two runs of ``dcgmi health``. The runs are rare, because starting a program is the most expensive
 operation of a reader."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0

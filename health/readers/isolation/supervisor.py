@@ -338,7 +338,7 @@ def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # it has not opened anything yet
+        os.kill(pid, signal.SIGKILL)  # the child has not opened anything yet
         os.waitpid(pid, 0)
         raise
 

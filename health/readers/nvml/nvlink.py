@@ -7,9 +7,9 @@ from .names import SUCCESS, UNSUPPORTED_CODES
 from .session import QueryResults
 
 _LINK_COUNT = 91
-"""NVML_FI_DEV_NVLINK_LINK_COUNT."""
+"""Id of the field NVML_FI_DEV_NVLINK_LINK_COUNT."""
 _MAX_LINKS = 36
-"""NVML_NVLINK_MAX_LINKS of r575."""
+"""Maximum number of links of a GPU (NVML_NVLINK_MAX_LINKS of r575)."""
 _COUNTERS = (("replay", 161, 0), ("recovery", 162, 1), ("crc_flit", 163, 2), ("crc_data", 0, 3))
 """(field of NvLink, field id, counter id) of each error counter. The field id is one of
 NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC}, with the link as scope (Hopper and later). The counter id is one of

@@ -61,7 +61,7 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 class _Fabric(Structure):
-    """nvmlGpuFabricInfo_t of nvml.h.
+    """The struct nvmlGpuFabricInfo_t of nvml.h.
 
     The struct in nvidia-ml-py (12.560, 12.575, still in 13.580) has a different layout. It reads ``state`` from an
     offset beyond the field that the driver wrote, so a completed registration looks as if the GPU were not registered.
@@ -71,7 +71,7 @@ class _Fabric(Structure):
 
 
 class _FabricV2(Structure):
-    """nvmlGpuFabricInfo_v2_t of nvml.h."""
+    """The struct nvmlGpuFabricInfo_v2_t of nvml.h."""
 
     _fields_ = [("version", c_uint), *_Fabric._fields_, ("health", c_uint)]
 

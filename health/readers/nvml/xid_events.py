@@ -11,7 +11,7 @@ from .names import SESSION_OVER_CODES, SUCCESS, TIMEOUT, error_text
 from .session import SessionOver
 
 _XID_CRITICAL = 0x8
-"""nvmlEventTypeXidCriticalError."""
+"""Event type nvmlEventTypeXidCriticalError."""
 _WAIT_MS = 1
 """Milliseconds to wait for the next event."""
 _MAX_EVENTS = 256
