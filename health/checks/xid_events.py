@@ -115,7 +115,7 @@ class XidEvent:
     at: float
     """Time of the first report (s)."""
     text: str = ""
-    """Text of the newest report that has one."""
+    """Text of the newest report with a text."""
     text_at: float = 0.0
     """Time (s) of the report that contained ``text``."""
     last_reported_at: float = 0.0

@@ -235,8 +235,8 @@ SUSPEND_CHECK_HEARTBEATS = 4
 """Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured:
 immediately)."""
 FLAP_COUNT = 4
-"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or
-slurmctld causes one or two losses."""
+"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` at which a node counts as flapping. A restart of slurmd
+or slurmctld causes one or two losses."""
 FLAP_WINDOW_S = 600.0
 """Time (s) within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")

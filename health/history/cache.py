@@ -137,7 +137,7 @@ class HistoryCache:
         return Sources(files, records, skipped, rejections.lines())
 
     def _read_all(self, rejections: Rejections) -> Iterator[str]:
-        """Read all accepted files as far as their user's allowance permits, and yield their paths."""
+        """Read all accepted files within the allowances of their users, and yield their paths."""
         allowances: dict[int, Allowance] = defaultdict(Allowance)
         for folder in (user_folder for root in self._folders for user_folder in user_folders(root, rejections)):
             try:

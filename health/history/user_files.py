@@ -138,7 +138,7 @@ def open_checked(path: Path, folder: UserFolder, allowance: Allowance) -> tuple[
         if about.st_uid != folder.uid:
             raise RejectedFile(f"it belongs to {_names(about.st_uid)[0]}, not to {folder.user}")
         if about.st_size > MAX_FILE_BYTES:
-            raise RejectedFile(f"{about.st_size} bytes are more than any run writes ({MAX_FILE_BYTES})")
+            raise RejectedFile(f"{about.st_size} bytes are more than any run writes (at most {MAX_FILE_BYTES} bytes)")
         if _has_hole(fd, about.st_size):
             raise RejectedFile("it is a sparse file, which no run writes")
         allowance.admit(about.st_size)

@@ -161,7 +161,7 @@ def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
 
 
 def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
-    """Return serial numbers and versions from the evidence; of several values, the newest."""
+    """Return the newest value of each fact in the evidence: serial number, boot id, driver, VBIOS and UUID."""
     facts: dict[str, str] = {}
     for raised in findings:
         if raised.finding.component.startswith("GPU-"):

@@ -56,8 +56,8 @@ class Thread(Struct, frozen=True):
 
     id: str
     state: str
-    """py-spy's state: ``active``, ``idle`` (waits in the kernel), ``active+gil``, …; the state letter of /proc if
-    py-spy could not read the process."""
+    """State as py-spy names it, such as ``active``, ``active+gil`` or ``idle`` (waits in the kernel). If py-spy could
+    not read the process, the state letter of /proc."""
     frames: tuple[Frame, ...]
     """Frames, innermost first."""
     name: str = ""

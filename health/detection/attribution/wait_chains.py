@@ -172,8 +172,8 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If its phase declares a role to wait for, these are all replicas of this role; otherwise the single replica that it
-    reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
+    If its phase declares a role to wait for, all replicas of this role are returned, otherwise the single replica that
+    it reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
     reports the store.
     """
     role = view.declared.waits_for

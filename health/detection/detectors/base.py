@@ -59,7 +59,7 @@ def join_deadline(view: ReplicaView, limits: Limits) -> float:
 
 
 def expects_heartbeats(view: ReplicaView) -> bool:
-    """Return whether the incarnation should send heartbeats: it has not ended, left or been suspended."""
+    """Return whether the incarnation should send heartbeats, because it has not ended, left or been suspended."""
     return not view.ended and view.left_at is None and view.node_view.suspended_at is None
 
 
