@@ -17,7 +17,7 @@ _SHARED_FILESYSTEMS = (
 )  # fmt: skip
 """Prefixes of the names of shared file systems. If a shared file system is full, the node is not at fault."""
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
-"""Read-only image file systems, which are always full: nodes without a disk boot from them."""
+"""Read-only image file systems, from which nodes without a disk boot. They are always full."""
 _ROOT = 0
 _STORAGE_FUNCTION = re.compile(
     r"_*(nfs|rpc_|ll_|ptlrpc|cl_sync|jbd2|xfs|xlog|ext4|btrfs|mmfs|fuse|ceph|folio_wait|wait_on_page|io_schedule"

@@ -49,7 +49,7 @@ class Incident(Struct, frozen=True):
     owner: str
     """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """Cause; if infrastructure was at fault, the cause of the hardware evidence."""
+    """Cause of the failure or, if infrastructure was at fault, of the hardware evidence."""
     detector: str
     remedy: str
     runs: tuple[str, ...]

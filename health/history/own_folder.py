@@ -12,7 +12,7 @@ import pwd
 from pathlib import Path
 
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
-"""Modes of folders and files: everybody may read them, only the user may write."""
+"""Modes of folders and files: every user may read them, but only the owner may write."""
 
 
 def user_name() -> str:

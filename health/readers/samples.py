@@ -140,7 +140,7 @@ class NvmlData(Struct, frozen=True, tag="nvml"):
     granted: int = 0
     """Number of GPUs whose device files this process may open."""
     withheld: int = 0
-    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may not list
+    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may omit
     them."""
 
 

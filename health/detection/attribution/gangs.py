@@ -20,8 +20,9 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""Time (s) after which a member counts as inactive while other members have been inactive for long. DCGM's tensor core
-activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to spin."""
+"""Time (s) after which a member counts as inactive while other members have been inactive for a long time. DCGM's
+tensor core activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to
+spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang; one finding per gang is kept."""
 
@@ -121,7 +122,7 @@ def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> b
 
 
 def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> ReplicaView:
-    """Return the member with the least progress; of equal members, with the longest stall, then with the lowest rank.
+    """Return the member with the least progress; break ties by the longest stall, then by the lowest rank.
 
     With ``idle_first`` an idle member comes before a spinning one.
     """

@@ -33,15 +33,15 @@ from .base import SLOWEST_FACTOR, is_waiting
 from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
-"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle. Our choice:
-the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as large."""
+"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle. Our choice,
+since the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as large."""
 BUSY_DEADLINE_FACTOR = 6.0
 """Multiple of the deadline for a replica whose GPU (or CPU, without a GPU) works, so that it is slow and not hung."""
 FIRST_IDLE_SHARE = 0.25
 """Share of ``longest`` for which a replica may be idle in a phase without a known pass (15 min of 1 h)."""
 MIN_FIRST_IDLE_S = 900.0
-"""Minimum time (s) for which a replica may be idle in a phase without a known pass. Our choice: a start reads many
-files, and the first checkpoint may create a whole folder tree on busy storage."""
+"""Minimum time (s) for which a replica may be idle in a phase without a known pass. Our choice, since a start reads
+many files, and the first checkpoint may create a whole folder tree on busy storage."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""

@@ -35,7 +35,7 @@ BUSY_ANSWER_FACTOR = 10.0
 behind a long prefill. It also applies to a waiting replica whose CPU or GPU works, for example while it writes logs."""
 FIRST_PASS_SPINNING_FACTOR = 10.0
 """Multiple of ``limits.probe`` within which a spinning replica must answer in a first pass. Warm-up, graph capture and
-kernel tuning use tensor cores now and then, so they do not look like spinning for so long."""
+kernel tuning use tensor cores occasionally, so they do not look like spinning for so long."""
 RESEND_SHARE = 0.25
 """Share of ``limits.probe`` after which an unanswered probe is sent again: it may have been lost."""
 MAX_PROBE_INTERVAL_S = 120.0
@@ -192,7 +192,7 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
     due = _answer_deadline(view, limits, pending_since)
     if now < due:
         return None, due
-    if view.probe.heartbeats < MIN_HEARTBEATS:  # the probe may not have arrived
+    if view.probe.heartbeats < MIN_HEARTBEATS:  # the probe may have been lost
         return NO_FINDING
     idle = _idle_since_probe(view, pending_since)
     text = f"phase {view.phase}: it sends heartbeats but has not answered a probe within {due - pending_since:g} s"
@@ -205,8 +205,8 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
 def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Warn of a suspected replica that has not answered a probe successfully.
 
-    It is suspected because it has made no progress for long, because it reports progress while its GPU is idle, or
-    because a probe is unanswered. Lack of progress alone gives no warning in two cases. A replica without a probe
+    It is suspected because it has made no progress for a long time, because it reports progress while its GPU is idle,
+    or because a probe is unanswered. Lack of progress alone gives no warning in two cases. A replica without a probe
     handler has only the deadline of its phase. A replica in a phase that does not compute is probed without a warning.
     """
     probe_at = next_probe_at(view, limits)

@@ -63,7 +63,7 @@ def describe_exit(status: int) -> str:
 
 
 TERM_TIMEOUT_S = 3.0
-"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed at once, its server may wait for it."""
+"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed immediately, DCGM's server may wait for it."""
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:

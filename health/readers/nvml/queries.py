@@ -1,9 +1,9 @@
 """The queries of a GPU: the function or field of NVML for each value, and how often it is read.
 
 Each call goes to the driver, and on recent GPUs to a processor on the card, which is expensive. So values that must be
-known at once are queried at every read, and counters that the checks use over a minute or more are queried rarely. One
-call reads many field values. If a query has alternatives, the later alternatives are for drivers or GPUs that do not
-support the earlier alternatives.
+known immediately are queried at every read, and counters that the checks use over a minute or more are queried rarely.
+One call reads many field values. If a query has alternatives, the later alternatives are for drivers or GPUs that do
+not support the earlier alternatives.
 """
 
 from __future__ import annotations
