@@ -1,9 +1,9 @@
-"""What a node remembers between two checks of the site's hooks: when it last passed, which findings and drain stand.
+"""Memory of a node between two checks by the site's hooks: its last pass, its standing findings and its drain.
 
 The memory is one file in a folder of the node that is emptied at boot. With this memory a prolog need not repeat a
-check that an epilog has just made, and a standing finding is not recorded at each check. The HealthCheckProgram need
-not ask slurmctld whether the hooks have drained its node. Times are s of CLOCK_BOOTTIME, which no change of the date
-affects.
+check that an epilog has just made, a standing finding is not recorded at each check, and HealthCheckProgram need not
+ask slurmctld whether the hooks have drained its node. Times are seconds of CLOCK_BOOTTIME, because changes of the date
+do not affect this clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..core.types import NodeName
 from .history.check_records import Standing
 
 FOLDER_ENV = "RRL_HEALTH_STATE"
-"""Environment variable: the folder of the memory, instead of ``/run/rrl`` (root) or ``~/.cache/rrl`` (other users)."""
+"""Environment variable for the folder of the memory, instead of ``/run/rrl`` (root) or ``~/.cache/rrl`` (other
+users)."""
 ROOT_FOLDER = Path("/run/rrl")
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,23 +37,24 @@ class CheckMemory(Struct, frozen=True):
 
     boot_id: str
     passed_at: float | None = None
-    """Time of the newest full check, if it passed (OK or WARN); None after any check that did not pass."""
+    """Time (s) of the newest full check, if it passed (OK or WARN); None after any check that did not pass."""
     free_gpus: dict[str, float] = {}
-    """By index: GPUs that a check found free after their last job, with the time of that check."""
+    """GPUs that a check found free after their last job, by index, with the time (s) of that check."""
     occupied_gpus: tuple[str, ...] = ()
-    """By index: GPUs of jobs whose prolog or epilog found the node failing, until such a check finds them free."""
+    """Indices of GPUs of jobs whose prolog or epilog found the node failing, until a later check finds the GPUs
+    free."""
     standing: tuple[Standing, ...] | None = None
-    """Findings that are recorded in the history and have not cleared; None: unknown."""
+    """Findings that are recorded in the history and have not cleared; None if they are unknown."""
     drained: Literal["unknown", "no", "by hook"] = "unknown"
     """Whether a drain by the hooks stands, according to the last answer of slurmctld."""
 
     @property
     def gpus_to_be_freed(self) -> tuple[str, ...]:
-        """Return the GPUs that must be free before the hooks take back their drain: no job may use them until then."""
+        """Return the GPUs that must be free before the hooks take back their drain."""
         return self.occupied_gpus if self.drained == "by hook" else ()
 
     def is_fresh(self, gpus: Collection[str], max_age_s: float) -> bool:
-        """Return whether the node has passed a full check within ``max_age_s``, and these GPUs are free since then."""
+        """Return whether, within ``max_age_s``, the node passed a full check and these GPUs were found free."""
         now = boot_time()
         times = (self.passed_at, *(self.free_gpus.get(gpu) for gpu in gpus))
         return all(at is not None and 0.0 <= now - at <= max_age_s for at in times)
@@ -64,7 +66,7 @@ def boot_time() -> float:
 
 
 def memory_path(node: NodeName) -> Path:
-    """Return the file of a node's memory; it has the node's name because several nodes may share a home."""
+    """Return the file of a node's memory. The file names the node because several nodes may share a home folder."""
     if given := os.environ.get(FOLDER_ENV):
         folder = Path(given)
     elif os.geteuid() == 0:
@@ -75,7 +77,7 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the memory; an empty one if there is no file of this boot, or if another user may have written it."""
+    """Return the memory, or an empty one if there is no file of this boot or another user may have written it."""
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)
@@ -86,9 +88,9 @@ def read_memory(path: Path) -> CheckMemory:
 
 
 def update_memory(path: Path, change: Callable[[CheckMemory], CheckMemory]) -> None:
-    """Replace the memory by the result of ``change``; a lock puts hooks that run at the same time in sequence.
+    """Replace the memory by the result of ``change``, under a lock because several hooks may run at the same time.
 
-    Raises OSError if the file cannot be written, or another user may have written it.
+    Raises OSError if the file cannot be written, or if another user may have written it.
     """
     with _locked(path):
         memory = read_memory(path)
@@ -99,7 +101,7 @@ def update_memory(path: Path, change: Callable[[CheckMemory], CheckMemory]) -> N
 def take_if_fresh(path: Path, gpus: Collection[str], max_age_s: float) -> float | None:
     """Return the age (s) of the last full check if it is fresh for a job with these GPUs, else None.
 
-    In either case the GPUs no longer count as free: the job uses them. Raises OSError.
+    In either case the GPUs no longer count as free, because the job uses them. Raises OSError like `update_memory`.
     """
     ages: list[float] = []
 
@@ -123,7 +125,7 @@ def after_check(
         full: Whether all checks were made.
         gpus: GPUs that the check expected to be free: the GPUs of the job whose prolog or epilog made the check, or the
             GPUs that must be free before a drain is taken back.
-        freed: Whether the job has ended: if the check passed, its GPUs are free.
+        freed: Whether the job has ended, so that a passed check shows that its GPUs are free.
         at: Start of the check (s of CLOCK_BOOTTIME).
     """
     free = {gpu: then for gpu, then in memory.free_gpus.items() if gpu not in gpus}
@@ -150,7 +152,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_owner(folder: Path) -> None:
-    """Raise PermissionError if another user owns the folder or may write to it: the memory decides about checks."""
+    """Raise PermissionError if another user owns the folder or may write to it.
+
+    Whoever writes the memory can cause checks to be skipped.
+    """
     about = os.stat(folder)
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         raise PermissionError(0, f"{folder} belongs to another user, or others may write to it")

@@ -1,4 +1,4 @@
-"""Find out who drained a Slurm node: a run of rrl, a site hook of rrl, or somebody else.
+"""Find out whether a run of rrl, a site hook of rrl, or another party drained a Slurm node.
 
 Slurm stores only the reason of a drain, so rrl marks its own drains at the beginning of that text. Only this module
 writes and parses the mark; all other code uses :class:`DrainOwner`.
@@ -22,7 +22,7 @@ class DrainOwner(StrEnum):
     HOOK = "hook"
     """One of the site's hooks (prolog, epilog, HealthCheckProgram), through rrl's node check."""
     OTHER = "other"
-    """Somebody else; rrl never removes such a drain."""
+    """Another party; rrl never removes such a drain."""
 
 
 def drain_owner(reason: str) -> DrainOwner:

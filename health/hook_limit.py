@@ -1,8 +1,8 @@
-"""Limit how many nodes Slurm's hooks (prolog, epilog and HealthCheckProgram) may drain. Pure: runs no command.
+"""Limit how many nodes Slurm's hooks (prolog, epilog and HealthCheckProgram) may drain. The module runs no command.
 
-Slurm records the drains by hooks: such a drain is a node in state DRAIN whose reason begins with
+Slurm records the drains by hooks: a node drained by a hook is in state DRAIN, and its reason begins with
 :data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
-user can forge a drain by a hook, and a user can exhaust the limit only by making so many nodes fail their check.
+user can forge a drain by a hook, and a user can exhaust the limit only by making that many nodes fail their check.
 
 Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, and waits until
 Slurm's clock has passed the second of this drain. Then it ranks all drains by hooks in the order of (time, node name).

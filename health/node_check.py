@@ -1,8 +1,8 @@
 """Check this node now and return its findings and their verdict, for ``rrl health check`` and for admission.
 
 Usually one sample of each reader suffices. If a check finds a failure without proof, its readers are read again until
-enough consecutive samples confirm the failure, or a sample does not show it. If the time is too short, the failure
-remains a WARN.
+enough consecutive samples confirm the failure, or until a sample does not show the failure. If the time is too short,
+the failure remains a WARN.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RECHECK_INTERVAL_S = 1.0
 RATE_INTERVAL_S = 2.0
 """Seconds between the two samples from which the increases of counters are computed."""
 _REST_OF_HOST_S = 5.0
-"""Seconds of a check's time for starting the host reader's process and reading its other values. The rest of the time
-is for mounts that hang."""
+"""Seconds of a check's time for starting the host reader's process and reading everything except mounts. The rest of
+the time is for mounts that hang."""
 EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """Exit codes of ``rrl health check``, by verdict."""
 
@@ -60,7 +60,7 @@ def check_node(
         rates: Whether to read the node twice, so that increases of counters are noticed.
         options: Options of the readers.
         read: Function that reads the readers once.
-        state: State to which the samples are added; None: a new one.
+        state: State to which the samples are added; None for a new one.
 
     Raises:
         OSError: No process can be started for the readers.
@@ -96,8 +96,8 @@ def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
 def overall(findings: Collection[Finding]) -> Verdict:
     """Return the verdict on the node: the most severe of its findings.
 
-    UNKNOWN is returned only without a more severe finding, and only if a reader hung or failed, or could not read
-    something that the rules expect. Readers that are not installed or not permitted do not affect the verdict.
+    The verdict is UNKNOWN only if no finding is more severe, and a reader hung, failed, or could not read something
+    that the rules expect. Readers that are not installed or not permitted do not affect the verdict.
     """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)

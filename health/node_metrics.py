@@ -1,7 +1,8 @@
 """Metrics of one check of a node, as a file of node_exporter's textfile collector.
 
 The exporter reads all files ``*.prom`` of a folder at each scrape. A file is replaced atomically, so that no scrape
-sees half of it. Names, alerts and a dashboard: docs/hooks.md, docs/alerts.yml, docs/grafana-nodes.json.
+reads half of the file. The names are listed in docs/hooks.md, alerts are in docs/alerts.yml, and a dashboard is in
+docs/grafana-nodes.json.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from ..core.types import Finding, NodeName, Verdict
 from .checks.xid_events import XidEvent
 
 MAX_FINDING_SERIES = 200
-"""Maximum number of findings with a series each; the worst count first. A node has at most some dozens."""
+"""Maximum number of findings that get a series each; FAIL comes before WARN. A node has at most some dozens of
+findings."""
 FILE_MODE = 0o644
-"""Mode of the file: node_exporter runs as a user of its own."""
+"""Mode of the file, which node_exporter reads as another user."""
 
 
 class NodeCheckResult(Struct, frozen=True):
@@ -39,11 +41,11 @@ class NodeCheckResult(Struct, frozen=True):
     """Time of the end of the check (s since 1970)."""
     duration_s: float
     drained_by_hook: bool | None
-    """Whether a drain by the hooks stands; None: unknown."""
+    """Whether a drain by the hooks stands; None if that is unknown."""
 
 
 def metrics(result: NodeCheckResult) -> Iterator[Metric]:
-    """Yield the metrics of a check. Pure."""
+    """Yield the metrics of a check, without I/O."""
     node = result.node
     verdicts = GaugeMetricFamily("rrl_node_check_verdict", "1 for the verdict on the node, 0 for the other verdicts.",
                                  labels=("node", "verdict"))  # fmt: skip
@@ -70,15 +72,15 @@ def metrics(result: NodeCheckResult) -> Iterator[Metric]:
 def write_metrics(path: Path, result: NodeCheckResult) -> None:
     """Replace the file ``path`` by the metrics of a check. Raises OSError.
 
-    The folder may belong to the exporter's user, and this may be root: the temporary file is always a new one, so that
-    no link in the folder is followed.
+    The folder may belong to the exporter's user, while this process may run as root. So the temporary file is always
+    created anew, and no link in the folder is followed.
     """
     registry = CollectorRegistry()
     registry.register(_Fixed(list(metrics(result))))
     fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(fd, "wb") as file:
-            os.fchmod(fd, FILE_MODE)  # whatever the umask is, the exporter reads it
+            os.fchmod(fd, FILE_MODE)  # the exporter must be able to read the file under any umask
             file.write(generate_latest(registry))
         os.replace(temporary, path)
     except BaseException:

@@ -17,7 +17,8 @@ from .node_state import NodeState
 class Problem(Struct, frozen=True):
     """A fault that one run of a check found.
 
-    The text must not contain values that change from run to run: an unchanged situation must give an equal finding.
+    The text must not contain values that change from run to run, because an unchanged situation must give an equal
+    finding.
     """
 
     verdict: Verdict
@@ -75,7 +76,7 @@ class Check(Struct, frozen=True):
     run: CheckFunction
     """Function that evaluates the node state."""
     description: str
-    """What the check examines, in one line."""
+    """One line about what the check examines."""
     failure_description: str
     """Conditions for WARN and FAIL, and the action that follows."""
     threshold_source: str

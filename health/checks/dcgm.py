@@ -34,8 +34,8 @@ _IGNORED_CODES = (
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""Prefixes of error codes that are ignored, because other checks report the fault in more detail (Xids) or it is
-harmless."""
+"""Prefixes of error codes that are ignored. Their faults are harmless, or other checks report them in more detail
+(Xids)."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"
@@ -93,8 +93,7 @@ def _known(code: str) -> bool:
 def _unbridged(state: NodeState) -> set[str]:
     """Return the UUIDs and indices of the GPUs whose inactive NVLinks may simply be unconnected.
 
-    These are GPUs that need a bridge for their links (not :func:`.gpu_links.is_wired`), and none of whose links has
-    gone down.
+    The links of these GPUs need a bridge (:func:`.gpu_links.is_wired` is False), and none of the links has gone down.
     """
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()

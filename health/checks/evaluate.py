@@ -1,17 +1,19 @@
 """Run all node checks on a node's state and turn their results into findings.
 
-Pure: takes a `NodeState` and returns findings; hysteresis and earlier findings are stored in `NodeState.memo`.
+The module is pure: `evaluate` takes a `NodeState` and returns findings. Hysteresis and earlier findings are stored in
+`NodeState.memo`.
 
 A check gives one finding for each component with a problem. If there is no problem, it gives one finding for the whole
 check: OK, or UNKNOWN with the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several
-failing runs in a row (``rules.hysteresis``); until then the problem is reported as a WARN with this explanation. A
-missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding, including its times.
+failing runs in a row (``rules.hysteresis``); until then the problem is reported as a WARN that says how many failing
+runs the FAIL needs. A missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding,
+including its times.
 
 The check "readers" reports readers that hang or fail. It is in this module because every other check depends on its
 readers. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another process may hold
 the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts (``rules.readers.stall``) and a
-second observation shows that the driver hangs; without a second observation the check gives a warning. There are three
-such observations: DCGM's reader has been hung for the same time; a process is in state D inside the driver; or the
+second observation shows that the driver hangs; without a second observation the check gives a warning. Three
+observations count: DCGM's reader has been hung for the same time; a process is in state D inside the driver; or the
 kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail, because the
 cause is then the machine or its storage.
 
@@ -50,8 +52,8 @@ _FAILED_STATES = ("hung", "broken")
 def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
-    A reader should work in three cases: the rules require it; its state is hung or broken (its source then exists); or
-    it is NVML's reader and has returned data before.
+    A reader should work in three cases: the rules require it; its state is hung or broken, so that its source exists;
+    or it is NVML's reader and has returned data before.
     """
     gone = reader == "nvml" and reader in state.last_data
     return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
@@ -134,7 +136,7 @@ class CheckHysteresis:
     failures_in_row: int = 0
     non_failures_in_row: int = 0
     since: float = 0.0
-    """Time (s) at which the current problem began: the problem's own time, else the time of the first run that found
+    """Time (s) at which the current problem began: its own ``at`` or, without one, the time of the first run that found
     it."""
     failure: Problem | None = None
     """Problem with verdict FAIL that is confirmed and not cleared."""
@@ -195,7 +197,7 @@ def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list
     memo = state.memo
     if not isinstance(memo, _Memo) or memo.node != node:
         state.memo = memo = _Memo(rules, node)
-    elif memo.rules != rules:  # changed rules: run every check again, keep its hysteresis
+    elif memo.rules != rules:  # after a change of the rules, run every check again
         memo.rules, memo.last_counts = rules, {}
     found: list[Finding] = []
     for check in CHECKS:
@@ -254,7 +256,7 @@ def _run_check(check: Check, state: NodeState, memo: _Memo, now: float) -> Itera
         if (problem := standing.reported) is not None
     ]
     unknown = [result for result in results if isinstance(result, Unknown)]
-    # a problem without a component has the same key as UNKNOWN, and is worse
+    # a problem without a component replaces UNKNOWN, which has the same key
     if unknown and all(finding.component for finding in fresh):
         fresh.append(_unknown_finding(check, unknown, at, memo))
     elif not fresh:
@@ -312,7 +314,7 @@ def _failures_needed(problem: Problem, rules: Rules) -> int:
 
 
 def _unconfirmed(problem: Problem, rules: Rules) -> Problem:
-    text = (*problem.text, f"FAIL only after {_failures_needed(problem, rules)} times in a row")
+    text = (*problem.text, f"FAIL only after {_failures_needed(problem, rules)} failing runs in a row")
     return structs.replace(problem, verdict=Verdict.WARN, remedy=Remedy.NONE, text=text)
 
 
@@ -361,7 +363,7 @@ def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Me
     reasons = tuple(dict.fromkeys(unknown.reason for unknown in unknowns))
     if any(unknown.makes_node_unknown for unknown in unknowns):
         return _finding(check, memo, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
-    # the node has no such hardware, or this user may not read it, and the rules do not require it
+    # the rules do not require this hardware, which the node does not have or this user may not read
     why = structs.replace(_plain_problem("cannot be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
     return _finding(check, memo, Verdict.UNKNOWN, at, why, "")
 

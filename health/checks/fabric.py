@@ -136,7 +136,7 @@ CHECKS = (
         _FABRIC,
         _devices,
         "whether /dev/infiniband has the uverbs and umad devices that the kernel lists",
-        "one is missing: FAIL, exclude",
+        "a device is missing: FAIL, exclude",
         "NVSentinel",
     ),
     Check(

@@ -35,7 +35,7 @@ def for_each_gpu(
 ) -> Callable[..., Iterator[CheckResult]]:
     """Return a check function that runs ``check`` on every GPU that answers NVML.
 
-    For GPUs of which none of ``fields`` could be read, the check function yields an `Unknown` instead.
+    If none of ``fields`` of a GPU could be read, the check function yields an `Unknown` about this GPU instead.
     """
 
     def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -243,8 +243,8 @@ def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
     """Return whether this GPU must be free because a role is about to start.
 
-    A GPU in MIG mode need not be free, because jobs share it. On a node with such a GPU, Slurm's numbers denote MIG
-    instances, so GPU numbers are ignored there.
+    A GPU in MIG mode need not be free, because jobs share it. On a node with a GPU in MIG mode, Slurm's numbers denote
+    MIG instances, so GPU numbers are ignored.
     """
     if gpu.mig:
         return False
@@ -301,7 +301,7 @@ CHECKS = (
         _NVML,
         _lost,
         "whether each GPU answers the driver",
-        "a GPU does not: FAIL with the recovery action that the driver states, else reset or reboot (for Unknown"
+        "a GPU does not answer: FAIL with the recovery action that the driver states, else reset or reboot (for Unknown"
         " Error only after gpu.unknown_error samples in a row); Unknown Error on all GPUs at the same time: WARN,"
         " support (cause software)",
         "NVML",
@@ -320,7 +320,7 @@ CHECKS = (
         _NVML,
         for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"), _ecc_uncorrected),
         "uncorrectable ECC errors since the driver was loaded, and increases of their total over the GPU's lifetime",
-        "any: FAIL, reset the GPU",
+        "any such error: FAIL, reset the GPU",
         "gcm, DCGM",
     ),
     Check(

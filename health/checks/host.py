@@ -17,7 +17,7 @@ _SHARED_FILESYSTEMS = (
 )  # fmt: skip
 """Prefixes of the names of shared file systems. If a shared file system is full, the node is not at fault."""
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
-"""Read-only image file systems, which are always full: nodes without a disk boot from them."""
+"""Read-only image file systems, from which nodes without a disk boot. They are always full."""
 _ROOT = 0
 _STORAGE_FUNCTION = re.compile(
     r"_*(nfs|rpc_|ll_|ptlrpc|cl_sync|jbd2|xfs|xlog|ext4|btrfs|mmfs|fuse|ceph|folio_wait|wait_on_page|io_schedule"
@@ -33,7 +33,11 @@ def _host(state: NodeState) -> HostData:
 
 
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Fail the node if a mount does not answer; one probe suffices if it hangs for long while other mounts answer."""
+    """Fail the node if a mount does not answer.
+
+    One run of the check suffices if the mount has not answered ``MOUNT_ATTEMPTS`` processes for ``mount_hung`` s while
+    other mounts answer.
+    """
     probed = set()
     mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)

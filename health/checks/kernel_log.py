@@ -28,8 +28,8 @@ _UNCORRECTED = re.compile(
     r"uncorrect|context corrupt|unrecoverable|panic|event severity: recoverable|multi-bit ECC|Memory failure: 0x", re.I
 )
 """Words of uncorrected machine checks. ``recoverable`` is the firmware's term for an error that the hardware could not
-correct, and from which the kernel may recover (linux include/linux/cper.h). The kernel reports the loss of such a page
-by ``Memory failure`` (mm/memory-failure.c)."""
+correct, and from which the kernel may recover (linux include/linux/cper.h). The kernel reports the loss of a page of
+memory by ``Memory failure`` (mm/memory-failure.c)."""
 _UE = re.compile(r"\bUE\b")
 """Abbreviation of "uncorrected error" by EDAC and AMD's decoder: ``1 UE memory read error``,
 ``MC18_STATUS[-|UE|MiscV|...]``."""
@@ -47,7 +47,7 @@ _INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
 
 
 def _lines(state: NodeState, kind: str, window: float, now: float) -> dict[str, list[LogLine]]:
-    """Return the kernel messages of one kind from the last ``window`` s: by device, oldest first."""
+    """Return the kernel messages of one kind from the last ``window`` s, by device and with the oldest first."""
     found: dict[str, list[LogLine]] = {}
     for logged in state.log:
         if logged.event.kind == kind and logged.at > now - window:
@@ -76,7 +76,7 @@ def _disks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     back = _lines(state, "filesystem_back", rules.kernel.stall_window, now)
     for device, lines in _lines(state, "filesystem", rules.kernel.window, now).items():
-        if device.startswith(rules.kernel.quiet_devices):  # loop devices hold images of users
+        if device.startswith(rules.kernel.quiet_devices):  # loop devices contain users' images
             continue
         lost = next((line for line in lines if _LOST_WRITES.search(line.event.text)), None)
         shown = lost or lines[0]
@@ -168,7 +168,7 @@ CHECKS = (
           "kernel.flaps times on one InfiniBand port: FAIL, support; else: WARN", "gcm"),
     Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel reports as hung, and soft lockups, within"
           " kernel.hung_window",
-          "any: WARN (cause storage if the message shows that the task waits for storage, else node)", "ours"),
+          "any of them: WARN (cause storage if the message shows that the task waits for storage, else node)", "ours"),
     Check("oom", ("kernel", "host"), _memory, "processes that the kernel killed because memory ran out",
-          "any since monitoring began: WARN (cause user)", "ByteRobust", any_reader=True),
+          "any such process since monitoring began: WARN (cause user)", "ByteRobust", any_reader=True),
 )  # fmt: skip

@@ -36,7 +36,7 @@ _MISREAD_WINDOW_S = 300.0
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
 """Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
 _HISTORY_S = 7200.0
-"""Time (s) for which the history is kept: longer than the window of any rule except "within a day", which uses the
+"""Time (s) for which the history is kept. It exceeds the windows of all rules except "within a day"; such rules use the
 total increase."""
 
 
@@ -145,7 +145,7 @@ class NodeState:
         self.external_updates = 0
         """Number of events that are not samples: rrl's kills, ends of roles, and changes of ``expected_free``."""
         self.hung_since: dict[str, float] = {}
-        """By reader: time (s) since which all its samples have been hung."""
+        """Time (s) since which all samples of a reader have been hung, by reader."""
         self.started_at: float | None = None
         """Time of the first sample (s)."""
         self.counters: dict[tuple[str, str, str], CounterHistory] = {}
@@ -155,21 +155,22 @@ class NodeState:
         self.max_gpus = 0
         """Largest number of GPUs that NVML has listed."""
         self.hot_since: dict[str, float] = {}
-        """By GPU: time since which it has been at or above one of its temperature limits (s)."""
+        """Time (s) since which a GPU has been at or above one of its temperature limits, by GPU."""
         self.fabric_registering_since: dict[str, float] = {}
-        """By GPU: time since which its registration with the NVLink fabric has been incomplete (s)."""
+        """Time (s) since which a GPU's registration with the NVLink fabric has been incomplete, by GPU."""
         self.links_up: dict[str, set[int]] = {}
-        """By GPU: numbers of the NVLinks that were active at some time."""
+        """Numbers of the NVLinks that were active at some time, by GPU."""
         self.ports_up: set[str] = set()
         """Ports that were ACTIVE at some time."""
         self.max_port_rates: dict[str, float] = {}
-        """By port: the highest rate (Gbit/s) that it had."""
+        """Highest rate (Gbit/s) of a port so far, by port."""
         self.hcas: set[str] = set()
         """InfiniBand and RoCE devices that were present at some time."""
         self.boot_id = ""
         """The node's boot id."""
         self.gpu_labels: dict[str, str] = {}
-        """By GPU's UUID: one line with its model, serial number and versions, for administrators and the vendor."""
+        """One line with a GPU's model, serial number and versions for administrators and the vendor, by the GPU's
+        UUID."""
         self.own_uid: int | None = None
         """User id of the run's processes. If it is unknown (None), any process of a user other than root may belong to
         the run."""
@@ -180,7 +181,7 @@ class NodeState:
         self.expected_free: frozenset[str] = frozenset()
         """GPUs that must be free because a role is about to start; see `set_expected_free`."""
         self._tenants: dict[str, tuple[str, str]] = {}
-        """By GPU: role and incarnation that use it."""
+        """Role and incarnation that use a GPU, by GPU."""
         self._exporter_counts = False
         """Whether the last sample of DCGM contained the exporter's counts."""
         self._health_at: float | None = None
@@ -192,7 +193,7 @@ class NodeState:
     def add(self, reading: Reading) -> None:
         """Add a sample and update counters, events and hardware inventory from it."""
         name = reading.reader
-        # devices were present before: treat "absent" as a sample without devices
+        # if devices were present before, "absent" counts as a sample without devices
         if reading.state == "absent" and name == "fabric" and self.hcas:
             reading = Reading(name, reading.at, FabricData())
         if isinstance(reading.data, DcgmData):
@@ -223,7 +224,7 @@ class NodeState:
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
 
     def _of_known_gpus(self, data: DcgmData) -> DcgmData:
-        """Return DCGM's data without GPUs that neither NVML nor the driver lists."""
+        """Return DCGM's data about the GPUs that NVML or the driver lists."""
         nvml = self.last_data.get("nvml")
         known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
         known |= set(data.driver_gpus)
@@ -239,7 +240,7 @@ class NodeState:
         self.xids.set_uuids({gpu.pci: gpu.uuid for gpu in data.gpus if gpu.pci and gpu.uuid})
         for gpu in data.gpus:
             self._add_gpu(gpu, at)
-            if gpu.uuid and (gpu.serial or gpu.name):  # a lost GPU reports neither: keep its earlier label
+            if gpu.uuid and (gpu.serial or gpu.name):  # a lost GPU reports neither value, so its earlier label is kept
                 named = (
                     ("serial", gpu.serial),
                     ("vbios", gpu.vbios),
@@ -381,7 +382,7 @@ class HardwareInventory(Struct, frozen=True):
     hcas: tuple[str, ...] = ()
     ports_up: tuple[str, ...] = ()
     links_up: dict[str, tuple[int, ...]] = {}
-    """By GPU's UUID: numbers of the NVLinks that were active."""
+    """Numbers of the NVLinks that were active, by the GPU's UUID."""
 
 
 def hardware_inventory(state: NodeState, job: str = "") -> HardwareInventory:

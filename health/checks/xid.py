@@ -11,8 +11,9 @@ and the class of each Xid are in ``xids.csv``; this module contains the rules th
   classes count only if a role on the same GPU died at about the same time without being killed by rrl.
 - A reset may have cured an Xid that is older than the first sample. Such an Xid does not count if the driver's recovery
   action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
-- An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict the Xid (79: the GPU
-  answers; 154: the driver requires no action), the check waits for the next NVML sample, which decides.
+- An Xid that only the kernel log reports must name a GPU of this node. NVML can contradict an Xid 79 (the GPU answers)
+  and an Xid 154 (the driver requires no action). For these two Xids the check waits for the next NVML sample, which
+  decides.
 """
 
 from __future__ import annotations
@@ -268,14 +269,14 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """Warn of the Xids to which no earlier rule applies.
 
-    The remedy is SUPPORT for the classes ``service`` and ``rest``. There is no remedy for class ``app``, because the
-    application is restarted anyway, and for resolved events of a fatal class.
+    The remedy is SUPPORT for the classes ``service`` and ``rest``. Class ``app`` has no remedy, because the application
+    is restarted anyway. Resolved events of a fatal class have no remedy.
     """
     if service := gpu.acting_events("service"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
     if rare := gpu.acting_events("rest"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", rare), component=gpu.name, at=rare[0][0].at)
-    # an older application error belongs to a program that ran here before us
+    # an older application error belongs to a program that ran here before this run
     if found := [(e, x) for e, x in gpu.acting_events("app") if not e.before_start]:
         hardware = any(x.fault in ("gpu", "link") for _, x in found)
         cause = Cause.GPU if hardware else Cause.USER

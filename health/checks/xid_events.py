@@ -1,8 +1,8 @@
 """Xid events of one node, each counted once, and the catalogue of Xids.
 
 An Xid is an error code that NVIDIA's driver reports for a GPU. Reports come from the kernel log, NVML's events and
-DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s are one event, from whatever source. The
-kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID; NVML sometimes omits the name. Reports
+DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s are one event, whichever source they have.
+The kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID; NVML sometimes omits the name. Reports
 about one GPU are joined once its address and its UUID are known.
 
 ``xids.csv`` contains for each Xid its meaning, its class and the party at fault; :mod:`rrl.health.checks.xid` derives
@@ -50,7 +50,7 @@ class Xid(Struct, frozen=True):
     meaning: str
     kind: XidClass
     action: Remedy
-    """Remedy to apply at once. For class ``app`` the application restarts by itself."""
+    """Immediate remedy. For class ``app`` the application restarts by itself."""
     fault: str
     """Party at fault: ``gpu``, ``link``, ``application``, ``driver``, ``service``, ``sympathetic``, ``nobody`` or
     ``unknown``."""
@@ -110,12 +110,12 @@ class XidEvent:
     """One Xid on one GPU, from all reports of it within a burst."""
 
     gpu: str
-    """UUID of the GPU; its PCI address if no UUID is known; empty if no report names the GPU."""
+    """UUID of the GPU, or its PCI address if no UUID is known; empty if no report names the GPU."""
     code: int
     at: float
     """Time of the first report (s)."""
     text: str = ""
-    """Text of the newest report that has one."""
+    """Text of the newest report with a text."""
     text_at: float = 0.0
     """Time (s) of the report that contained ``text``."""
     last_reported_at: float = 0.0
@@ -162,7 +162,7 @@ class XidEvents:
         return self._uuids.get(gpu, gpu)
 
     def set_uuids(self, uuids: Mapping[str, str]) -> None:
-        """Store NVML's UUIDs by PCI address, and merge events of one GPU that were reported under either name."""
+        """Store NVML's UUIDs by PCI address, and merge events of one GPU that were reported by address and by UUID."""
         if not uuids.items() - self._uuids.items():
             return
         self._uuids.update(uuids)

@@ -45,7 +45,7 @@ class Throughput:
     """Throughput of one incarnation in the current round of comparison, and how many rounds in a row it was slow."""
 
     work: int = 0
-    """Units done in this round (tokens)."""
+    """Work done in this round, in tokens."""
     seconds: float = 0.0
     """Time (s) spent working in this round."""
     last_added_at: float | None = None
@@ -83,7 +83,7 @@ class ThroughputRounds:
             role: The role whose replicas are compared.
             incarnation: The rollout.
             throughput: Its throughput, updated here.
-            work: Units done since the last call.
+            work: Work done since the last call, in tokens.
             working: Whether it worked all the time since the last call.
             now: Manager's clock (s).
 
@@ -109,7 +109,7 @@ class ThroughputRounds:
     def on_pass(
         self, gang: Incarnation, incarnation: Incarnation, throughput: Throughput, seconds: float, now: float
     ) -> list[Incarnation]:
-        """Add a training pass of a gang's member; a round ends when a member completes its second pass.
+        """Add a training pass of a gang's member; the round ends when a member completes a second pass.
 
         Returns the incarnations that became stragglers or are no longer stragglers.
         """
@@ -168,7 +168,7 @@ def _compare_ranks(members: Mapping[Incarnation, tuple[Throughput, float]], now:
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    """Return the median of ``ordered`` (ascending) after one ``value`` is removed; of two middle values, the larger."""
+    """Return the upper median of the ascending list ``ordered`` after one ``value`` is removed."""
     middle = (len(ordered) - 1) // 2
     return ordered[middle + 1] if value <= ordered[middle] else ordered[middle]
 

@@ -33,7 +33,7 @@ class _Memo:
     """Heap of (time, node); the time is at or before the node's ``next_evaluation``. A heartbeat changes only
     ``next_evaluation``; the heap entry is corrected when it reaches the head."""
     queued: dict[NodeName, float] = field(default_factory=dict)
-    """Time of each node's valid entry in ``queue``; later entries of the node are obsolete."""
+    """Time of each node's valid entry in ``queue``; entries of the node with a later time are obsolete."""
     findings: list[Finding] = field(default_factory=list)
     """Result of the last call."""
 

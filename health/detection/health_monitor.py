@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that never were the incarnation, or whose incarnation was fenced."""
+"""Exit reasons of steps that were never admitted as their incarnation, or whose incarnation was fenced."""
 
 
 class HealthMonitor:
@@ -35,7 +35,7 @@ class HealthMonitor:
         self.probes_due: dict[NodeName, float] = {}
         """Time of the next probe on each node (``probing.due_probes``); written by ``detect``."""
         self.memo: object = None
-        """Results that ``detect`` keeps for its next call; private to it."""
+        """Results that ``detect`` keeps for its next call; no other code uses them."""
         self._progress = ProgressTracker(self.replicas, self.dirty)
         self._removed: dict[ReplicaId, int] = {}
         """Highest incarnation number removed, by replica."""
@@ -83,7 +83,7 @@ class HealthMonitor:
             view.standby, view.join_timeout_s = standby, join_timeout_s
 
     def restore_passed_phases(self, incarnation: Incarnation, passed: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass."""
+        """Mark phases that the incarnation completed under an earlier manager, so that their first pass is over."""
         if view := self._view_of(incarnation):
             self._progress.restore_passed_phases(view, passed)
 
@@ -159,7 +159,7 @@ class HealthMonitor:
     ) -> None:  # fmt: skip
         """Record a heartbeat. If the message that announced its phase was lost, the phase begins now.
 
-        ``data_untaken``: for the store, whether it has data for the trainer and the trainer requests none.
+        ``data_untaken`` is reported by the store: whether it has data for the trainer and the trainer requests none.
         """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
@@ -172,7 +172,7 @@ class HealthMonitor:
             if view.phase != phase:
                 self._progress.begin_phase(view, phase, now)
             elif view.waits_for is None and waits_for is not None and view.declared.waits_for is None:
-                view.start_observed = False  # part of this time belongs to another replica: it is not a usual duration
+                view.start_observed = False  # another replica caused part of this time, so it is not a usual duration
             set_blocked_by(view, waits_for, now)
             if not data_untaken:
                 view.data_untaken_since = None
@@ -199,14 +199,14 @@ class HealthMonitor:
         Args:
             incarnation: The incarnation whose processes were measured.
             cpu: CPU cores in use.
-            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None if it cannot be measured.
             now: Manager's clock (s).
-            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None if it cannot be measured.
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if view := self._view_of(incarnation):
-            # After the first pass the incarnation's own tensor cores must have been observed at work: some GPUs do not
-            # report them and read 0.
+            # After the first pass the incarnation's own tensor cores must have been observed at work, because some GPUs
+            # do not report them and always read 0.
             needs_tensor_cores = view.role.uses_tensor_cores and view.first_pass
             view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores, stopped)
             view.role.uses_tensor_cores = view.role.uses_tensor_cores or view.loads.uses_tensor_cores
@@ -229,7 +229,8 @@ class HealthMonitor:
     def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
         """Record a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
 
-        ``stack``: the stack of all members, with line numbers; None if their stacks differ, or if one is not known.
+        ``stack`` is the equal stack of all members, with line numbers. It is None if their stacks differ, or if one of
+        them is not known.
         """
         for view in self.replicas.values():
             if view.incarnation.gang == gang:
@@ -312,7 +313,8 @@ class HealthMonitor:
 
         Args:
             node: The node.
-            state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` alone means neither healthy nor failed.
+            state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` is evidence neither of health nor of
+                failure.
             detail: The cluster's reason, a text for people.
             now: Manager's clock (s).
             isolated: Whether most other nodes kept their state. Only then does the loss of the state ``up`` count as a
@@ -420,7 +422,8 @@ class HealthMonitor:
     def _update_storage_stalls(self, placed: ReplicaView | None = None) -> None:
         """Give each replica the storage stall of its gang's nodes.
 
-        Do nothing after a replica was ``placed`` on a node, if neither that node nor its gang has a stall.
+        ``placed`` is a replica that was just placed on a node. Do nothing if neither this node nor the replica's gang
+        has a stall.
         """
         none = StorageStall()
         if (

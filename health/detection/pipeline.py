@@ -4,8 +4,8 @@
 stalled gang, keep the finding about the member that the others wait for. 3. ``blame_trainer_for_untaken_data``: blame a
 trainer that seems to wait although the store has data for it. 4. ``blame_ends_of_wait_chains``: replace findings about
 waiting replicas by one finding about the awaited replica. 5. ``suppress_on_failed_nodes``: drop findings about the
-replicas of a node that failed itself. 6. ``await_stacks``: downgrade a hang until its stacks are collected, then add
-them as evidence. 7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's
+replicas of failed nodes. 6. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as
+evidence. 7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's
 ``[health]``. 8. ``correlate``: downgrade findings that many nodes or replicas have at the same time.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 5 over the findings of the manager's detectors. These stages
@@ -37,9 +37,9 @@ from .detectors.base import Result
 from .health_monitor import HealthMonitor
 
 TERMINAL_DETECTORS = frozenset({"exit_record", "step_gone", "node_down"})
-"""Detectors that prove the end of a process or node: no setting of the job can turn such a finding off."""
+"""Detectors that prove the end of a process or node. No setting of the job can turn off their findings."""
 NON_NODE_CAUSES = frozenset({Cause.USER, Cause.SOFTWARE, Cause.PROCESS, Cause.HANG})
-"""Causes that do not blame the node. A FAIL about a node with such a cause is downgraded to WARN."""
+"""Causes that do not blame the node. A FAIL about a node with one of these causes is downgraded to WARN."""
 
 View = TypeVar("View")
 
@@ -70,7 +70,7 @@ class PublicationContext(Struct, frozen=True):
     correlation: CorrelationState = CorrelationState()
     """State of :func:`correlate` after the previous publication."""
     next_check: float = inf
-    """Time (s) at which the result may change without new findings (inf: never)."""
+    """Time (s) at which the result may change without new findings (inf if never)."""
 
 
 Published = tuple[list[Finding], PublicationContext]
@@ -126,7 +126,7 @@ def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
 def await_stacks(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Downgrade a FAIL without proof while the stacks of its hang are being collected, then add the stacks as evidence.
 
-    A restart ends the processes, and then their stacks could no longer be collected.
+    A restart ends the processes, after which their stacks cannot be collected.
     """
     published = list[Finding]()
     for finding in findings:
@@ -161,7 +161,7 @@ def _proves_end(finding: Finding) -> bool:
 
 
 def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
-    """Return a FAIL that must have no consequence as a WARN, any other finding unchanged."""
+    """Return a FAIL that must have no consequence as a WARN, and any other finding unchanged."""
     if finding.verdict is not Verdict.FAIL or _proves_end(finding):
         return finding
     if finding.node is not None and finding.cause in NON_NODE_CAUSES:
@@ -178,7 +178,7 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
 
 
 def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
-    """Hold back findings that many nodes or replicas have at the same time; add one about their shared cause.
+    """Hold back findings that many nodes or replicas have at the same time, and add a finding about their shared cause.
 
     This is the last stage because it compares the findings that would have consequences. It keeps a state between
     publications.

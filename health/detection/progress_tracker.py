@@ -38,7 +38,7 @@ class ProgressTracker:
         self._roles: dict[str, RoleView] = {}
 
     def set_limits(self, limits: Limits) -> None:
-        """Use the phases that this job declares, also for replicas that are in such a phase now."""
+        """Use the phases that this job declares, also for replicas that are in one of them now."""
         self._limits = limits
         for view in self._replicas.values():
             if view.phase is not None:
@@ -119,8 +119,8 @@ class ProgressTracker:
         view.done_changed_at = now
         view.stacks.reset()
         view.heartbeats = 0
-        # A replica whose GPU idles may report false progress: still probe it. But a probe of its first pass has no
-        # deadline while the replica compiles, and must not be overdue the moment that this pass is over.
+        # A replica with an idle GPU may report false progress, so its open probe is kept. A probe of a first pass is
+        # dropped: it has no deadline while the replica compiles, and would be overdue as soon as this pass is over.
         if first_pass or view.loads.gpu_idle_since is None:
             view.probe.reset()
 

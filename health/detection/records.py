@@ -32,7 +32,8 @@ from ...core.types import (  # fmt: skip
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""Maximum time (s) between two continuous loads. Nothing is known about a longer gap. Agents send loads every 2 s."""
+"""Maximum time (s) from one load to the next. A longer time is a gap, about which nothing is known. Agents send loads
+every 2 s."""
 IDLE_CPU_CORES = 0.05
 """Number of used CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01
 (measured); an idle engine of several processes uses 0.02 to 0.04."""
@@ -42,8 +43,8 @@ HOST_WORK_CPU_CORES = 0.5
 """Number of used CPU cores from which a replica with an idle GPU counts as working on its CPU (evaluation, advantages,
 batch preparation)."""
 SPIN_GPU_SHARE = 0.9
-"""A GPU may be spinning if a kernel ran for at least this share of the time: an NCCL kernel that waits for a peer does
-not return."""
+"""A GPU may be spinning if a kernel ran for at least this share of the time, because an NCCL kernel that waits for a
+peer does not return."""
 SPIN_TENSOR_SHARE = 0.01
 """Tensor cores count as idle if they worked for less than this share of the time."""
 
@@ -62,8 +63,8 @@ class LoadHistory:
     idle_loads: int = 0
     """Number of consecutive idle loads."""
     gpu_idle_since: float | None = None
-    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens reported later are
-    doubtful."""
+    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens that are reported after this
+    time are doubtful."""
     spinning_since: float | None = None
     """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
@@ -95,9 +96,9 @@ class LoadHistory:
 
         Args:
             cpu: CPU cores in use.
-            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None if it cannot be measured.
             now: Manager's clock (s).
-            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None if it cannot be measured.
             needs_tensor_cores: Whether the role's work is known to use tensor cores. If so, idle tensor cores are
                 evidence even before this incarnation has used them.
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
@@ -212,9 +213,9 @@ class StackSamples:
     """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
     known."""
     since: float = 0.0
-    """Time of the first of the equal samples."""
+    """Time (s) of the first of the equal samples."""
     latest_at: float = -inf
-    """Time of the newest sample; -inf: there is none."""
+    """Time (s) of the newest sample; -inf if there is none."""
     count: int = 0
     """Number of equal samples."""
 
@@ -234,8 +235,8 @@ SUSPEND_CHECK_HEARTBEATS = 4
 """Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured:
 immediately)."""
 FLAP_COUNT = 4
-"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or
-slurmctld causes one or two losses."""
+"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` at which a node counts as flapping. A restart of slurmd
+or slurmctld causes one or two losses."""
 FLAP_WINDOW_S = 600.0
 """Time (s) within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")
@@ -247,7 +248,7 @@ class StorageStall(Struct, frozen=True):
     stalled: bool = False
     """Whether storage stalls now, according to a current finding."""
     ended_at: float = -inf
-    """Time (s) at which the newest stall ended; -inf: there was none."""
+    """Time (s) at which the newest stall ended; -inf if there was none."""
 
 
 _NO_STALL = StorageStall()
@@ -273,8 +274,8 @@ class RoleView:
     """What is known about a role, learned from all its replicas and shared by them."""
 
     answers_probes: bool = False
-    """True once a waiting replica has answered a probe, so that the waiting thread also answers probes. Otherwise a
-    missing answer proves nothing."""
+    """True once a waiting replica has answered a probe, which shows that the waiting thread also answers probes.
+    Otherwise a missing answer proves nothing."""
     probes_sent: int = 0
     """Number of probes sent to learn whether the role ``answers_probes`` (at most ``MAX_WAIT_PROBES``)."""
     slowest_load: float = 0.0
@@ -282,7 +283,7 @@ class RoleView:
     uses_tensor_cores: bool = False
     """Whether tensor cores of any replica of the role have worked, so that the role's work needs them."""
     newest_load_began: float = -inf
-    """Start (s) of the newest completed pass of such a phase."""
+    """Start (s) of the newest completed pass of a phase in which weights are loaded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -298,9 +299,9 @@ class ReplicaView:
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
     standby: Incarnation | None = None
-    """Standby process that was promoted to this incarnation and has not sent a Hello under its new name."""
+    """Standby process that was promoted to this incarnation and has not sent a Hello as the incarnation."""
     join_timeout_s: float = 0.0
-    """Time (s) within which the promoted standby process must send this Hello."""
+    """Time (s) within which the promoted standby process must send its first Hello as the incarnation."""
     phase: str | None = None
     declared: Phase = _NO_PHASE
     """Traits of ``phase`` in this job."""
@@ -318,9 +319,9 @@ class ReplicaView:
     """Time since which ``waits_for`` has named a replica."""
     data_untaken_since: float | None = None
     """Time since which the store's heartbeats report data that the trainer does not request; None if the newest
-    heartbeat does not."""
+    heartbeat reports none."""
     worked_before: bool = False
-    """Whether the first report already showed progress, so that the first pass was under an earlier manager."""
+    """Whether the first report already showed progress, which was made under an earlier manager."""
     usual_duration: float | None = None
     """Usual duration (s) of this phase; None if unknown. It is fixed at ``last_change_at``, so that no running deadline
     moves."""
@@ -328,7 +329,7 @@ class ReplicaView:
     """Longest (s) of the durations from which ``usual_duration`` is computed."""
     longest_pass: float | None = None
     """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
-    is known. Fixed like ``usual_duration``."""
+    is known. It is fixed like ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
     """Phases that this incarnation has completed once. The extra time of a first pass no longer applies to them."""
     start_observed: bool = False
@@ -447,7 +448,7 @@ class NodeView:
         return [*self.residents.values(), *([self.agent] if self.agent else [])]
 
     def forget_departed(self) -> None:
-        """Drop departed incarnations: their silence is no longer evidence that the node is silent."""
+        """Drop departed incarnations, whose silence is no longer evidence that the node is silent."""
         self.departed.clear()
         self.former_agent = None
 

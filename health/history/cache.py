@@ -43,13 +43,14 @@ from .user_files import (
 VERSION = 4
 """Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
-"""Uids whose findings need no second witness. root can drain nodes anyway."""
+"""Uids whose findings need no second witness. Root can drain nodes anyway."""
 _HEAD_BYTES = 512
 """Number of bytes at the beginning of a file that identify it."""
 _BUSY_TIMEOUT_S = 30.0
 """Seconds to wait for another report that uses the same cache."""
 _EXPOSURE_KINDS = ("run_started", "node_checks", "node_acquired", "node_released", "run_ended", "records_lost")
-"""Kinds of records that determine how long nodes were held, and by what. Old records of these kinds are read too."""
+"""Kinds of records that determine for how long nodes were held, and by which run. Old records of these kinds are read
+too."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
@@ -60,7 +61,7 @@ CREATE INDEX by_time ON records (at);
 
 
 class Sources(Struct, frozen=True):
-    """Counts of the files and records that were read, and the reasons why others were not."""
+    """Counts of the files and records that were read, and the reasons why other files and records were not read."""
 
     files: int
     records: int
@@ -125,7 +126,7 @@ class HistoryCache:
 
     def _refresh(self) -> Sources:
         rejections = Rejections()
-        with self._db:  # one transaction: of two concurrent reports, the second finds nothing left to do
+        with self._db:  # one transaction, so that the second of two concurrent reports finds nothing left to do
             self._db.execute("BEGIN IMMEDIATE")
             read_paths = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
@@ -136,7 +137,7 @@ class HistoryCache:
         return Sources(files, records, skipped, rejections.lines())
 
     def _read_all(self, rejections: Rejections) -> Iterator[str]:
-        """Read all accepted files as far as their user's allowance permits, and yield their paths."""
+        """Read all accepted files within the allowances of their users, and yield their paths."""
         allowances: dict[int, Allowance] = defaultdict(Allowance)
         for folder in (user_folder for root in self._folders for user_folder in user_folders(root, rejections)):
             try:
@@ -207,14 +208,14 @@ class HistoryCache:
 
 
 def cache_path(folders: Sequence[Path]) -> Path:
-    """Return ``~/.cache/rrl/history-<hash of the folders>.sqlite``, or the same in ``$XDG_CACHE_HOME``."""
+    """Return ``rrl/history-<hash of the folders>.sqlite`` in ``$XDG_CACHE_HOME``, which is ``~/.cache`` by default."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     mark = hashlib.sha256("\n".join(sorted(str(folder.absolute()) for folder in folders)).encode()).hexdigest()[:12]
     return Path(root).expanduser() / "rrl" / f"history-{mark}.sqlite"
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the cache; if that fails, create an empty one, in memory if need be."""
+    """Open the cache; if that fails, create an empty one, in memory if no file can be created."""
     with contextlib.suppress(OSError, sqlite3.Error):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(sqlite3.Error):

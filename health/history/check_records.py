@@ -1,9 +1,9 @@
 """Records of a node's own checks (``rrl health check --record``), which need no run.
 
-``<history>/<user>/health-check.<node>.<month>.jsonl`` is one file per node and month: its number is the month (202611),
-so that old files can be removed. A prolog, an epilog and the HealthCheckProgram of one node append to it; a line is
-written only when a finding appears, changes or clears, and for a standing finding each :data:`REPEAT_INTERVAL_S`. A
-node without findings has no file. The records count as the node's own only if root owns the file.
+``<history>/<user>/health-check.<node>.<month>.jsonl`` is one file per node and month (such as 202611), so that old
+files can be removed. A prolog, an epilog and the HealthCheckProgram of one node append to it; a line is written only
+when a finding appears, changes or clears, and for a standing finding each :data:`REPEAT_INTERVAL_S`. A node without
+findings has no file. The records count as the node's own only if root owns the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Standing(Struct, frozen=True):
 def record_findings(
     history: Path, node: NodeName, findings: Sequence[Finding], standing: Sequence[Standing] | None, at: float
 ) -> tuple[Standing, ...]:
-    """Append what has changed to the node's file in ``history``, and return the standing findings.
+    """Append the changes of findings to the node's file in ``history``, and return the standing findings.
 
     Blocks for as long as the storage does not answer. The storage is not touched if nothing has changed.
 
@@ -64,7 +64,8 @@ def record_findings(
         history: Folder of the site's history.
         node: Name of this node.
         findings: All findings of a check, with times in s since 1970.
-        standing: Standing findings after the last record; None if they are unknown: they are read from the history.
+        standing: Standing findings after the last record; None if they are unknown, so that they are read from the
+            history.
         at: Time of the check (s since 1970).
 
     Raises:
@@ -81,7 +82,7 @@ def record_findings(
 def changes(
     standing: Sequence[Standing], findings: Sequence[Finding], node: NodeName, at: float
 ) -> tuple[list[FindingRecord], tuple[Standing, ...]]:
-    """Return the records of a check's ``findings``, and the findings that stand after it. Pure.
+    """Return the records of a check's ``findings``, and the findings that stand after the check.
 
     A standing finding clears if its check was made, reports nothing as unknown, and does not find it again.
     """

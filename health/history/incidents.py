@@ -1,8 +1,8 @@
-"""Derive incidents from the records of all runs: what failed where, who was at fault, and the cost. Pure; times in s.
+"""Derive incidents from the records of all runs: what failed where, who was at fault, and the cost.
 
 Rule of fault (Meta, docs/sources.md): *infrastructure* is at fault if the cluster lost the node, or if hardware
 evidence against the node existed in the 10 min before or the 5 min after the failure. Otherwise the user or the
-software is at fault. The symptom, such as an NCCL timeout, does not matter.
+software is at fault. The symptom, such as an NCCL timeout, does not matter. The module is pure. Times are in s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Incident(Struct, frozen=True):
     owner: str
     """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """Cause; if infrastructure was at fault, the cause of the hardware evidence."""
+    """Cause of the failure or, if infrastructure was at fault, of the hardware evidence."""
     detector: str
     remedy: str
     runs: tuple[str, ...]
@@ -64,15 +64,15 @@ class Incident(Struct, frozen=True):
     """Other nodes with the same cause within 10 min, which suggests the fabric or storage."""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
-    """Users whose records suffice to show that infrastructure was at fault: they contain both failure and hardware
-    evidence, or the loss of the node. If the failure and the evidence come from different users, neither user is a
-    witness."""
+    """Users whose records suffice to show that infrastructure was at fault. Their records contain both the failure and
+    hardware evidence, or the loss of the node. If the failure and the evidence come from different users, neither user
+    is a witness."""
     trusted: bool = False
     """Whether one of the witnesses is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
-    """A finding against a node, with the times (s) at which it was raised and cleared (inf: never)."""
+    """A finding against a node, with the times (s) at which it was raised and cleared (inf if it never cleared)."""
 
     at: float
     until: float
@@ -89,7 +89,8 @@ class RaisedFinding(Struct, frozen=True):
     def critical(self) -> bool:
         """Return whether the finding is evidence against the node.
 
-        A finding that was held back because most nodes have it does not count: the driver or a rule is wrong.
+        A finding that was held back because most nodes have it does not count, because then the driver or a rule is
+        wrong.
         """
         flags = self.finding.flags
         observed = Flag.OBSERVED in flags
@@ -106,7 +107,7 @@ class RunHistory(Struct, frozen=True):
     run: str
     records: tuple[Record, ...]
     trusted: bool = False
-    """Whether root owns the run."""
+    """Whether root owns the records."""
 
     @property
     def of_node_checks(self) -> bool:

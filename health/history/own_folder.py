@@ -12,7 +12,7 @@ import pwd
 from pathlib import Path
 
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
-"""Modes of folders and files: everybody may read them, only the user may write."""
+"""Modes of folders and files: every user may read them, but only the owner may write."""
 
 
 def user_name() -> str:
@@ -26,7 +26,7 @@ def user_name() -> str:
 def create_file(history: Path, name: str) -> int:
     """Create the file ``name`` in the user's folder, and return a descriptor that appends to it.
 
-    Raises OSError if there is such a file, or it cannot be created.
+    Raises OSError if the file exists, or if it cannot be created.
     """
     return _open_file(history, name, os.O_WRONLY | os.O_EXCL)
 
@@ -54,7 +54,7 @@ def _open_file(history: Path, name: str, flags: int) -> int:
 def _open_folder(path: Path) -> int:
     """Create the user's folder unless it exists, and return its descriptor.
 
-    Administrators create the history folder itself: it may be a mount that is missing at the moment.
+    The history folder itself is not created, because it may be a mount that is missing at the moment.
     """
     made = False
     with contextlib.suppress(FileExistsError):
@@ -63,7 +63,7 @@ def _open_folder(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
-            if made:  # the storage gives root's files to another user (NFS: root_squash): a report would refuse them
+            if made:  # the storage gives root's files to another user (NFS: root_squash), so a report would refuse them
                 path.rmdir()
                 raise PermissionError(0, f"{path.parent}: the storage does not let {path.name} own a folder there")
             raise PermissionError(0, f"{path} belongs to another user")

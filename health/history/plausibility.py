@@ -1,7 +1,8 @@
-"""Remove implausible or excess records before a report uses them. Pure; times in s since 1970.
+"""Remove implausible or excess records before a report uses them.
 
 Users can write anything into their own history. These rules only remove records that contradict the clock, the run
-itself or the hardware. A plausible record is not necessarily true (:mod:`rrl.health.report.corroboration`).
+itself or the hardware. A plausible record is not necessarily true (:mod:`rrl.health.report.corroboration`). The module
+is pure. Times are in s since 1970.
 """
 
 from __future__ import annotations

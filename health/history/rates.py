@@ -1,19 +1,19 @@
-"""Failure rates with confidence intervals, and lemons: nodes that fail again and again. Pure; times in s.
+"""Failure rates with confidence intervals, and lemons: nodes that fail again and again.
 
-A count ``k`` of failures over an exposure ``T`` is taken as Poisson. The interval of its rate is the exact one (Garwood
-1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``. The interval of the
-mean time between failures is the inverse of this interval. The interval covers the true rate with at least the stated
-confidence, even for few failures.
+A count ``k`` of failures over an exposure ``T`` is taken as Poisson, with times in s. The confidence interval of its
+rate is exact (Garwood 1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``.
+The interval of the mean time between failures is the inverse of this interval. The interval covers the true rate with
+at least the stated confidence, even for few failures.
 
 A lemon's score uses the signals of the last 28 days that Meta found significant (docs/sources.md, "lemon nodes"). Each
 occurrence of a signal ``s`` multiplies the trust in a node by ``1 - weight(s)``:
 
     score = 1 - Π (1 - weight(s)) ** count(s)
 
-The score is between 0 and 1, grows with each occurrence and does not depend on their order. The signals of one user
-take at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node a lemon.
-A lemon needs a score of at least ``LEMON_SCORE`` and signals on at least two days. The weights are ours; Meta set its
-thresholds by hand.
+The score is between 0 and 1, grows with each occurrence and does not depend on the order of occurrences. The signals of
+one user take at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node
+a lemon. A lemon needs a score of at least ``LEMON_SCORE`` and signals on at least two days. The weights are our choice;
+Meta set its thresholds by hand.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ LEMON_WINDOW_S = 28 * DAY_S
 """Seconds of history that the lemon score uses (Meta: 28 days)."""
 LEMON_SCORE = 0.7
 UNLIKELY_PROBABILITY = 0.01
-"""A node's failures are a signal if so many failures on an average node have a probability below this value."""
+"""A node's failures are a signal if the probability of as many failures on an average node is below this value."""
 
 WEIGHTS = {
     "node_failures_alone": 0.30,

@@ -18,7 +18,8 @@ from msgspec import Struct
 from ...core.types import Cause, Flag, Remedy, Verdict
 
 SCHEMA = 2
-"""Version of the format; a file of another version is rejected as a whole. 2: new names of kinds and fields."""
+"""Version of the format; a file of another version is rejected as a whole. Version 2 has other names of kinds and
+fields than version 1."""
 MAX_EVIDENCE_LINES = 5
 """Maximum number of evidence lines in one record (docs/sources.md, NVSentinel and gcm)."""
 MAX_TEXT_CHARS = 300
@@ -33,7 +34,7 @@ limit."""
 
 
 CHECK_RUN_PREFIX = "health-check."
-"""Beginning of the name under which the checks of a node stand in place of a run: ``health-check.n12``."""
+"""Beginning of the name that the checks of a node have in place of a run id: ``health-check.n12``."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -108,8 +109,8 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     """An action of the run on a node.
 
-    ``action`` is ``excluded``, ``readmitted``, ``drained``, ``undrained`` or ``drain_requested``: the run may not drain
-    the node and requests it from the administrators.
+    ``action`` is ``excluded``, ``readmitted``, ``drained``, ``undrained`` or ``drain_requested``. The last means that
+    the run may not drain the node and requests the drain from the administrators.
     """
 
     at: float
@@ -121,12 +122,12 @@ class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     by: str = ""
     """User who requested the action; empty if the run itself decided it."""
     rejection: str = ""
-    """For ``drain_requested``: why the cluster did not drain the node."""
+    """Reason why the cluster did not drain the node, for ``drain_requested``."""
     evidence: tuple[str, ...] = ()
 
 
 class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
-    """A replica failed (``incarnation`` names it), or a node (``incarnation`` is empty)."""
+    """A replica failed (``incarnation`` names it), or a node failed (``incarnation`` is empty)."""
 
     at: float
     node: str
@@ -235,7 +236,7 @@ def encode_line(record: Record) -> bytes:
 def read_line(text: bytes) -> Record | None:
     """Return the record of a line, or None if it is torn, damaged or of an unknown kind.
 
-    Any user can write such a file. So invalid times (not finite, negative, beyond the year 9999), invalid names, and
+    Any user can write a history file. So invalid times (not finite, negative, beyond the year 9999), invalid names, and
     characters that would move a terminal's cursor count as damage too.
     """
     text = text.strip()

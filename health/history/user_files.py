@@ -88,7 +88,7 @@ class Rejections:
 
 
 def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
-    """Yield the folders that are owned by the user in their name, or by root.
+    """Yield the folders that belong to the user after whom they are named, or to root.
 
     Raises OSError if ``folder`` cannot be read.
     """
@@ -138,7 +138,7 @@ def open_checked(path: Path, folder: UserFolder, allowance: Allowance) -> tuple[
         if about.st_uid != folder.uid:
             raise RejectedFile(f"it belongs to {_names(about.st_uid)[0]}, not to {folder.user}")
         if about.st_size > MAX_FILE_BYTES:
-            raise RejectedFile(f"{about.st_size} bytes are more than any run writes ({MAX_FILE_BYTES})")
+            raise RejectedFile(f"{about.st_size} bytes are more than any run writes (at most {MAX_FILE_BYTES} bytes)")
         if _has_hole(fd, about.st_size):
             raise RejectedFile("it is a sparse file, which no run writes")
         allowance.admit(about.st_size)
@@ -181,7 +181,7 @@ def _has_hole(fd: int, size: int) -> bool:
 
 
 def _uid(name: str) -> int | None:
-    """Return the uid of the user that a folder is named after, or None where there is no such user."""
+    """Return the uid of the user that a folder is named after, or None if there is no such user."""
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .samples import Data
 
 START_TIMEOUT_S = 20.0
-"""Seconds for a reader to be imported and created: the code may be on slow shared storage."""
+"""Seconds for a reader to be imported and created, because the code may be on slow shared storage."""
 
 
 class NotInstalled(Exception):
@@ -39,7 +39,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     dcgm_user: str = ""
     """User besides root who may own the exporter, DCGM's host engine and ``dcgmi``."""
     diag: bool = False
-    """Whether to run ``dcgmi diag -r 1 -j`` once: it takes seconds, and its software checks use the GPUs."""
+    """Whether to run ``dcgmi diag -r 1 -j`` once. The command takes seconds, and its software checks use the GPUs."""
     sysfs: str = "/sys"
     proc: str = "/proc"
     dev: str = "/dev"

@@ -46,8 +46,8 @@ OFF_THE_BUS = 79
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
 _BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
 _OF_A_DRIVER = rb"(?:[\w-]+ " + _BUS + rb":? |[\w-]+ [\w.:-]+\.[\w-]+ )?(?:[\w.@-]+: ){0,2}"
-"""Prefix that ``dev_printk`` writes: the driver and the address on the bus (PCI, or that of a platform device such as
-``ff0e0000.ethernet``), then the name of the interface, which some drivers repeat."""
+"""Prefix that ``dev_printk`` writes: the driver, the device's address on its bus (a PCI address, or like
+``ff0e0000.ethernet`` for a platform device), and the interface's name, which some drivers repeat."""
 _END = rb"[.!]?\s*$"
 
 _COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
@@ -61,7 +61,7 @@ _BEGINS_WITH_A_NAME = re.compile(
     # mm/oom_kill.c, mm/page_alloc.c, mm/vmalloc.c, block/blk-core.c
     rb"|" + _COMM + rb"(?: invoked oom-killer: |: page allocation (?:failure|stalls)|: vmalloc "
     rb"|: attempt to access beyond )"
-    # a fragment of an interrupted line of the first kind
+    # a fragment of an interrupted line of the first kind (``NAME[77] bad frame in ...``)
     rb"| in "
 )  # fmt: skip
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
@@ -73,9 +73,9 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # drivers before 319 without ``PCI:``, drivers from 5xx on with pid=1234; of a MIG instance, open-gpu-kernel-modules
     # kernel_rc.c: ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)``
     ("xid", rb"NVRM: Xid \(" + _PCI + rb"[^)]*\): (?P<xid>\d+)(?:,.*?\bpid=(?P<pid>\d+))?"),
-    # the same without an Xid number, NVSentinel #155 and gpud #1209:
-    # ``NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: ...
-    # fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.``
+    # a GPU that fell off the bus, without an Xid number, NVSentinel #155 and gpud #1209: ``NVRM: The NVIDIA GPU
+    # 0000:b3:00.0\x0aNVRM: (PCI ID: ... fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has
+    # fallen off the bus.``
     ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
     # NVIDIA, Fabric Manager guide, appendix D: ``nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 ...``
     ("sxid", rb"(?P<device>nvidia-nvswitch\d+): SXid \(" + _PCI + rb"\): (?P<xid>\d+)"),
@@ -168,7 +168,7 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
 
 
 def _pci(text: bytes | None) -> str:
-    """Return the PCI address like ``0000:1b:00``: with a domain of at least four digits, as NVML's reader writes it."""
+    """Return the PCI address like ``0000:1b:00``, with a domain of at least four digits, as NVML's reader writes it."""
     if text is None:
         return ""
     domain, rest = text.decode().lower().split(":", 1)

@@ -45,8 +45,8 @@ class _MountProbe(msgspec.Struct):
     began: float
     """Start time of the process (s, monotonic)."""
     needed: bool = True
-    """Whether the answer is still needed. It is not if another process has answered for the path; this process was then
-    killed and only has to be reaped."""
+    """Whether the answer is still needed. It is not needed if another process has answered for the path. In this case
+    the process of this probe was killed and only has to be reaped."""
 
 
 class Mounts:
@@ -146,7 +146,7 @@ def _finish_probe(look: _MountProbe) -> _MountAnswer:
     data = os.read(look.answer_fd, _MAX_ANSWER_BYTES)
     os.close(look.answer_fd)
     os.waitpid(look.pid, 0)
-    return msgspec.msgpack.decode(data, type=_MountAnswer) if data else _MountAnswer("its process was ended")
+    return msgspec.msgpack.decode(data, type=_MountAnswer) if data else _MountAnswer("its probe gave no answer")
 
 
 def _run_probe(path: str, write_fd: int, parent: int) -> NoReturn:

@@ -96,7 +96,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     utilization: int | None = None
     """Percentage of the last sample period in which a kernel ran."""
     memory_used: int | None = None
-    """Bytes."""
+    """GPU memory in use, in bytes, like the total below."""
     memory_total: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """Compute processes on the GPU."""
@@ -110,9 +110,10 @@ class Gpu(Struct, frozen=True, kw_only=True):
     pcie_width_max: int | None = None
     nvlinks: tuple[NvLink, ...] | None = None
     fabric_state: str | None = None
-    """``not_supported``, ``not_started``, ``in_progress`` or ``completed``."""
+    """State of the registration with the NVLink fabric: ``not_supported``, ``not_started``, ``in_progress`` or
+    ``completed``."""
     fabric_status: str | None = None
-    """``success``, or NVML's error of the registration."""
+    """Result of this registration: ``success``, or NVML's error."""
     mig: bool | None = None
     """Whether the GPU is split into instances (MIG)."""
     unread: UnreadReasons = {}
@@ -139,7 +140,7 @@ class NvmlData(Struct, frozen=True, tag="nvml"):
     granted: int = 0
     """Number of GPUs whose device files this process may open."""
     withheld: int = 0
-    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may not list
+    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may omit
     them."""
 
 
@@ -163,7 +164,7 @@ class DcgmIncident(Struct, frozen=True):
     gpu: str
     """UUID of the GPU if known, else its index as text; empty if the incident does not concern a single GPU."""
     system: str
-    """``PCIe``, ``Memory`` ..., or the name of the test."""
+    """System that DCGM checked (``PCIe``, ``Memory`` ...), or the name of the failed test."""
     code: str
     """Error code DCGM_FR_* without its prefix, if known; else empty."""
     severity: Literal["warn", "fail"]
@@ -197,7 +198,7 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     pci: str = ""
     """PCI address of the GPU (``0000:1b:00``), for an Xid."""
     pci_exists: bool | None = None
-    """For an Xid or SXid: whether an NVIDIA device of this node has this PCI address; None if devices cannot be
+    """Whether an NVIDIA device of this node has the PCI address of the Xid or SXid; None if devices cannot be
     listed."""
     pid: int | None = None
     uid: int | None = None
@@ -225,13 +226,13 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     device: str
     port: int
     state: str | None = None
-    """``ACTIVE``, ``DOWN``, ``INIT`` ..."""
+    """Logical state: ``ACTIVE``, ``DOWN``, ``INIT`` ..."""
     physical: str | None = None
     """Physical state: ``LinkUp``, ``Polling``, ``Disabled`` ..."""
     rate: float | None = None
     """Rate in Gbit/s."""
     link_layer: str = ""
-    """``InfiniBand`` or ``Ethernet``."""
+    """Link layer: ``InfiniBand`` or ``Ethernet``."""
     counters: dict[str, int] = {}
     """Values of the files in ``counters`` and ``hw_counters`` by file name, and ``carrier_changes`` of the port's
     network interface."""
@@ -284,7 +285,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     zombies: int = 0
     """Number of zombies older than 300 s."""
     memory_total: int | None = None
-    """Bytes."""
+    """Size of main memory in bytes, like the available memory below."""
     memory_available: int | None = None
     load: float | None = None
     """Load average of the last minute."""
@@ -308,7 +309,8 @@ class Reading(Struct, frozen=True):
     at: float
     data: Data | None = None
     state: Literal["read", "absent", "denied", "hung", "broken"] = "read"
-    """``absent``: the node has no such source (driver, device); ``denied``: not permitted; ``hung``: the call did not
-    return within its deadline, and its process was left or ended; ``broken``: any other error."""
+    """Whether the source was ``read``, or why it was not. ``absent``: the node does not have the source (driver,
+    device). ``denied``: this user may not read it. ``hung``: the call did not return within its deadline, and its
+    process was left running or ended. ``broken``: another error."""
     why: str = ""
     """Reason of a state other than ``read``."""

@@ -16,7 +16,7 @@ _LISTEN_STATE = "0A"
 """State of a listening socket (linux include/net/tcp_states.h: TCP_LISTEN), in hexadecimal."""
 _LOOPBACK = (
     "00000000", "0100007F",  # 0.0.0.0, 127.0.0.1
-    "0" * 32, "0000000000000000FFFF000000000000", "0000000000000000FFFF00000100007F",  # ::, and those two in IPv6
+    "0" * 32, "0000000000000000FFFF000000000000", "0000000000000000FFFF00000100007F",  # ::, and both addresses as IPv6
 )  # fmt: skip
 """Local addresses of sockets that accept a connection to 127.0.0.1, as /proc/net/tcp and tcp6 of a little-endian
 machine write them."""
@@ -27,7 +27,7 @@ class NotTrusted(Exception):
 
 
 def trusted_uids(user: str) -> frozenset[int]:
-    """Return the uids of root and of ``user`` (empty: only root). Raises NotTrusted if there is no such user."""
+    """Return the uids of root and, unless it is empty, of ``user``. Raises NotTrusted if this user does not exist."""
     if not user:
         return frozenset({_ROOT})
     try:
@@ -53,7 +53,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
 def check_program(path: str, trusted: Collection[int]) -> None:
     """Raise NotTrusted unless only trusted users can replace the file and every folder on its path.
 
-    Group permissions are not checked: a site may let a group write to /usr/local.
+    Group permissions are not checked, because a site may let a group write to /usr/local.
     """
     for place in {os.path.abspath(path), os.path.realpath(path)}:
         while True:

@@ -1,8 +1,9 @@
-"""Decide whether a node is accused of a fault, which needs evidence from enough users. Pure.
+"""Decide whether a node is accused of a fault, which needs evidence from enough users.
 
 A user can write any record, so the records of one user alone do not accuse a node. An accusation needs hardware
 evidence of the same cause from two users, or from one user and the node's own record. Only root writes the node's own
-record: a history that belongs to root, or a drain by the site's HealthCheckProgram after ``rrl health check``.
+record: a history that belongs to root, or a drain by the site's HealthCheckProgram after ``rrl health check``. The
+module is pure.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ..history.incidents import HARDWARE_CAUSES, RaisedFinding
 MIN_WITNESSES = 2
 """Minimum number of users whose evidence accuses a node."""
 MAX_SCORE_BY_ONE_USER = 0.5
-"""Maximum lemon score from one user's signals. It is below `rates.LEMON_SCORE` (0.7); the signals of two users can
-exceed this limit (0.75)."""
+"""Maximum lemon score from one user's signals. It is below `rates.LEMON_SCORE` (0.7). The signals of two users can give
+a score of 0.75."""
 
 
 class Witnesses(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Determine the open drain requests from the records of all runs. Pure."""
+"""Determine the open drain requests from the records of all runs. The module is pure."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class DrainRequest(Struct, frozen=True):
     run: str
     """Run that made the newest request."""
     accused: bool
-    """Whether at least two users, or root, request the drain. The request of one other user does not lead to a
-    drain."""
+    """Whether at least two users, or root, request the drain. The request of a single user other than root does not
+    lead to a drain."""
 
 
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:

@@ -1,4 +1,4 @@
-"""The records of all runs, sorted and grouped for a report. Pure."""
+"""The records of all runs, sorted and grouped for a report. The module is pure."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from msgspec import Struct
 from ..history.rates import Lemon, Rate
 
 VERSION = 2
-"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``first_reported_at``,
-``last_reported_at``, ``site.correlated``."""
+"""Version of the names in the JSON. New names in version 2: ``components``, ``related_nodes``, ``drain.owner``,
+``first_reported_at``, ``last_reported_at``, ``site.correlated``."""
 
 
 class ReportLine(Struct, frozen=True):
@@ -31,9 +31,9 @@ class DrainState(Struct, frozen=True):
     reason: str = ""
     by: str = ""
     booted: float = 0.0
-    """Time of the boot (s since 1970); 0: unknown."""
+    """Time of the boot (s since 1970); 0 if it is unknown."""
     gpus: int | None = None
-    """Number of GPUs in Slurm's configuration; None: unknown."""
+    """Number of GPUs in Slurm's configuration; None if it is unknown."""
     partitions: tuple[str, ...] = ()
     """Partitions that contain the node."""
     by_check: bool = False
@@ -52,7 +52,7 @@ class NodeReport(Struct, frozen=True):
     cause: str
     detectors: list[str]
     evidence: list[ReportLine]
-    """Evidence of the open findings, else of the last finding; at most five lines."""
+    """At most five lines of evidence of the open findings or, if none is open, of the last finding."""
     first_reported_at: float | None
     """Time of the first finding or failure in the window (s); None if there is none."""
     last_reported_at: float | None

@@ -1,4 +1,4 @@
-"""The report of one node: open findings, their cost, and what to do. Pure."""
+"""The report of one node: open findings, their cost, and the recommended action. The module is pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""Seconds for which other runs must have held the node without the same finding, so that a finding that was never
-cleared counts as past."""
+"""Seconds after which a finding that was never cleared counts as past, if other runs have held the node for this time
+without the same finding."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
@@ -106,8 +106,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
-    A finding is open if three conditions hold: it was never cleared, no later finding of the same detector replaces it,
-    and other runs have not held the node for ``RECOVERED_AFTER_S`` since then.
+    An open finding was never cleared, and no later finding of the same detector replaces it. Nor have other runs held
+    the node for ``RECOVERED_AFTER_S`` since the run of the finding last observed the node.
     """
     if raised.until < inf:
         return False
@@ -119,7 +119,7 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
 
 
 def _verdict(standing: list[RaisedFinding], accusing: list[RaisedFinding]) -> str:
-    """Return the verdict: FAIL needs evidence that accuses the node; any open finding gives at least a WARN."""
+    """Return FAIL if evidence of a failure accuses the node, else WARN if any finding is open, else OK."""
     if any(raised.finding.verdict is Verdict.FAIL for raised in accusing):
         return Verdict.FAIL.value
     return Verdict.WARN.value if standing else Verdict.OK.value
@@ -131,7 +131,7 @@ def _as_of(index: RecordIndex, node: str) -> float:
 
 
 def _last_reported_at(raised: RaisedFinding) -> float:
-    """Return when the finding was last reported, or cleared (s)."""
+    """Return the time (s) at which the finding was last reported or, if it has cleared, at which it cleared."""
     return raised.finding.at if raised.until == inf else raised.until
 
 
@@ -161,7 +161,7 @@ def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
 
 
 def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
-    """Return serial numbers and versions from the evidence; of several values, the newest."""
+    """Return the newest value of each fact in the evidence: serial number, boot id, driver, VBIOS and UUID."""
     facts: dict[str, str] = {}
     for raised in findings:
         if raised.finding.component.startswith("GPU-"):
@@ -235,7 +235,7 @@ def _scontrol(
 
 
 def drain_line(node: str, reason: str) -> str:
-    """Return the command to drain a node, quoted for a shell: the reason may contain any user's text."""
+    """Return the command to drain a node, quoted for a shell because the reason may contain any user's text."""
     return f"scontrol update nodename={node} state=drain reason={shlex.quote(clipped(reason)[:200])}"
 
 
@@ -254,7 +254,8 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
     """Return whether the cause of a finding is probably shared with other nodes.
 
-    It is if there is no proof against this node, and other nodes failed for the same cause at about the same time.
+    A cause is probably shared if there is no proof against this node, and other nodes failed for the same cause at
+    about the same time.
     """
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})

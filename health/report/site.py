@@ -1,6 +1,6 @@
 """The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs.
 
-Pure; times in s since 1970. Injected faults are counted separately and do not affect any rate.
+The module is pure. Times are in s since 1970. Injected faults are counted separately and do not affect any rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def report(
         since: Start of the report's window (s since 1970).
         now: End of the window (s since 1970).
         drains: State of nodes in the cluster.
-        only: Nodes to report; None: all.
+        only: Nodes to report; None for all nodes.
     """
     index = RecordIndex(by_run(records), since, now)
     nodes = [node_report(index, name, (drains or {}).get(name, DrainState())) for name in index.nodes(only)]

@@ -1,9 +1,10 @@
 """Hold back findings that many nodes or replicas have at the same time, because they probably share a cause.
 
 If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
-share. There are three more such cases: all rollouts stall at the same time; workers on many nodes miss heartbeats while
-their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at the same time (a switch
-that fails over is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
+share. Three other cases also suggest a shared cause. All rollouts stall at the same time. Workers on many nodes miss
+heartbeats while their agents do not, for example because of a flood of log lines or a delayed manager. Several nodes
+fall silent at the same time, for example because a switch fails over, which takes up to half a minute. Each of these
+four cases is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
@@ -31,8 +32,8 @@ from ..detectors.node_liveness import node_lost
 WINDOW_S = 120.0
 """Time (s) within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, at least two, whose equal findings have a shared cause: the share of the circuit breaker
-(docs/sources.md)."""
+"""Share of the run's nodes, at least two, whose equal findings have a shared cause. The circuit breaker has an equal
+share (docs/sources.md)."""
 SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
@@ -51,14 +52,14 @@ MIN_SILENT_NODES = 3
 """Minimum number of nodes that must fall silent at the same time to suggest a shared cause; for workers also the
 minimum number of gangs.
 
-Two may be a coincidence, and the members of one gang may hang together."""
+The silence of two nodes may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
 """Maximum time (s) between two silences that have one shared cause."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes of findings by node agents."""
 _MAX_NODES_NAMED = 4
-"""Maximum number of nodes that the evidence names; further nodes are "and more"."""
+"""Maximum number of nodes that the evidence names; it ends with "and more" if there are further nodes."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
@@ -68,7 +69,7 @@ _SUSPECTS = {
 """Text about the suspected shared cause, by the cause of equal findings."""
 
 SharedCauseKind = tuple[Cause, str, str]
-"""What equal findings have in common: cause, detector and, for storage, the path."""
+"""Cause, detector and, for storage, path that equal findings have in common."""
 _STALL: SharedCauseKind = (Cause.HANG, "", "")
 """Kind of a shared cause: all rollouts stall at the same time."""
 _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
@@ -76,7 +77,7 @@ _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
 _LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
 """Kind of a shared cause: several nodes fall silent at the same time."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
-"""Time (s) for which a shared cause of each of these kinds holds findings back. The shared cause itself is kept until
+"""Time (s) for which a shared cause holds findings back, for each of these kinds. The shared cause itself is kept until
 no finding of its kind is left, so that one stall or silence has only one shared cause."""
 
 
@@ -88,7 +89,7 @@ class SharedCause(Struct, frozen=True):
     finding: Finding
     """Finding about the whole run; its ``since`` is the time (s) at which the shared cause was recognized."""
     on_most_nodes: bool = False
-    """Whether most nodes report such findings, so that even findings with proof are held back."""
+    """Whether most nodes report findings of this kind, so that even findings with proof are held back."""
 
 
 class CorrelationState(Struct, frozen=True):
@@ -128,11 +129,11 @@ def correlate(
     Args:
         findings: All current findings.
         context: Nodes and workers of the run, as of ``now``.
-        state: What the previous call returned.
+        state: State that the previous call returned.
         now: Caller's clock (s).
 
     Returns:
-        The findings, the updated state, and the time (s) at which the result may change without new findings (inf:
+        The findings, the updated state, and the time (s) at which the result may change without new findings (inf if
         never).
     """
     suspects = {finding.key: finding for finding in findings if _may_be_shared(finding, context)}
@@ -157,7 +158,7 @@ def correlate(
             and now < _expires_at(_kind(finding), shared_cause)
             and (shared_cause.on_most_nodes or not finding.proof)
         ):
-            why = f"others have the same finding: see {DETECTOR}"
+            why = f"other nodes or replicas have the same finding: see {DETECTOR}"
             reported.append(_hold_back(finding, why, shared_cause.finding.since, shared_cause.on_most_nodes))
         elif (
             finding.key in suspects
@@ -327,7 +328,7 @@ def _lost_group(lost: Collection[Finding], context: CorrelationContext) -> set[N
 
 
 def _on_several_nodes(incarnations: Collection[Incarnation], context: CorrelationContext) -> bool:
-    """Return whether the workers span enough nodes and gangs to suggest a common cause rather than one node or gang."""
+    """Return whether the workers span enough nodes and gangs to suggest a shared cause rather than one node or gang."""
     nodes = {
         context.silent_workers[incarnation][0] for incarnation in incarnations if incarnation in context.silent_workers
     }
@@ -357,7 +358,7 @@ def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool 
 
 
 def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
-    """Return the finding about the whole run that says that the nodes or replicas ``names`` have ``kind`` in common."""
+    """Return the run-wide finding that the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:
         text = f"all rollouts stall at the same time: {_few(names)}"

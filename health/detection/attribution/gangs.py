@@ -20,8 +20,9 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""Time (s) after which a member counts as inactive while other members have been inactive for long. DCGM's tensor core
-activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to spin."""
+"""Time (s) after which a member counts as inactive while other members have been inactive for a long time. DCGM's
+tensor core activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to
+spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang; one finding per gang is kept."""
 
@@ -31,7 +32,7 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 
     The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
     dropped if the loads do not show this member, or if the gang has another FAIL finding. Each ``load_stalled`` finding
-    is replaced or dropped by itself. Of the ``phase_overdue`` findings of a gang, only the finding about the member
+    is replaced or dropped separately. Of the ``phase_overdue`` findings of a gang, only the finding about the member
     with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
@@ -87,18 +88,18 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     """Return the member that the others wait for; None if the loads of CPUs and GPUs do not show this member."""
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
-        return None  # a member is in another phase, and may be the one that is waited for
+        return None  # the others may wait for a member that is in another phase
     idle = [view for view in members if view.loads.idle_since is not None]
     suspects = [view for view in idle if view.incarnation in raw]
     if all(is_inactive(view) for view in members):
         if idle and len(idle) < len(members) and not suspects:
-            return None  # the spinning members wait for an idle one, whose own limit is longer
+            return None  # the spinning members wait for an idle member, which has a longer limit
         all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
         return _slowest(stalled, idle_first=True) if all_long else None
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):
-        return None  # a member works instead of waiting in a collective: the others wait for it
+        return None  # the others wait for the member that works instead of waiting in a collective
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)
@@ -114,14 +115,14 @@ def _inactive_for_long(view: ReplicaView) -> bool:
 
 
 def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> bool:
-    """Return whether loads of the member that are as recent as the other members' loads show working tensor cores."""
+    """Return whether the member's tensor cores work, according to loads as recent as the other members' loads."""
     active_at = view.loads.tensor_active_at
     newest_load_at = max(member.loads.latest_at or 0.0 for member in members)
     return active_at is not None and active_at >= newest_load_at - MAX_LOAD_GAP_S
 
 
 def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> ReplicaView:
-    """Return the member with the least progress, then the longest stall, then the lowest rank.
+    """Return the member with the least progress; break ties by the longest stall, then by the lowest rank.
 
     With ``idle_first`` an idle member comes before a spinning one.
     """
@@ -148,10 +149,10 @@ def _idle_hang(finding: Finding, why: str) -> Finding:
 
 
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Keep, of the findings about overdue members of a gang, only the finding about the member with the least progress.
+    """Drop the findings about a gang's overdue members, except the finding about the member with the least progress.
 
-    Drop all findings about overdue members of a gang if another member works within its own deadline, because the
-    overdue members wait for that member.
+    This finding is dropped too if another member works within its own deadline, because the overdue members wait for
+    that member.
     """
     overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:
@@ -189,9 +190,10 @@ def _as_culprit(finding: Finding) -> Finding:
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
-    """Return whether a member that is not overdue uses its tensor cores in the pass in which the others stalled.
+    """Return whether a member that is not overdue computes in the pass in which the overdue members stalled.
 
-    The others do not wait for a member that completes passes without them.
+    A member computes if its tensor cores work. The overdue members do not wait for a member that has begun later
+    passes.
     """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ....core.types import Incarnation
 
 Dumps = Mapping[Incarnation, Mapping[int, str]]
-"""Incarnation → process id → py-spy's dump, or the substitute of :mod:`rrl.roles.agent.stack_dumps`."""
+"""Incarnation → process id → py-spy's dump or, if py-spy failed, the kernel's state of the process."""
 Stack = tuple[str, ...]
 """Frames as ``function (file:line)`` or ``function (file)``, innermost first."""
 
@@ -56,8 +56,8 @@ class Thread(Struct, frozen=True):
 
     id: str
     state: str
-    """py-spy's state: ``active``, ``idle`` (waits in the kernel), ``active+gil``, …; the state letter of /proc if
-    py-spy could not read the process."""
+    """State as py-spy names it, such as ``active``, ``active+gil`` or ``idle`` (waits in the kernel). If py-spy could
+    not read the process, the state letter of /proc."""
     frames: tuple[Frame, ...]
     """Frames, innermost first."""
     name: str = ""
@@ -110,8 +110,8 @@ def main_thread(dump: str) -> Thread | None:
 def group(dumps: Dumps) -> GroupedStacks:
     """Group incarnations by their stacks.
 
-    Line numbers are compared only if all stacks are otherwise equal and most ranks then still agree. Ranks that compute
-    are at different lines of a loop; ranks that wait for each other are at the same line.
+    Line numbers are compared only if all stacks without line numbers are equal, and most ranks also have equal line
+    numbers. Ranks that compute are at different lines of a loop; ranks that wait for each other are at the same line.
     """
     coarse = _grouped(dumps, lines=False)
     if len(coarse.groups) > 1:
@@ -202,7 +202,7 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group lacks, else a stack of the oldest process."""
+    """Return a stack that the largest group does not have, else a stack of the oldest process, with line numbers."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

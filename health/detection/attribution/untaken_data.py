@@ -1,8 +1,8 @@
 """Find a trainer that hangs while it seems to wait for data: the store has data, but the trainer requests none.
 
-A trainer in a phase that waits for data looks the same whether it waits or hangs. Meanwhile its rollouts may work for
-as long as the staleness limit of the job permits, so the run need not stall. But a trainer that waits repeats its
-request to the store at once. If the store has data and receives no request
+A trainer in a phase that waits for data looks the same whether it waits or hangs. The run need not stall while the
+trainer hangs, because its rollouts may work for as long as the job's staleness limit permits. But a trainer that waits
+repeats its request to the store at once. If the store has data and receives no request
 (:attr:`rrl.transport.messages.Heartbeat.data_untaken`), the trainer hangs.
 
 The store reports untaken data only while its loop serves requests, so a store that is stuck in an fsync blames no
@@ -24,7 +24,7 @@ from ..records import ReplicaView
 UNTAKEN_FACTOR = 3.0
 """Multiple of ``shortest`` of ``wait_data`` for which a trainer may leave data at the store while its CPU and GPU are
 idle (180 s by default; our choice). A healthy trainer repeats its request every second; the rest of the time is for
-network failures between trainer and store, which nobody reports to the manager."""
+network failures between trainer and store, about which the manager receives no report."""
 _MIN_IDLE_LOADS = 5
 """Number of consecutive loads that must show an idle trainer."""
 

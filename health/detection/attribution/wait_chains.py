@@ -99,10 +99,11 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
 
-    The wait of this replica must be endless (``wait_endless``). Each wait that began much later must be endless too,
-    since a replaced replica may still end the waits. Busy services do not explain such waits. A FAIL finding about any
-    replica or node explains them, and so does a replica without progress before its deadline (``_may_be_awaited``).
-    Returns an empty dict if there is such an explanation, or no such set.
+    The replica to blame must have a finding ``wait_endless``. So must each replica of the set whose wait began much
+    later, because a replica that was replaced recently may still end the waits. A busy service does not explain endless
+    waits. A FAIL finding about any replica or node explains them, and so does a replica without progress before its
+    deadline (``_may_be_awaited``). The dict is empty if the waits have an explanation, or if no replicas wait for each
+    other.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -144,7 +145,7 @@ def _waiting_with(
     stalled: Mapping[ReplicaId, Finding],
     by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
-    """Return ``start`` and all replicas in its wait chain; an empty set if one of them may still end the wait."""
+    """Return ``start`` and all replicas in its wait chain, or an empty set if one of these may still end the wait."""
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -171,8 +172,8 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If its phase declares a role to wait for, these are all replicas of this role; otherwise the single replica that it
-    reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
+    If its phase declares a role to wait for, all replicas of this role are returned, otherwise the single replica that
+    it reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
     reports the store.
     """
     role = view.declared.waits_for
@@ -204,7 +205,7 @@ def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) ->
             end = None
         elif at in ends:
             end = ends[at]
-        else:  # at is on the path: a cycle
+        else:  # ``at`` is on the path already, so the chain is a cycle
             cycle = list(path)[list(path).index(at) :]
             end = _blame_order(monitor, cycle, stalled)[0]
         ends.update(dict.fromkeys(path, end))

@@ -1,8 +1,8 @@
 """The types of detectors, and the predicates and deadlines that several of them use.
 
 A detector is a pure function of one view, the limits and the time (s). It returns a finding or None, and the time at
-which its result may change without a new observation (inf: never). Neither the text nor ``since`` of a finding contains
-a time that keeps growing, so that an unchanged situation gives an equal finding.
+which its result may change without a new observation (inf if never). Neither the text nor ``since`` of a finding
+contains a time that keeps growing, so that an unchanged situation gives an equal finding.
 
 A FAIL without proof needs both time and observations (docs/sources.md): silence means at least ``MIN_HEARTBEATS``
 missed heartbeats, and standstill means as many heartbeats without progress.
@@ -32,7 +32,7 @@ NO_FINDING: Result = (None, inf)
 
 
 def heartbeat_slack(limits: Limits) -> float:
-    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeat intervals, plus one more for the last of them to arrive."""
+    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeat intervals, plus one interval for the last one to arrive."""
     return (MIN_HEARTBEATS + 1) * limits.heartbeat
 
 
@@ -59,7 +59,7 @@ def join_deadline(view: ReplicaView, limits: Limits) -> float:
 
 
 def expects_heartbeats(view: ReplicaView) -> bool:
-    """Return whether the incarnation should send heartbeats: it has not ended, left or been suspended."""
+    """Return whether the incarnation should send heartbeats, because it has not ended, left or been suspended."""
     return not view.ended and view.left_at is None and view.node_view.suspended_at is None
 
 

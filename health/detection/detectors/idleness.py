@@ -17,8 +17,8 @@ from ..records import ReplicaView
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 IDLE_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default): well below RobustRL's 300 s,
-and above most stalls of a file system to which a step writes its log."""
+"""Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default). This time is well below
+RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
 """Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
 which uses neither CPU nor GPU, unlike compilation."""
@@ -26,12 +26,12 @@ RANK_0_IDLE_FACTOR = 2.5
 """Multiple of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
 the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
-"""Multiple of ``limits.idle`` while weights are loaded: storage may delay all replicas of the role."""
+"""Multiple of ``limits.idle`` while weights are loaded, because storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for a spinning GPU: some real kernels use no tensor cores."""
+"""Multiple of ``limits.idle`` for a spinning GPU, because some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0
 """Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
-worked before. A GPU that has never worked is no evidence: the work is done elsewhere."""
+worked before. A GPU that has never worked is no evidence, because the work is done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
 """Multiple of the limits for idling and spinning if half of a gang is idle. In a gang of two, one member may work while
 the other waits for it."""
@@ -50,7 +50,7 @@ def is_inactive(view: ReplicaView) -> bool:
 
 
 def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that must compute but idles or spins; input of ``blame_gang_members``.
+    """Find a replica that must compute but idles or spins, as input of ``blame_gang_members``.
 
     The finding is ``computes_nothing_long`` after ``EVEN_SPLIT_FACTOR`` times the limit.
     """
@@ -96,7 +96,7 @@ def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that is loading weights but is idle for far longer than its role usually takes to load.
 
     The finding is input of ``blame_gang_members``. The baseline is the usual duration that was known at the start of
-    the phase. If none was known then, it is the longest time that other replicas of the role have taken since.
+    the phase. If none was known, it is the longest time that other replicas of the role have taken since that start.
     """
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:

@@ -36,8 +36,8 @@ _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_C
 _AGENT_SILENCE_FACTOR = 2
 """Multiple of the silence limit for an agent. By then ``node_lost`` has decided whether the whole node is silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
-"""Multiple of the silence limit for an agent without other processes on its node (a spare node). Only a restart of the
-agent can then show whether the node failed. The restart is not urgent, and a network failure of a minute must not cause
+"""Multiple of the silence limit for an agent without other processes on its node (a spare node). Only a restart of this
+agent can show whether the node failed. The restart is not urgent, and a network failure of a minute must not cause
 it."""
 
 
@@ -55,7 +55,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     if stop_requested and (not end.code or end.reason is ExitReason.STOPPED):
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
-        return None, due  # the run may be complete, or the node reclaimed: the report of it may still arrive
+        return None, due  # a report that the run is complete or the node was reclaimed may still arrive
     text = _exit_description(end)
     if stop_requested:
         return finding_about(view, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
@@ -66,7 +66,10 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def exit_flags(reason: ExitReason, code: int | None) -> tuple[Flag, ...]:
-    """Return the flags of the finding about a step's end with this reason and exit code (None: killed by a signal)."""
+    """Return the flags of the finding about a step's end with this reason and exit code.
+
+    The code is None if a signal killed the step.
+    """
     if reason is ExitReason.EXITED and code == 0:
         return (Flag.CLEAN_EXIT,)
     return _EXIT_FLAGS.get(reason, ())
@@ -76,7 +79,7 @@ def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a step that has ended without an exit record.
 
     The witness is the agent of its node or, if nothing arrives from the node, the cluster's list of steps. The cluster
-    does not say when the step ended, so such a finding begins with the last message of the incarnation.
+    does not report when the step ended, so a finding from its list begins with the last message of the incarnation.
     """
     if view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING
@@ -167,7 +170,7 @@ def missing_heartbeats(
 
 
 def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find an agent that sends no messages while other processes on its node still do, or that is alone on its node."""
+    """Find a silent agent whose node has other processes that still send messages, or has no other processes."""
     if not view.is_agent or not expects_heartbeats(view) or view.status != "joined":
         return NO_FINDING
     if not (view.node_view.residents or view.node_view.departed):
@@ -178,7 +181,7 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     last_message_at = view.node_view.last_message_at
     if last_message_at is None or now >= last_message_at + heartbeat_slack(limits):
-        return NO_FINDING  # the whole node is silent: node_lost judges that
+        return NO_FINDING  # if the whole node is silent, node_lost judges it
     finding = _silent_agent(view, silence_s, f"although other processes on {view.node} send messages")
     return finding, last_message_at + heartbeat_slack(limits)
 
@@ -204,7 +207,7 @@ def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Findi
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a promoted standby process that does not send a Hello as the incarnation.
+    """Find a promoted standby process that does not send a Hello as the incarnation that it was promoted to.
 
     A standby process has imported and built everything before its promotion. Without a Hello, it is gone or hangs, so
     it is replaced early.
@@ -224,8 +227,8 @@ def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a launched incarnation without a Hello; only warn while its agent reports that its step runs.
 
-    The limit of a standby process is ``SLOW_START_FACTOR`` times as long, and there is no warning. It starts at low
-    priority beside the roles, which may take most of the CPU time, and no replica waits for it.
+    The limit of a standby process is ``SLOW_START_FACTOR`` times as long, and there is no warning. A standby process
+    starts at low priority beside the roles, which may take most of the CPU time, and no replica waits for it.
     """
     if not expects_heartbeats(view) or view.status != "launched" or view.standby is not None:
         return NO_FINDING

@@ -12,8 +12,8 @@ from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline, silence_limit
 
 _SUSPEND_CHECK_TIMEOUT_S = 30.0
-"""Time (s) within which the cluster must report whether a silent node is suspended. After this time the node is
-repaired without the answer."""
+"""Time (s) within which the cluster must report whether a silent node is suspended. After this time the repair begins
+without the answer."""
 
 
 def node_down(view: NodeView, limits: Limits, now: float) -> Result:
@@ -75,7 +75,10 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
 def silent_nodes(
     findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
 ) -> dict[NodeName, float]:
-    """Return {node that misses heartbeats: time (s) of its last message}; empty without a ``node_lost`` finding."""
+    """Return the time (s) of the last message of each node that misses heartbeats.
+
+    The dict is empty if there is no ``node_lost`` finding.
+    """
     if all(finding.detector != node_lost.__name__ for finding in findings):
         return {}
     return {
@@ -113,7 +116,7 @@ def is_silent_with_node(view: ReplicaView, limits: Limits, now: float) -> bool:
 
 
 def _is_witness(view: ReplicaView, limits: Limits) -> bool:
-    """Return whether the replica's silence is evidence: it neither ended nor left before it fell silent.
+    """Return whether the replica neither ended nor left before it fell silent, so that its silence is evidence.
 
     If the cluster no longer lists the step (``unlisted_at``), the replica was silent before, so it remains a witness.
     """

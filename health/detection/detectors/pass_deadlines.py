@@ -3,11 +3,11 @@
 The deadline depends on the known durations of the phase, best knowledge first:
 
 1. The *usual duration* (the median of at least three passes other than first passes): ``adaptive`` times the usual
-duration, at least ``SLOWEST_FACTOR`` times the longest. 2. One or two passes, or only a first pass: ``adaptive`` times
-the longest pass so far. A first pass includes compilation and warm-up, so it is an upper estimate of the usual
-duration. A replica that is not observed to be idle has ``EARLY_FACTOR`` times as long, because few passes do not show
-how much durations vary. 3. No pass: ``longest`` of the phase. A replica that is observed to be idle has only a quarter
-of it.
+duration, and at least ``SLOWEST_FACTOR`` times the longest duration. 2. One or two passes, or only a first pass:
+``adaptive`` times the longest pass so far. A first pass includes compilation and warm-up, so it is an upper estimate of
+the usual duration. A replica that is not observed to be idle has ``EARLY_FACTOR`` times as long, because few passes do
+not show how much durations vary. 3. No pass: ``longest`` of the phase. A replica that is observed to be idle has only a
+quarter of ``longest``.
 
 The results of 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In an incarnation's
 *first pass* the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
@@ -33,24 +33,24 @@ from .base import SLOWEST_FACTOR, is_waiting
 from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
-"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle (ours: the
-first checkpoint of a trainer has no state of the optimizer, and later ones are three times as large)."""
+"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle. Our choice,
+since the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as large."""
 BUSY_DEADLINE_FACTOR = 6.0
 """Multiple of the deadline for a replica whose GPU (or CPU, without a GPU) works, so that it is slow and not hung."""
 FIRST_IDLE_SHARE = 0.25
 """Share of ``longest`` for which a replica may be idle in a phase without a known pass (15 min of 1 h)."""
 MIN_FIRST_IDLE_S = 900.0
-"""Minimum time (s) for which a replica may be idle in a phase without a known pass: starts read many files, and the
-first checkpoint may create a whole folder tree on busy storage (ours)."""
+"""Minimum time (s) for which a replica may be idle in a phase without a known pass. Our choice, since a start reads
+many files, and the first checkpoint may create a whole folder tree on busy storage."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
 MIN_SERVICE_WAIT_S = 900.0
-"""Time (s) without progress that an unreported wait for a service outside of the run explains, from the last work of
-the CPU. Judges with rate limits make their clients wait for up to 14 min (observed)."""
+"""Time (s) since the last work of the CPU for which an unreported wait for a service outside of the run explains
+missing progress. Judges with rate limits make their clients wait for up to 14 min (observed)."""
 _MIN_WORKING_LOADS = 5
-"""Number of consecutive loads that must show a CPU at work, so that the replica does not only wait. A retry takes
-less."""
+"""Number of consecutive loads that must show a CPU at work before the replica counts as working. A retry of a waiting
+replica takes less time."""
 MAX_SAME_STACK_S = 1800.0
 """Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy. Our choice:
 three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
@@ -72,7 +72,7 @@ class Deadline(Struct, frozen=True):
 
 
 def deadline(view: ReplicaView, limits: Limits) -> Deadline:
-    """Return the deadline of a replica's current pass, for a replica that is not known to be idle."""
+    """Return the deadline of the current pass of a replica that is not known to be idle."""
     declared = view.declared
     if declared.longest == inf:
         return Deadline(declared.shortest, declared.shortest, f"{declared.shortest:g} s")

@@ -35,7 +35,7 @@ BUSY_ANSWER_FACTOR = 10.0
 behind a long prefill. It also applies to a waiting replica whose CPU or GPU works, for example while it writes logs."""
 FIRST_PASS_SPINNING_FACTOR = 10.0
 """Multiple of ``limits.probe`` within which a spinning replica must answer in a first pass. Warm-up, graph capture and
-kernel tuning use tensor cores now and then, so they do not look like spinning for so long."""
+kernel tuning use tensor cores occasionally, so they do not look like spinning for so long."""
 RESEND_SHARE = 0.25
 """Share of ``limits.probe`` after which an unanswered probe is sent again: it may have been lost."""
 MAX_PROBE_INTERVAL_S = 120.0
@@ -50,8 +50,8 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
     """Return the incarnations to probe now, in the order of their names.
 
     The caller sends the probes and reports each probe by ``HealthMonitor.on_probe_sent``. Only nodes with new
-    observations or with a due probe are evaluated: ``detect`` records the time of each node's next probe, and returns
-    no later time.
+    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe, and the time
+    that it returns is never later.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
@@ -64,12 +64,12 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
 
 
 def next_probe_on_node(node_view: NodeView, limits: Limits) -> float:
-    """Return the time (s) of the next probe on this node (inf: none)."""
+    """Return the time (s) of the next probe on this node (inf if no probe is needed)."""
     return min((next_probe_at(view, limits) for view in node_view.residents.values()), default=inf)
 
 
 def next_probe_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) of the replica's next probe (inf: no probe is needed)."""
+    """Return the time (s) of the replica's next probe (inf if no probe is needed)."""
     probe = view.probe
     if probe.no_probe_handler or probe.failed or (due := suspect_at(view, limits)) == inf:
         return inf
@@ -82,7 +82,7 @@ def next_probe_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def suspect_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) from which the replica is suspected (inf: never without a new observation)."""
+    """Return the time (s) from which the replica is suspected (inf if only a new observation can cause a suspicion)."""
     if not _may_be_suspected(view):
         return inf
     if is_polling(view):
@@ -105,14 +105,18 @@ def _may_be_suspected(view: ReplicaView) -> bool:
 
 
 def _must_answer(view: ReplicaView) -> bool:
-    """Return whether a missing answer is a failure, which needs a role that answers probes in this phase."""
+    """Return whether the replica must answer probes, so that a missing answer is a failure.
+
+    In a phase that only waits, it must answer if its role has answered probes while waiting.
+    """
     return _may_be_suspected(view) and (view.role.answers_probes or not is_polling(view))
 
 
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) at which the replica is suspected for lack of tokens: early if they usually come quickly.
+    """Return the time (s) at which the replica is suspected for lack of tokens.
 
-    Without loads it is not suspected early, because a long prefill could not be distinguished from a hang.
+    This time is early if tokens usually come quickly. Without loads the replica is not suspected early, because a long
+    prefill could not be distinguished from a hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)
@@ -187,7 +191,7 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
     due = _answer_deadline(view, limits, pending_since)
     if now < due:
         return None, due
-    if view.probe.heartbeats < MIN_HEARTBEATS:  # the probe may not have arrived
+    if view.probe.heartbeats < MIN_HEARTBEATS:  # the probe may have been lost
         return NO_FINDING
     idle = _idle_since_probe(view, pending_since)
     text = f"phase {view.phase}: it sends heartbeats but has not answered a probe within {due - pending_since:g} s"
@@ -200,9 +204,9 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
 def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Warn of a suspected replica that has not answered a probe successfully.
 
-    It is suspected because it has made no progress for long, because it reports progress while its GPU is idle, or
-    because a probe is unanswered. Lack of progress alone gives no warning if the replica has no probe handler or its
-    phase does not compute: it is then probed without a warning, or only the deadline of its phase applies.
+    It is suspected because it has made no progress for a long time, because it reports progress while its GPU is idle,
+    or because a probe is unanswered. Lack of progress alone gives no warning in two cases. A replica without a probe
+    handler has only the deadline of its phase. A replica in a phase that does not compute is probed without a warning.
     """
     probe_at = next_probe_at(view, limits)
     then = probe_at if probe_at > now else inf
@@ -231,7 +235,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
     load_since_probe = loads.latest_at is not None and loads.latest_at >= pending_since
     if is_polling(view) and load_since_probe and (loads.working or loads.cpu_bound):
         return pending_since + limits.probe * BUSY_ANSWER_FACTOR
-    if _idle_since_probe(view, pending_since):  # a waiting replica's role has answered before, so no first-pass grace
+    if _idle_since_probe(view, pending_since):  # no first-pass grace if it waits, because its role has answered
         return pending_since + limits.probe * (1.0 if view.first_pass and not is_polling(view) else IDLE_ANSWER_SHARE)
     if is_polling(view):
         return _answer_deadline_after_work(view, limits, pending_since)

@@ -1,9 +1,9 @@
 """Detectors by time: replicas that send heartbeats but make no progress, or are slower than their peers.
 
 No progress means that a count does not rise, a phase exceeds its deadline (:mod:`.pass_deadlines`), or a wait lasts too
-long. A deadline decides only where no better evidence exists: a replica that answers probes is judged by its answers
-(:mod:`.probing`), and a replica that must compute is also judged by its CPU and GPU load (:mod:`.idleness`). A
-straggler gets a WARN; the job decides whether its node is excluded for that.
+long. A deadline decides only where no better evidence exists. A replica that answers probes is judged by its answers
+(:mod:`.probing`). A replica that must compute is also judged by its CPU and GPU load (:mod:`.idleness`). A straggler
+gets a WARN; the job decides whether its node is excluded for that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that waits too long; ``blame_ends_of_wait_chains`` replaces or drops every such finding.
 
-    The finding is ``wait_endless`` after ``ENDLESS_WAIT_FACTOR`` times the longest time of the phase.
+    The finding is ``wait_endless`` after ``ENDLESS_WAIT_FACTOR`` times ``longest`` of the phase.
     """
     if not is_working(view) or not is_waiting(view):
         return NO_FINDING
@@ -65,11 +65,11 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
+    """Find a replica that has waited for longer than ``shortest``, as input of ``blame_ends_of_wait_chains``.
 
-    Such a short wait is evidence only against a service that does nothing. It is no evidence in a phase in which the
-    replica may also work itself. In a phase that declares no wait, the replica is blocked in a call to a service, and
-    the limit is ``shortest`` of the service's phase.
+    A wait of ``shortest`` of the phase is evidence only against a service that does nothing. It is no evidence in a
+    phase in which the replica may also work itself. In a phase that declares no wait, the replica is blocked in a call
+    to a service, and the limit is ``shortest`` of the service's phase.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -86,7 +86,7 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a service that does nothing, usually because it gets no requests; input of ``blame_ends_of_wait_chains``."""
+    """Find a service without work, usually because it gets no requests, as input of ``blame_ends_of_wait_chains``."""
     if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
         return NO_FINDING
     return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
@@ -97,9 +97,9 @@ def _awaited_name(view: ReplicaView) -> str:
 
 
 def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that exceeds ``longest`` in a phase in which it may wait or work itself, which has no other limit.
+    """Find a replica that exceeds ``longest`` of a phase in which it may wait or work itself.
 
-    An idle replica has no first-pass grace.
+    Such a phase has no other limit. An idle replica has no first-pass grace.
     """
     since = view.last_change_at
     due = since + view.declared.longest + first_pass_grace(view, limits)
@@ -141,7 +141,7 @@ def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> R
 
 
 def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdict: Verdict, problem: str) -> Result:
-    """Compare the time without progress with the deadline; work of CPU or GPU, and storage stalls, extend it.
+    """Compare the time without progress with the deadline, which work of CPU or GPU and storage stalls extend.
 
     Args:
         view: The replica.
@@ -174,10 +174,10 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
     """Return whether a load from at most ``MAX_LOAD_GAP_S`` before the deadline ``due``, or later, shows work.
 
-    In training, only tensor cores count for a gang's member, because a waiting collective may occupy its GPU. Only they
-    count as well for a replica without a gang whose tensor cores have been observed at work. The CPU counts only in
-    phases that compute, because a busy loop looks the same. With a GPU, the CPU counts only for a replica that trains
-    alone (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
+    Of a gang's member that trains, only tensor cores count, because a waiting collective may occupy its GPU. Tensor
+    cores alone also count for a replica without a gang if they have been observed at work. The CPU counts only in
+    phases that compute, because a busy loop looks the same. Beside an idle GPU, the CPU counts only for a replica that
+    trains alone (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
     """
     loads = view.loads
     trains = view.declared.computes and not view.declared.progresses

@@ -1,8 +1,8 @@
 """Decide from samples of a trainer's stacks whether all ranks have stood at the same line while their GPUs are busy.
 
 A hung collective keeps every GPU busy, and looks like a long step if tensor cores cannot be observed. In a step that
-computes, the main threads of the ranks are at other lines a few minutes later, and rarely all at the same line. Stacks
-are therefore sampled during long training passes whose only sign of work is a busy GPU.
+computes, the main threads of the ranks are rarely at the same line, and change their lines within minutes. Stacks are
+therefore sampled during long training passes whose only sign of work is a busy GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_EQUAL_SAMPLES = 3
 
 
 def due_stack_samples(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Incarnation], float]:
-    """Return the gangs whose stacks are due for sampling, and the time (s) of the next sample (inf: none is due).
+    """Return the gangs whose stacks are due for sampling, and the time (s) of the next sample (inf if none is due).
 
     The caller collects the stacks and reports each sample, even a failed one, by ``HealthMonitor.on_stacks``.
     """

@@ -1,4 +1,4 @@
-"""Parse the output of dcgm-exporter and ``dcgmi``, and DCGM's error codes. Pure.
+"""Parse the output of dcgm-exporter and ``dcgmi``, and DCGM's error codes. The module is pure.
 
 Formats: dcgm-exporter 4.x, internal/pkg/rendermetrics/render_metrics.go and etc/default-counters.csv; ``dcgmi health
 -j`` from NVIDIA/DCGM, dcgmi/Health.cpp (GenerateOutputFromResponse) and dcgmi/DcgmiOutput.h (body, value, children,

@@ -24,8 +24,8 @@ from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
 HEALTH_INTERVAL_S = 60.0
-"""Seconds between two runs of ``dcgmi health``. They are rare, because no operation of a reader costs more than
-starting a program."""
+"""Seconds between two runs of ``dcgmi health``. The runs are rare, because starting a program is the most expensive
+operation of a reader."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
@@ -221,7 +221,7 @@ def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
     """Run a command and parse its output. Raises _Unreadable."""
-    from ..isolation import process  # imported late: most nodes have no dcgmi, and subprocess costs memory
+    from ..isolation import process  # imported late, because subprocess costs memory and most nodes have no dcgmi
 
     try:
         return parse(process.output(argv, timeout_s))

@@ -4,9 +4,9 @@ Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) th
 of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
 The supervisor and the readers inherit the caller's environment plus ``env``. The agent passes the name of its launch
-file (``RRL_LAUNCH``) in ``env``, by which processes that outlive the agent's step are found and ended. The supervisor
-and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They end with the
-caller, even if the caller is killed.
+file (``RRL_LAUNCH``) in ``env``. By this name, processes that outlive the agent's step are found and ended. The
+supervisor and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They
+end with the caller, even if the caller is killed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _CHUNK_BYTES = 1 << 16
 class ReaderClient:
     """The running readers and the stream of their results.
 
-    Start it on the main thread: the supervisor ends with the thread that started it. A reader is a name of `READERS`,
-    or ``name=module:Class``.
+    Start it on the main thread, because the supervisor ends with the thread that started it. A reader is given as a
+    name of `READERS`, or as ``name=module:Class``.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def read_all(
     ``timeout_s`` is ``hung``. Raises OSError if no process can be started.
     """
     places = _class_paths(readers)
-    deadline = time.monotonic() + _START_TIMEOUT_S + 2 * timeout_s  # starting and reading each have timeout_s
+    deadline = time.monotonic() + _START_TIMEOUT_S + 2 * timeout_s  # the start and the read each have timeout_s
     process, connection = _spawn(
         framing.ReaderConfig(places, options, os.getpid(), once=True, read_timeout_s=timeout_s), env or {}
     )

@@ -15,7 +15,7 @@ from ..samples import Reading
 
 HUNG_TIMEOUT_S = 120.0
 """Seconds after which the process of a hung read is ended and a new process started. A call never returns if its driver
-was reloaded meanwhile; a new process works."""
+was reloaded during the call; calls of a new process return."""
 READ_FRAME = b"r"
 """Kind of a frame with a :class:`Reading` in state ``read``, as msgpack."""
 FAILED_FRAME = b"f"

@@ -63,7 +63,7 @@ def describe_exit(status: int) -> str:
 
 
 TERM_TIMEOUT_S = 3.0
-"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed at once, its server may wait for it."""
+"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed immediately, DCGM's server may wait for it."""
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:
@@ -77,6 +77,6 @@ def output(argv: Sequence[str], timeout_s: float) -> str:
     def end_with_reader() -> None:
         set_parent_death_signal(me, signal.SIGTERM)
 
-    # preexec_fn is allowed here: the process of a reader has one thread
+    # preexec_fn is allowed here, because the process of a reader has one thread
     ended = run(argv, timeout_s, term_grace_s=TERM_TIMEOUT_S, preexec_fn=end_with_reader)
     return ended.out + ended.err

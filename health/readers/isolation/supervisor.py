@@ -69,7 +69,7 @@ class _Child:
         self.signalled = 0
         """Last signal that the supervisor sent to the process; 0 if it sent none."""
         self.escalate_at: float | None = None
-        """Time of the next stronger signal to a process that must end; None if it is not to end."""
+        """Time of the next stronger signal to a process that must end; None if it need not end."""
         self.started_at = 0.0
         self.deaths = 0
 
@@ -147,7 +147,7 @@ class _Supervisor:
             self._start(child, now)
         else:
             child.request_sent_at = now
-            with contextlib.suppress(OSError):  # it died: its pidfd reports that
+            with contextlib.suppress(OSError):  # it died, and its pidfd reports the death
                 assert child.connection is not None
                 child.connection.send(b"?")
 
@@ -338,13 +338,13 @@ def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # it has not opened anything yet
+        os.kill(pid, signal.SIGKILL)  # the child has not opened anything yet
         os.waitpid(pid, 0)
         raise
 
 
 def main() -> int:
-    """Run the supervisor; its configuration is the only argument, its connection to the client is stdin."""
+    """Run the supervisor with its configuration as the only argument and its connection to the client as stdin."""
     start_logging()
     config = msgspec.json.decode(sys.argv[1], type=framing.ReaderConfig)
     client = socket.socket(fileno=os.dup(0))

@@ -45,7 +45,7 @@ def run(
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # not SIGKILL: a reader with an open session of a driver's library gets time to close it
+    # not SIGKILL, so that a reader with an open session of a driver's library has time to close it
     set_parent_death_signal(parent, signal.SIGTERM)
     source = _Source(name, class_path, options)
     code = 0

@@ -28,7 +28,7 @@ UNKNOWN = 999
 SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH))
 """Errors that end the session: the driver was unloaded or replaced, and no handle is valid any longer."""
 LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
-"""Errors that any call may give: the GPU does not answer until it is reset."""
+"""Errors that any call may give if the GPU does not answer until it is reset."""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
 """Errors of nvmlDeviceGetHandleByIndex that show a fault of the GPU itself, if NVML lists the GPU."""
 UNSUPPORTED_CODES = frozenset(

@@ -7,9 +7,9 @@ from .names import SUCCESS, UNSUPPORTED_CODES
 from .session import QueryResults
 
 _LINK_COUNT = 91
-"""NVML_FI_DEV_NVLINK_LINK_COUNT."""
+"""Id of the field NVML_FI_DEV_NVLINK_LINK_COUNT."""
 _MAX_LINKS = 36
-"""NVML_NVLINK_MAX_LINKS of r575."""
+"""Maximum number of links of a GPU (NVML_NVLINK_MAX_LINKS of r575)."""
 _COUNTERS = (("replay", 161, 0), ("recovery", 162, 1), ("crc_flit", 163, 2), ("crc_data", 0, 3))
 """(field of NvLink, field id, counter id) of each error counter. The field id is one of
 NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC}, with the link as scope (Hopper and later). The counter id is one of
@@ -20,8 +20,8 @@ _ACTIVE = 1
 def read_links(results: QueryResults) -> None:
     """Read all links and store them as ``nvlinks``.
 
-    If no link has a counter, its values are ``None``, and ``unread`` has the reason under ``nvlinks.<counter>``. If the
-    state of a link cannot be read, it is ``None``, and ``unread`` has the reason under ``nvlinks.active``.
+    The values of a counter that no link has are ``None``, and ``unread`` has the reason under ``nvlinks.<counter>``. A
+    state that cannot be read is ``None``, and ``unread`` has the reason under ``nvlinks.active``.
     """
     for field in [field for field in results.unread if field.startswith("nvlinks")]:
         del results.unread[field]

@@ -1,9 +1,9 @@
 """The queries of a GPU: the function or field of NVML for each value, and how often it is read.
 
 Each call goes to the driver, and on recent GPUs to a processor on the card, which is expensive. So values that must be
-known at once are queried at every read, and counters that the checks use over a minute or more are queried rarely. One
-call reads many field values. If a query has alternatives, the later alternatives are for drivers or GPUs that do not
-support the earlier alternatives.
+known immediately are queried at every read, and counters that the checks use over a minute or more are queried rarely.
+One call reads many field values. If a query has alternatives, the later alternatives are for drivers or GPUs that do
+not support the earlier alternatives.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 class _Fabric(Structure):
-    """nvmlGpuFabricInfo_t of nvml.h.
+    """The struct nvmlGpuFabricInfo_t of nvml.h.
 
     The struct in nvidia-ml-py (12.560, 12.575, still in 13.580) has a different layout. It reads ``state`` from an
     offset beyond the field that the driver wrote, so a completed registration looks as if the GPU were not registered.
@@ -71,7 +71,7 @@ class _Fabric(Structure):
 
 
 class _FabricV2(Structure):
-    """nvmlGpuFabricInfo_v2_t of nvml.h."""
+    """The struct nvmlGpuFabricInfo_v2_t of nvml.h."""
 
     _fields_ = [("version", c_uint), *_Fabric._fields_, ("health", c_uint)]
 

@@ -11,7 +11,7 @@ from .names import SESSION_OVER_CODES, SUCCESS, TIMEOUT, error_text
 from .session import SessionOver
 
 _XID_CRITICAL = 0x8
-"""nvmlEventTypeXidCriticalError."""
+"""Event type nvmlEventTypeXidCriticalError."""
 _WAIT_MS = 1
 """Milliseconds to wait for the next event."""
 _MAX_EVENTS = 256
@@ -46,7 +46,7 @@ class XidListener:
             code, event = self._call("nvmlEventSetWait", self._event_set, _WAIT_MS)
             if code == TIMEOUT:
                 break
-            if code != SUCCESS:  # for example from a lost GPU: the event set may be unusable
+            if code != SUCCESS:  # an error, for example of a lost GPU, may leave the event set unusable
                 self.fail(f"waiting for events: {self._error_text(code)}")
             elif event.eventType & _XID_CRITICAL:
                 xids.append(self._gpu_xid(event))

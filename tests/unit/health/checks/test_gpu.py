@@ -254,7 +254,7 @@ def _links(**fields: Any) -> tuple[NvLink, ...]:
 def test_link_that_goes_down_fails_after_three_samples() -> None:
     node = ObservedNode().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
     assert node.verdict("nvlink_state") is Verdict.WARN
-    assert "FAIL only after 3 times in a row" in node.text("nvlink_state")
+    assert "FAIL only after 3 failing runs in a row" in node.text("nvlink_state")
     found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
