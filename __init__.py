@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public API, also the names that nobody has used yet."""
+    """Return the names of the public API, including those that are not imported yet."""
     return list(__all__)

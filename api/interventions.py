@@ -37,7 +37,7 @@ class EndRequest(NamedTuple):
 
 
 def request_end(run: RunDir, *, keep: bool) -> EndRequest:
-    """Have the manager of a run end it, or take the run from Slurm's queue before it begins or goes on.
+    """Have the manager of a run end it; if this manager is still in Slurm's queue, cancel its job instead.
 
     With ``keep`` the nodes of the run are not given back.
 
@@ -56,7 +56,7 @@ def request_end(run: RunDir, *, keep: bool) -> EndRequest:
     if state is None and _cancel_pending_managers(run):
         return EndRequest()
     if resumes and _cancel_pending_managers(run) and withdraw(run):
-        (run.mailbox / command).unlink(missing_ok=True)  # it must not end a later resume
+        (run.mailbox / command).unlink(missing_ok=True)  # this command must not end a later resume
         return EndRequest()
     return EndRequest(command)
 
@@ -128,7 +128,7 @@ def request_restart(run: RunDir, replica: str) -> RestartRequest:
 def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
     """Wait until the restarted replica has joined again; return it.
 
-    Raises OperationFailed if no manager takes the command, the run ends before, or the replica does not join in time.
+    Raises OperationFailed if no manager takes the command, the run ends first, or the replica does not join in time.
     """
     id = request.replica
     wait_until_taken(run, request.command, f"restart {id}")

@@ -36,8 +36,8 @@ def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = Non
     """Start a run, as ``rrl submit`` does.
 
     Args:
-        job: The job spec. Of several, each adds keys to those before it, or replaces their values. Relative paths in it
-            start at the folder of the first file, or without a file at the current folder.
+        job: The job spec, or a list of job specs, of which each adds keys to those before it or replaces their values.
+            Relative paths start at the folder of the first file, or without a file at the current folder.
         set: Values that replace those of the job, by dotted key: ``{"roles.trainer.learning_rate": 1e-6}``.
 
     Returns:
@@ -112,7 +112,8 @@ class Run:
         """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).
 
         Args:
-            clean: The same job without faults and protection: the report then has the strict ETTR against it.
+            clean: A run of the same job without faults and protection, with which the report compares this run (strict
+                ETTR).
 
         Raises:
             UsageError: The journal of a run is damaged or empty.

@@ -51,7 +51,7 @@ class LogLine(Struct, frozen=True):
     """One line of a log."""
 
     time: datetime | None
-    """When it was written; None if the log does not say so."""
+    """When the line was written; None if the log does not contain a time for it."""
     incarnation: str
     """The incarnation that wrote it, such as ``rollout/0#1``, or ``manager``."""
     log: str
@@ -86,11 +86,11 @@ class LogReader:
             raise UsageError(_no_logs_message(run, selector))
 
     def batches(self) -> Iterator[Iterator[tuple[Log, Line]]]:
-        """Yield the lines that there are, and when following, the new lines of each check; each with its log.
+        """Yield the existing lines, and with ``follow`` the new lines of each check; each line comes with its log.
 
-        All lines that were written before the run's last journal record are among them.
+        All lines that were written before the run's last journal record are yielded.
         """
-        raise_nofile()  # a merge holds all its files open
+        raise_nofile()  # all merged files are open at the same time
         tails = {log.path: LogTail(log, self._wanted) for log in self.logs}
         yield _merged({tail: tail.first_lines() for tail in tails.values()})
         if self._follow:

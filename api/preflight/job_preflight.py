@@ -1,6 +1,7 @@
 """Check a job before its run is created: against this machine, and by having Slurm test it. Starts nothing.
 
-A job that cannot work raises UsageError with the key to change. A doubt is a line about what may make it fail or wait.
+A job that cannot work raises UsageError with the key to change. A doubt is one line of text that says why the run may
+fail or wait.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> Che
 
     Args:
         job: The job that ``document`` describes.
-        document: The job spec, for the places in complaints.
+        document: The job spec, from which error messages take file and line.
         foreground: Whether the manager will run in this process, so that no manager job is tested.
 
     Raises:
@@ -186,7 +187,7 @@ def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
 
 
 def _python_mismatch(job: Job) -> list[str]:
-    """Return a warning if [env] activates a Python with which the built-in roles do not run."""
+    """Return a warning if [env] activates a Python that the built-in roles do not use."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
@@ -341,7 +342,7 @@ def _check_stream(job: Job) -> list[str]:
 
 
 def _check_eval(job: Job) -> list[str]:
-    """Return a warning for each role of evaluations that is the user's own program, which may not know of them."""
+    """Return a warning for each role of evaluations that is the user's own program, which may not support them."""
     doubts = {
         "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
         "rollout": "must sample as `item.sampling` says",
