@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # print "?" for what its encoding lacks
+        if hasattr(stream, "reconfigure"):  # print "?" for characters that the encoding lacks
             stream.reconfigure(errors="replace")
     try:
         return _run(list(arguments))

@@ -51,7 +51,7 @@ class CommandGroup(TyperGroup):
     """The commands of ``rrl``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the first argument. Raises UsageError for a word of a similar program."""
+        """Find the command of the first argument. Raises UsageError for a command of a similar program."""
         if args and args[0] not in self.commands and (ours := COMMAND_WORDS.get(args[0])):
             from ...core.types import UsageError
 

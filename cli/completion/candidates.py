@@ -41,7 +41,7 @@ def script(shell: str) -> str:
 
 
 def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (word, description) for everything that may stand in place of the last of ``words``."""
+    """Yield (word, description) for each candidate that may replace the last of ``words``."""
     line = _Line(json.loads((_DATA / "commands.json").read_text(encoding="utf-8")))
     *before, last = words
     for word in before:

@@ -101,7 +101,7 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
     """Run a Slurm command without the variables of a surrounding job and the user's defaults for Slurm's commands.
 
-    Raises OSError, TimeoutError.
+    Raises OSError if the command cannot be started, and TimeoutError if it takes longer than ``timeout_s``.
     """
     return run(argv, timeout_s, env=environment(os.environ), stdin_text=stdin)
 
@@ -171,9 +171,9 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 async def _reader() -> Reader:
-    """Choose a reader as a manager does. Raises TimeoutError, Refused, Unanswered."""
+    """Choose a reader as a manager does. Raises TimeoutError, Refused or Unanswered if Slurm cannot be read."""
     limits = SlurmLimits()
-    async with asyncio.timeout(SLURM_TIMEOUT_S):  # cancelled, the choice ends its child process
+    async with asyncio.timeout(SLURM_TIMEOUT_S):  # the choice ends its child process if it is cancelled
         choice = await choose_reader("auto", CommandReader.with_limits(limits), limits)
     await choice.reader.close()
     return Reader(choice.reason, choice.rejected)

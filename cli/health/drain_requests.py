@@ -38,7 +38,7 @@ class OpenDrainRequest(Struct, frozen=True):
     """State of the node according to Slurm; empty if it is not known."""
     drained: bool
     owner: str
-    """Owner of the drain of the node."""
+    """Who drained the node; empty if it is not drained."""
     accused: bool
     """False if the records of one user other than root are the only evidence."""
     scontrol: str

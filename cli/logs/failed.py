@@ -100,7 +100,7 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
     at = printer.local_time(stamp(int(failure.recorded_at * 1e6)))
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
     out += [f"    {escaped(line)}" for line in evidence]
-    if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
+    if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent logs only there
         out.append("    it wrote no log lines; the last lines of its launcher:")
     for log, line in lines:
         time_of_day = f"{printer.local_time(line.stamp)} " if line.stamp else ""

@@ -68,7 +68,7 @@ def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
             for fence in fences(event)
             if fence.incarnation == failure.incarnation
             for line in fence.why.evidence
-            if line not in listed  # the finding's own texts are listed with its detector
+            if line not in listed  # the detector's lines already contain the finding's own texts
         ]
     return []
 

@@ -1,4 +1,4 @@
-"""``rrl explain``: why the manager did what it did, decision by decision."""
+"""``rrl explain``: explain each decision of a run's manager."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _turn(
 
 
 def _leaves(track: TrajectoryState, episode: EpisodeState) -> list[TrajectoryState]:
-    """Return the leaves of an episode. Until it is finished, all turns of its newest attempt are taken as counted."""
+    """Return the leaves of an episode. Until it is finished, all turns of its newest attempt count."""
     if not track.finished:
         episode = msgspec.structs.replace(episode, counted=tuple(turn.id for turn in episode.made))
     return leaves(msgspec.structs.replace(track, episode=episode))

@@ -104,7 +104,7 @@ def facts_view(
     state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = "",
     folders: ModelFolders = ModelFolders(),
 ) -> RenderableType:  # fmt: skip
-    """Return the title of the status view and the facts below it; arguments as of :func:`status_view`."""
+    """Return the title of the status view and the facts below it; the arguments are those of :func:`status_view`."""
     until = now if state.ended is None else state.ended
     held = dict(_held_back_nodes(state, now))
     title = Text.assemble(*_title(state, until, width, known_standing))
@@ -234,7 +234,7 @@ def _rewards(state: State, free: int, mean: bool) -> Text:
     """
     points = state.rewards.points
     last = f"   last ten steps {number(state.rewards.mean_last)}" if mean else ""
-    free -= len(f"{number(points[0])}  {number(points[-1])}{last}") + 2  # the means of columns may have a sign more
+    free -= len(f"{number(points[0])}  {number(points[-1])}{last}") + 2  # a column's mean may have a minus sign
     columns = resampled(points, max(1, min(free, state.rewards.newest)))
     finite = [value for value in columns if isfinite(value)]
     first, newest = (finite[0], finite[-1]) if finite else (None, None)

@@ -76,7 +76,7 @@ class RunFeed:
         self._wake.set()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Make a snapshot the newest one, and tell the screens."""
+        """Make a snapshot the newest one, and notify the screens."""
         self.snapshot = snapshot
         self.changed.publish(snapshot)
 

@@ -34,7 +34,7 @@ class ExplanationScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
-        Binding("e", "read_again", "Read again", tooltip="Read the decisions again, with those made since then"),
+        Binding("e", "read_again", "Read again", tooltip="Read the decisions again, including newer ones"),
     ]
 
     def __init__(self, run: RunDir, about: str | None) -> None:

@@ -40,7 +40,7 @@ class HelpScreen(ModalScreen[None]):
     def __init__(self, bindings: Iterable[ActiveBinding]) -> None:
         super().__init__()
         named = (one for one in bindings if one.enabled and not one.binding.system)
-        self._keys = [one for one in named if one.tooltip]  # keys of Textual's own widgets have none
+        self._keys = [one for one in named if one.tooltip]  # the keys of Textual's own widgets have no tooltip
 
     def compose(self) -> ComposeResult:
         """Create the page."""

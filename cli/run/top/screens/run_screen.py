@@ -159,7 +159,7 @@ class RunScreen(Screen[None]):
         opened, path = snapshot.opened, self._run_dir.path
         if not self.is_current:
             return
-        if opened is None or opened.watched.run.path != path:  # it is gone, or the reading began before it was opened
+        if opened is None or opened.watched.run.path != path:  # the run is gone, or was opened during the reading
             if all(one.run.path != path for one in snapshot.runs):
                 self._show_missing(snapshot.trouble)
             return
