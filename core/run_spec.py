@@ -331,7 +331,7 @@ class EvalSpec(Struct, frozen=True):
     samples: int = 1
     temperature: float = 0.0
     task: TaskSpec | None = None
-    """None: the dataset of ``[task]``, with items that no step trains on."""
+    """The task that is evaluated; None: the dataset of ``[task]``, with items that no step trains on."""
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
@@ -461,9 +461,9 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: no agents of its own. Without an endpoint too, each trajectory is one answer to a prompt of the task."""
+    """The run's own agents; None: it has none. Without an endpoint too, each trajectory is one answer to a prompt."""
     endpoint: EndpointSettings | None = None
-    """None: agents outside of the run cannot take part."""
+    """The endpoint for agents outside of the run; None: they cannot take part."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

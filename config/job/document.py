@@ -298,7 +298,7 @@ def _setting_hint(path: Path) -> str:
 
 
 def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
-    """Parse TOML of the file or argument that messages call ``shown``. Raises SpecError."""
+    """Parse TOML of the file or argument that messages call ``shown``. Raises SpecError if it is invalid."""
     try:
         return tomllib.loads(text), lines_of(text)
     except RecursionError:
@@ -346,7 +346,10 @@ def _key(text: str) -> KeyPath:
 
 
 def _value(shown: str, text: str) -> Any:
-    """Return the TOML value of a setting, or its text if it is not one. Raises SpecError."""
+    """Return the TOML value of a setting, or its text if that is not TOML.
+
+    Raises SpecError if the text is empty, or begins like a TOML list, table or string but is invalid.
+    """
     if not text:
         raise SpecError(f"{shown}: has no value; an empty text is {as_value('')!r}, quoted for the shell")
     try:

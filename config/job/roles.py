@@ -98,9 +98,9 @@ class TrainerRole(Role):
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
     of your own trainer."""
     export: Literal["end"] | Annotated[int, Field(ge=1)] | None = _TRAINER.export
-    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end", the last one when the run
-    has completed; a number, also each time that so many steps are committed. The manager exports, with the lowest
-    priority; a failure is only reported. Exports are never deleted."""
+    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end": the last one, once the
+    run has completed; a number: also one each time that this many steps are committed. The manager exports, with the
+    lowest priority; a failure is only reported. Exports are never deleted."""
     checkpoint_every: Annotated[int, Field(ge=1, le=500)] = _TRAINER.checkpoint_every
     """Number of steps that one commit with its checkpoint covers: the trainer writes a checkpoint after each step that
     is a multiple of it, after the last step, and when it is asked to stop. A restart without a snapshot trains the
@@ -147,9 +147,10 @@ class RolloutRole(Role):
     rollout that has lost its node continues there at once. Only with [recovery] policy = "role" and [cluster] form =
     "pool"."""
     preload: bool | None = None
-    """Keep a process on each node of the rollouts that has imported its packages and has no engine. A rollout that
-    fails there continues in it. The node needs 400 MiB beside the mem of its roles, else it has none. Default: true for
-    the built-in program with engine = "torch", else false. Only with [recovery] policy = "role"."""
+    """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
+    rollout that fails there continues in this process. A node with less than 400 MiB beside the mem of its roles has no
+    such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery] policy
+    = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
