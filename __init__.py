@@ -1,4 +1,4 @@
-"""rrl: reinforcement-learning post-training on Slurm that goes on when machines fail.
+"""rrl: reinforcement-learning post-training on Slurm that continues when machines fail.
 
 The worker API is all that a user's trainer or rollout needs::
 

@@ -19,7 +19,7 @@ from .command_sender import send
 _T = TypeVar("_T")
 
 _MISSING = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
-"""What to add to the command line if an argument is missing."""
+"""Hint that is added to the error message: the missing option of the command line."""
 
 
 def fault_of(
@@ -73,6 +73,6 @@ def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
 
 
 def _seconds(text: str) -> float:
-    from ..core.units import seconds  # imported here, since it imports pydantic
+    from ..core.units import seconds  # imported here, since pydantic takes long to import
 
     return seconds(text)

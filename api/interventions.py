@@ -1,6 +1,6 @@
 """End a run, restart one of its replicas or drain a node, by a command to its manager (:mod:`rrl.api.command_sender`).
 
-Each function that requests an end or a restart is followed by one that waits for it.
+For an end and for a restart, one function requests it, and the next function waits until it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .runs import StateReader, job_of, read_state, resume_pending
 CANCEL_TIMEOUT_S = 120.0
 """Time (s) to wait for the run's end after its manager took the command."""
 RESTART_TIMEOUT_S = 300.0
-"""Time (s) to wait for the replica after the manager took the command, beyond ``limits.join``."""
+"""Time (s) to wait for the replica after the manager took the command, in addition to ``limits.join``."""
 
 
 # ── the end of a run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,7 +179,7 @@ def request_drain(run: RunDir, state: State | None, node: str, reason: str) -> s
         run: The run.
         state: Its state; None if its journal has no record yet.
         node: The node.
-        reason: What Slurm shows as the reason; may be empty.
+        reason: Reason that Slurm shows for the drain; may be empty.
 
     Returns:
         The name of the command file that the manager has to take.

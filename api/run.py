@@ -21,7 +21,7 @@ from .step_rows import step_rows
 from .watching.run_state import RunState, run_state
 from .watching.run_watcher import completed_summary
 
-if TYPE_CHECKING:  # what needs the job's models or a checkpoint is imported when it is used
+if TYPE_CHECKING:  # modules that need the job's models or a checkpoint are imported when they are used
     from ..config.job.document import JobPart, Setting
     from ..manager.reporting.accounting.run_report import RunReport
     from ..manager.reporting.step_metrics import StepRow
@@ -77,7 +77,8 @@ class Run:
     Attributes:
         id: The run's id.
         path: The run directory.
-        warnings: Why the run may fail or wait, as far as :func:`submit` or :meth:`resume` of this object found out.
+        warnings: Why the run may fail or wait, as far as :func:`submit` or :meth:`resume` has found out; empty for a
+            run from :func:`run`.
     """
 
     def __init__(self, run_dir: RunDir, warnings: tuple[str, ...] = ()) -> None:
@@ -225,7 +226,7 @@ class Run:
 
 
 def _parts(job: JobSpec | Sequence[JobSpec]) -> list[JobPart]:
-    """Return the parts of a job spec. Raises UsageError for any other value."""
+    """Return the parts of a job spec. Raises UsageError if ``job`` is not a job spec."""
     parts = job if isinstance(job, list | tuple) else [job]
     if not parts:
         raise UsageError("job is an empty list; name a job.toml, or give its text or a dict")

@@ -24,7 +24,7 @@ from .watching.manager_liveness import manager_gone
 FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
-"""Keys within ``FIXED_KEYS`` that can change."""
+"""Keys of the tables in ``FIXED_KEYS`` that a resume can change nevertheless."""
 LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
 """Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""
 

@@ -117,8 +117,8 @@ def _replaced_option(command: str, option: str) -> str:
 def _bad_value_message(error: Exception) -> str:
     """Return what is wrong with the value of a number option, and what would be right; empty for any other error.
 
-    typer checks numbers by pydantic, whose error is the cause of typer's. Older versions of typer (before 0.26) do not
-    use pydantic; their own message is then shown.
+    typer checks numbers with pydantic, and pydantic's error is the cause of typer's error. Older versions of typer
+    (before 0.26) do not use pydantic; their own message is then shown.
     """
     options, details = getattr(getattr(error, "param", None), "opts", ()), getattr(error.__cause__, "errors", None)
     if not options or details is None:

@@ -74,7 +74,7 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
 
 
 def prompt_columns(prompt: str) -> dict[str, bool]:
-    """Return the columns that a format string uses, each with whether it uses only a part of the value."""
+    """Return the columns that a format string uses; True for a column of which it uses only a part of the value."""
     fields = [field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None]
     return {root(field): root(field) != field for field in fields}
 

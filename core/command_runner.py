@@ -139,8 +139,8 @@ async def run_async(
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in an event loop of its own, and return its result.
 
-    If this thread already runs an event loop, as in a notebook, the new event loop runs in another thread: a thread
-    runs at most one.
+    If this thread already runs an event loop, as in a notebook, the new event loop runs in another thread, since a
+    thread can run only one event loop.
     """
     import asyncio
     from concurrent.futures import ThreadPoolExecutor

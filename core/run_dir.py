@@ -1,7 +1,7 @@
 """Define every path in a run directory. No other module defines such paths.
 
 The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
-the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names carry the run id.
+the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names contain the run id.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Limits(Struct, frozen=True):
     """Time (s) from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
     container."""
     step_grace: float = 5.0
-    """Time (s) between the request to a step to stop and SIGKILL."""
+    """Time (s) between the request that a step stops and its SIGKILL."""
     allocation: float = 900.0
     """Time (s) to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no
     such limit."""
@@ -437,7 +437,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps that complete the run; 0: no trainer, the end of its commands completes the run."""
+    """Number of optimizer steps that complete the run; 0: without a trainer, the end of its commands completes it."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]

@@ -81,7 +81,7 @@ class LogReader:
     def __init__(self, run: RunDir, selector: str | None, wanted: LineFilter, *, follow: bool) -> None:
         self._run, self._selector, self._wanted, self._follow = run, selector, wanted, follow
         self.logs = selected_logs(run, selector)
-        """The logs that there are now."""
+        """The logs that exist so far."""
         if not self.logs and (not follow or (selector is not None and not may_log_later(run, selector))):
             raise UsageError(_no_logs_message(run, selector))
 
@@ -136,7 +136,7 @@ def _no_logs_message(run: RunDir, selector: str | None) -> str:
 
 
 def _merged(tails: dict[LogTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
-    """Yield the lines of all logs with the log of each, ordered by time."""
+    """Yield each line of all logs with its log, ordered by time."""
 
     def with_log(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
         return ((log, line) for line in lines)

@@ -230,7 +230,7 @@ def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the vLLM here does not know.
+    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the installed vLLM lacks.
 
     Raises UsageError instead if the rollouts run in this environment.
     """
@@ -334,7 +334,7 @@ def _check_task_files(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_stream(job: Job) -> list[str]:
-    """Return a warning if the trainer is the user's own program, which may not take parts of batches."""
+    """Return a warning if the trainer is the user's own program, which may not support parts of batches."""
     if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
         return []
     return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"

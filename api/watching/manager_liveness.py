@@ -41,7 +41,7 @@ INTERRUPTED = "interrupted"
 UNATTENDED = "unattended"
 """Standing of a run whose roles go on while no manager works: nothing that fails is replaced."""
 UNKNOWN = "unknown"
-"""Standing of a run without a manager whose jobs Slurm does not list."""
+"""Standing of a run without a manager if Slurm was not, or could not be, queried for the run's jobs."""
 
 
 class Liveness(Struct, frozen=True):

@@ -66,7 +66,7 @@ class RunState(Struct, frozen=True):
     started: float | None
     ended: float | None
     run_seconds: float | None
-    """Seconds for which the run has been at work, without the pauses before a resume; None before it began."""
+    """Run time in seconds, without the pauses before a resume; None before the run began."""
     run_dir: str
     why: str = ""
     """Why the run ended, was rejected, does not go on or has no manager; empty if nothing is wrong."""
@@ -83,7 +83,7 @@ def run_state(run: RunDir) -> RunState:
 
 
 def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
-    """Return the state of each run, with one query of Slurm for each owner; for an unreadable run, the reason."""
+    """Return the state of each run, or why it is unreadable; Slurm is queried at most once for each owner."""
     slurm: dict[int, SlurmJobs] = {}
     found = []
     for run in runs:
@@ -172,7 +172,7 @@ def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
 
 
 def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> RunState:
-    """Return the entry of a run of which nothing but its job is known."""
+    """Return the entry of a run of which only the job is known."""
     name, steps = (job.name, job.steps) if job else ("", None)
     return RunState(run.id, name, None, standing, 0, steps, None, 0, None, None, None, str(run.path))
 

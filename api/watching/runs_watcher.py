@@ -24,7 +24,7 @@ from .start_check import StartCheck
 LIST_INTERVAL_S = 5.0
 """Interval (s) of listing the folder of runs, and of reading an ended run, which only a resume changes."""
 FIRST_READS_S = 1.0
-"""Time (s) from the beginning of a poll, after which the poll does not begin to read a run for the first time."""
+"""Time (s) after which a poll no longer begins to read runs that no poll has read yet."""
 UNREAD = "not read yet"
 """Standing of a run that no poll has read yet."""
 

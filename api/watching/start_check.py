@@ -36,8 +36,8 @@ class StartCheck:
     def failure(self, state: State | None) -> str:
         """Return why the run will never start, or will never resume if a resume was requested.
 
-        ``state`` is the state that was last read. The result is empty if the run may still start, if it has started, or
-        if neither is known.
+        ``state`` is the state that was last read. The result is empty if the run may still start, has started, or
+        cannot be read.
         """
         try:
             if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:

@@ -14,7 +14,7 @@ from ..common.output import print_line
 from .endpoint import check_serves
 
 PACKAGES = ("starlette", "uvicorn", "httpx2")
-"""Packages of the extra ``endpoint``, which serve the relay and connect it."""
+"""Packages of the extra ``endpoint``, which serve the relay and connect it to the endpoint."""
 
 
 def relay(name: str | None, port: int) -> int:

@@ -16,7 +16,7 @@ SECTIONS = {
 }
 """Sections of ``rrl --help``, with the commands in each, in their order."""
 OTHER_SECTION = "Other commands"
-"""Section of commands that no section names."""
+"""Section of the commands that no other section names."""
 
 _CHECK, _SUBMIT, _STATUS = "rrl check job.toml", "rrl submit job.toml", "rrl status RUN"
 COMMAND_WORDS = {
@@ -44,7 +44,7 @@ OPTION_WORDS = {
                "--follow": f"{_STATUS} --live"},
     "logs": {"--tail": "rrl logs RUN --lines 100"},
 }  # fmt: skip
-"""Options of such programs, by the command of rrl, and what to write instead."""
+"""Options of similar programs, by the command of rrl, and what to write instead."""
 
 
 class CommandGroup(TyperGroup):

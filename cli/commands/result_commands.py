@@ -170,7 +170,8 @@ def explain(
 ) -> None:  # fmt: skip
     """Explain each decision of a run's manager: its evidence, the repair, and whether it worked.
 
-    Also shows what the smaller repairs would have needed, and what was expected by when. Needs no running manager.
+    Also shows what the smaller repairs would have needed, and which effect was expected by when. Needs no running
+    manager.
 
     \b
     rrl explain quick             all decisions, in order

@@ -242,7 +242,7 @@ def read_storage(root: Path) -> Storage:
 def _probe_write(path: Path) -> tuple[bool, float]:
     """Create a file as the journal does, write and sync it, and remove it.
 
-    Returns (whether a second process could not create the file, duration of the write with fsync in s).
+    Returns (whether the file could be created only once, duration of the write with fsync in s).
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

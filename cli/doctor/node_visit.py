@@ -1,8 +1,8 @@
 """Run one small job on a compute node, with the user's consent, to read the node's properties and test its network.
 
 The job runs :mod:`.node_probe.main` with the same interpreter path as this process. It takes 10 s, and is cancelled if
-it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder within the folder of
-all runs, which is removed afterwards.
+it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder, which is created
+within the folder of all runs and removed afterwards.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from ...health.node_check import EXIT_CODES, check_node, overall
 from .check_outputs import history_folder, metrics_file, record, write_prometheus
 
 _MAX_TIMEOUT_S = 3600.0
-"""Maximum time limit (s) that a check may be given; a prolog has minutes."""
+"""Maximum time limit (s) that a check may be given; a prolog may take some minutes."""
 _MAX_AGE_S = 86400.0
 """Maximum age (s) of a check that ``--fresh`` may accept."""
 
@@ -64,7 +64,7 @@ class CheckOptions(Struct, frozen=True):
 
     @property
     def of_job(self) -> bool:
-        """Return whether a job's prolog or epilog makes the check."""
+        """Return whether a job's prolog or epilog runs the check."""
         return self.prolog or self.epilog
 
     @property

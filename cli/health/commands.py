@@ -157,7 +157,7 @@ def drain_requests(
     history: Histories = None,
     json: Json = False,
 ) -> None:
-    """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
+    """List the nodes that runs found broken but may not drain, with a command to paste for each, for administrators.
 
     \b
     rrl health drain-requests            list the nodes, and why

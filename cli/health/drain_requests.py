@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: list nodes that runs want drained but may not drain; for administrators."""
+"""``rrl health drain-requests``: list the nodes that runs found broken but may not drain, for administrators."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     wanted: list[DrainRequest] = []
     for one in requests:
         state = drains.get(one.node, DrainState())
-        if state.booted > one.at:  # it was repaired, or the next run on it will request the drain
+        if state.booted > one.at:  # the node was repaired, or the next run there will request the drain
             outcomes.append((one.node, True, "was booted after the drain was requested: not drained"))
         elif state.drained:
             outcomes.append((one.node, True, f"is drained already: {state.reason}"))

@@ -76,7 +76,7 @@ class Sample(Struct, frozen=True):
     wrong: str = ""
     """A wrong answer: the answer of another item, or an empty answer."""
     wrong_rewards: tuple[float, float] | None = None
-    """The reported and the trained reward of ``wrong``; None if it was not or could not be scored."""
+    """The reported and the trained reward of ``wrong``; None if ``wrong`` was not scored."""
 
 
 class TaskTrial(Struct, frozen=True):

@@ -20,8 +20,8 @@ from .failures import FailureReport, concerns, failures
 from .printer import LogRecord, Printer
 
 CLOCK_SLACK_S = 1.0
-"""Assumed difference (s) of nodes' clocks. Lines that are later than a failure by at most this time count as before
-it."""
+"""Assumed difference (s) of nodes' clocks. Lines that are at most this much later than a failure count as lines before
+the failure."""
 
 
 class FailureRecord(Struct, frozen=True):
@@ -43,11 +43,11 @@ class FailureRecord(Struct, frozen=True):
     recovered_s: float | None
     """Seconds until the successor worked."""
     lines: list[LogRecord]
-    """The last lines of the incarnation; of its launcher if it wrote none."""
+    """The last lines of the incarnation, or of its launcher if the incarnation wrote none."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
-    """Print the run's failures, each with the last ``newest`` lines before it. Returns exit code 0.
+    """Print the run's failures, each with at most ``newest`` lines from before it. Returns exit code 0.
 
     ``wanted.since`` is the earliest time of failures to print; ``wanted.match`` selects their lines.
     """

@@ -42,7 +42,7 @@ def explanations(run: RunDir, about: str | None) -> list[Explanation]:
 
 
 def nothing_decided(run: RunDir, about: str | None) -> str:
-    """Return the text for a run of which there is nothing to explain."""
+    """Return the text that is shown if a run has no decision to explain."""
     return f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet"
 
 

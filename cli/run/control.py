@@ -30,7 +30,7 @@ from ..common.output import print_line
 from ..views.status import retained_jobs
 
 DRAIN_TIMEOUT_S = 120.0
-"""Time (s) to wait for the drain after the manager took the command, beyond the time that replacements may take."""
+"""Time (s) to wait for the drain after the manager took the command, in addition to the time for replacement nodes."""
 
 
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:

@@ -79,7 +79,7 @@ class LiveDisplay:
         self._cleared = True
 
     def finish(self, view: RenderableType | None = None, *, erase: bool = False) -> None:
-        """Leave the cursor below the lines; with ``erase`` or a ``view``, remove them and print the whole view."""
+        """Leave the cursor below the lines, or remove the lines (``erase``), or replace them by the whole ``view``."""
         if self._size is not None and (erase or view is not None):
             self._write(self._move(0) + _ERASE_BELOW + _SHOW_CURSOR)
         elif self._size is not None:

@@ -170,7 +170,7 @@ def disk_usage(folder: Path) -> int:
 
 
 def _confirmed(sizes: dict[RunDir, int]) -> bool:
-    """Ask whether these runs shall be removed. Raises UsageError if nobody can be asked."""
+    """Ask whether these runs shall be removed. Raises UsageError if stdin is not a terminal."""
     for run, nbytes in sizes.items():
         print_line(f"{run.id}  {size(nbytes)}", to_stderr=True)
     count = f"{len(sizes)} run{'s' if len(sizes) > 1 else ''} ({size(sum(sizes.values()))})"

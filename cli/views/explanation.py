@@ -158,7 +158,7 @@ class EvidenceRecord(Struct, frozen=True):
     source: str
     text: str
     time: float
-    """When it was observed (s since 1970)."""
+    """When the evidence was observed (s since 1970)."""
 
 
 class FindingRecord(Struct, frozen=True):
@@ -167,7 +167,7 @@ class FindingRecord(Struct, frozen=True):
     detector: str
     cause: str
     since: float
-    """Since when it holds (s since 1970)."""
+    """Since when the finding holds (s since 1970)."""
     evidence: list[EvidenceRecord]
 
 

@@ -75,7 +75,7 @@ class Pace(Struct, frozen=True):
     """Share of the run's time that was effective training."""
     ettr_last_hour: float | None
     weights_lag_steps: int | None
-    """Training steps by which the rollout with the oldest weights is behind."""
+    """Training steps by which the rollout with the oldest weights is behind the trainer."""
 
 
 def pace_of(state: State, now: float) -> Pace:

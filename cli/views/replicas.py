@@ -24,7 +24,7 @@ from ...manager.model.state import FailedIncarnation, Replica, State, Status, Un
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
 MAX_LISTED = 12
-"""Maximum number of replicas that are listed for a role, and of findings.
+"""Maximum number of listed replicas of a role, and of listed findings.
 
 If a role has more replicas, only replicas with a finding, an earlier failure or an unusual status are listed.
 """
@@ -102,7 +102,7 @@ def _joined(state: State, replica: Replica, failures: Failures) -> Doing:
 
 
 def _last_stop(replica: Replica) -> FailedIncarnation | UnchargedRestart | None:
-    """Return the newest failure or other stop of the replica; None if there was none, or none that still counts."""
+    """Return the newest failure or other stop of the replica; None if there is none that still counts."""
     stops = (*replica.failures[-1:], *((replica.uncharged_restart,) if replica.uncharged_restart is not None else ()))
     return max(stops, key=lambda stop: stop.at, default=None)
 

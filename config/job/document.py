@@ -196,7 +196,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def dotted_key(key: KeyPath) -> str:
-    """Return a key as in TOML; the index of a list element in brackets."""
+    """Return a key as TOML text, with the index of a list element in brackets."""
     text = ""
     for part in key:
         if isinstance(part, int):
@@ -231,7 +231,7 @@ def _plain(value: Any, shown: str) -> Any:
     """Return a Python value as TOML has it: paths as text, sequences as lists. ``shown`` names it in error messages.
 
     Raises:
-        SpecError: The value, or one in it, has no form in TOML.
+        SpecError: The value, or a value inside it, cannot be written in TOML.
     """
     try:
         return _toml_value(value, (), shown)
@@ -291,7 +291,7 @@ def _read(path: Path) -> str:
 
 
 def _setting_hint(path: Path) -> str:
-    """Return a hint if the name of a missing file looks like a setting, which other programs take without an option."""
+    """Return a hint if the name of a missing file looks like a setting, as other programs accept it."""
     text = str(path)
     key, sign, _ = text.lstrip("+~").partition("=")
     return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""
@@ -333,7 +333,7 @@ _PLAIN_MESSAGES = {
 
 # ── settings ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _key(text: str) -> KeyPath:
-    """Return the path of a dotted TOML key; () if the text is not one."""
+    """Return the path of a dotted TOML key; () if the text is not a key."""
     try:
         table: Any = tomllib.loads(f"{text} = 0") if "\n" not in text else {}
     except (ValueError, RecursionError):

@@ -177,7 +177,7 @@ class TaskTable(Table):
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
     """Factor: the training reward of a wrong answer of the right length is raised by this factor times its share of
-    right tokens (the reported reward never is)."""
+    right tokens (the reported reward is not raised)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
@@ -238,8 +238,8 @@ class SamplingTable(Table):
     same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` for it."""
     window: Annotated[int, Field(ge=1)] = _SAMPLING.window
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
-    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length are
-    another curriculum (docs/stream.md)."""
+    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length form a
+    different curriculum (docs/stream.md)."""
 
 
 class LimitsTable(Table):

@@ -308,7 +308,7 @@ def _form(job: Job) -> None:
 
 
 def _gang(at: tuple[str, str], role: Role) -> None:
-    """Check the number of processes of a replica, and that its role supports several."""
+    """Check the number of processes of a replica, and that its role supports several processes."""
     if isinstance(role, TrainerRole) and role.command is not None and role.export is not None:
         message = "rrl exports only checkpoints of its built-in trainer; remove this key"
         raise mistake((*at, "export"), message)
@@ -438,7 +438,7 @@ def _role(job: Job, name: str, role: Role) -> None:
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
-    """Check that a rank of a role that shares nodes fits on a node, or for an exclusive role, that its ranks fit."""
+    """Check that a node can hold one rank of a role that shares nodes, or the ranks per node of an exclusive role."""
     ranks = role.ranks_per_node if role.exclusive else 1
     for resource in ("cpus", "gpus", "mem"):
         wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)

@@ -1,4 +1,4 @@
-"""The changes of a run that ``rrl top`` can request: what each will do, for the confirmation, and the request itself.
+"""The changes of a run that ``rrl top`` can request: their effects, which the user confirms, and their requests.
 
 The requests are those of ``rrl restart``, ``rrl drain`` and ``rrl inject``: commands to the run's manager.
 """

@@ -71,7 +71,7 @@ class RunFeed:
         self._stopped = False
 
     def open(self, run: RunDir | None) -> None:
-        """Read one run in detail from now on, or none."""
+        """Read one run in detail from now on; with None, read no run in detail."""
         self._opened = None if run is None else run.path
         self._wake.set()
 

@@ -18,7 +18,7 @@ from ....manager.reporting.accounting.run_report import LaneReport, RunReport
 WIDTH, LANE_HEIGHT, CURVE_HEIGHT = 1000, 10, 120
 """Sizes of the drawings."""
 MAX_TITLED_SPANS = 3000
-"""Maximum number of intervals of which each has a title; in a page with more, only incarnations have titles."""
+"""Maximum number of intervals in a page for each of them to have a title; with more, only incarnations have titles."""
 TICKS = 4
 
 
@@ -73,7 +73,7 @@ def _rectangle(one: Span, axis: Axis) -> dict[str, Any]:
 
 
 def _paths(spans: Sequence[Span], axis: Axis) -> list[tuple[str, str]]:
-    """Return (use, path) for each use that occurs."""
+    """Return (use, path) for each use of time that occurs."""
     paths: dict[str, list[str]] = defaultdict(list)
     for one in spans:
         x = axis.x(one.since)

@@ -21,7 +21,7 @@ from ....results.explain import explanations, nothing_decided
 from ....views.explanation import explanation_view
 
 MAX_DECISIONS = 300
-"""Number of the newest decisions that are shown: rendering more would stop the keyboard for a while."""
+"""Number of the newest decisions that are shown: rendering more would block the keyboard for a while."""
 
 
 class ExplanationScreen(Screen[None]):

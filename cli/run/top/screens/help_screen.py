@@ -19,7 +19,7 @@ _OF_TABLES = (
     ("Enter", "Open the row that has the cursor"),
     ("mouse", "A click chooses a row, a second one opens it; a click on a heading sorts, a second one reverses"),
 )
-"""Keys that Textual's table has itself."""
+"""Keys that Textual's table itself handles."""
 _NOTES = (
     "rrl top reads only the run directories, and never asks Slurm. rrl status RUN asks Slurm, and may know more.",
     "Restart, drain and inject need your confirmation. Then the manager of the run carries them out.",

@@ -188,7 +188,7 @@ class RunScreen(Screen[None]):
 
 
 def _run_view(opened: OpenedRun, state: State, now: float, width: int) -> RenderableType:
-    """Return the view of ``rrl status`` without the table of replicas, which stands below it."""
+    """Return the view of ``rrl status`` without the table of replicas, which is shown below it."""
     liveness, files = opened.liveness, opened.files
     notes = (liveness.note, liveness.advice)
     facts = facts_view(state, now, width, notes, liveness.standing, files.folders)

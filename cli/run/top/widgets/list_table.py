@@ -99,7 +99,7 @@ class ListTable(Vertical):
 
     # ── actions ────────────────────────────────────────────────────────────────────────────────────────────────────
     def action_sort(self) -> None:
-        """Sort by the next column, or in the given order after the last one."""
+        """Sort by the next column; after the last column, restore the given order."""
         following = 0 if self._sorted_by is None else self._sorted_by + 1
         self._sort(following if following < len(self._columns) else None, reverse=False)
 
@@ -190,7 +190,7 @@ class ListTable(Vertical):
         return rows[::-1] if self._reversed else rows
 
     def _draw(self, cursor_key: str | None = None) -> None:
-        """Update the table; ``cursor_key`` names the row that the cursor moves to; None keeps its row."""
+        """Update the table; ``cursor_key`` names the row that the cursor moves to; None keeps the cursor on its row."""
         rows, table = self._selected_rows(), self._table
         if [row.key for row in rows] == list(self._shown):
             for row in rows:
