@@ -81,7 +81,7 @@ def _check_keep_allowed(run: RunDir) -> None:
     if job is not None and job.cluster != "slurm":
         raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
     if job is not None and job.manager.where == "pool":
-        raise UsageError(f'{run.id} has its manager in its pool ([manager] where = "pool"), which ends with it')
+        raise UsageError(f'the manager of {run.id} runs in the pool ([manager] where = "pool"), so both end together')
 
 
 def _cancel_pending_managers(run: RunDir) -> bool:

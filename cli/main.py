@@ -99,7 +99,7 @@ def _report_error(error: Exception) -> int:
         if ours := _replaced_option(command, option):
             return _print_error(f"{option} is not an option of rrl; write: {ours}", 2)
         if command != "rrl" and option in GLOBAL_OPTIONS:
-            return _print_error(f"{option} stands before the command; see: rrl --help", 2)
+            return _print_error(f"{option} belongs before the command; see: rrl --help", 2)
         return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error

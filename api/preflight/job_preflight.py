@@ -363,7 +363,7 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
             text = f"the run can have {worst.jobs} jobs at the same time, and {limit.name} is {limit.max_jobs}"
             problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
     if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
-        text = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {observed.steps_per_job}"
+        text = f"the run can start {worst.steps_per_hour} steps an hour, but MaxStepCount is {observed.steps_per_job}"
         problems.append(Problem((), text, certain=False))
     return problems
 

@@ -168,7 +168,7 @@ class _Trial:
             try:
                 encode(number, self._text(task.prompt, "prompt", number))
             except Exception as error:  # user code may raise anything
-                self._fail(f"prompt({number}) of the evaluation: {self._described(error)}", error)
+                self._fail(f"prompt({number}) of [eval] raised {self._described(error)}", error)
         if self._job.role("reward").built_in:
             self._rewards(task, 0, "")
 
@@ -250,7 +250,7 @@ class _Trial:
                 dropped.append(str(error) if unfit else f"prompt({number}) raised {self._described(error)}")
                 in_a_row += 1
                 if in_a_row == MAX_ITEMS_WITHOUT_PROMPT:
-                    text = f"{dropped[-in_a_row]}; so do the next {in_a_row - 1} items, which ends a run"
+                    text = f"{dropped[-in_a_row]}; the next {in_a_row - 1} items fail too, which ends a run"
                     raise _Failed(TaskProblem(self._length_key() if unfit else self._source, text)) from error
         if unencodable is not None:
             raise _Failed(TaskProblem(_PIECES, self._missing_pieces(texts, unencodable))) from unencodable

@@ -122,7 +122,7 @@ def _recovery_text(failure: Failure) -> str:
         return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
     if failure.joined_at is not None:
         after = failure.joined_at - failure.recorded_at
-        return f"; {failure.successor} joined {after:.1f} s later and has done no work"
+        return f"; {failure.successor} joined {after:.1f} s later and has done no work yet"
     return ""
 
 

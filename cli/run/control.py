@@ -128,7 +128,7 @@ def _undrain_outcome(state: State, node: NodeName) -> str:
     ):
         return ""
     if not one.allocation:
-        return f"this run may use {node} again; it does not hold it now"
+        return f"this run may use {node} again, but does not hold this node now"
     return f"{node} may be used again{f'; Slurm says {one.status.detail}' if one.status and one.status.detail else ''}"
 
 

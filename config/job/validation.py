@@ -476,7 +476,7 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
     if declared is not None:
         for key in ("progresses", "waits_for"):
             if getattr(table, key) is not None:
-                raise mistake((*at, key), "is fixed for a phase of rrl's; remove this key, or name a phase of your own")
+                raise mistake((*at, key), "is fixed for a phase of rrl; remove this key, or name a phase of your own")
         if table.shortest is None and table.longest is None:
             raise mistake(at, "is empty; set `shortest`, `longest` or both")
         if declared.longest == math.inf and table.longest is not None:
