@@ -82,7 +82,7 @@ class RunsWatcher:
 
 
 class _Run:
-    """One watched run, with what its readers have read so far."""
+    """One watched run, with its readers and the data that they have read so far."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -30,7 +30,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
     with_stacks: set[Incarnation | None] = set()
     """Incarnations with a finding whose evidence already contains stacks."""
     stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
-    """The time (s) and the newest stacks of each incarnation."""
+    """The newest stacks of each incarnation, after the time (s) at which they were collected."""
     for stamped in events:
         event = stamped.event
         for failure in timeline.apply(stamped).failures:

@@ -75,7 +75,7 @@ def _age(text: str) -> float:
 
 
 def _named(name: str) -> RunDir:
-    """Return the run of this name. Raises UsageError unless it may be removed."""
+    """Return the run of this name. Raises UsageError if it may not be removed."""
     if "/" in name:  # links are not resolved: "link/../run" is the run beside the link
         path = Path(os.path.abspath(Path(name).expanduser()))
         if path.parent != runs_root():

@@ -76,7 +76,7 @@ class RunFiles(NamedTuple):
 
     @classmethod
     def read(cls, run: RunDir, state: State) -> Self:
-        """Read the files of a run, and return what the view needs of them."""
+        """Read the files of a run, and return the content that the view shows."""
         summary = summary_of(run) if state.outcome is not None else None
         recoveries = (summary or {}).get("recoveries") or ()
         return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)

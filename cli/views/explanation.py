@@ -172,10 +172,10 @@ class FindingRecord(Struct, frozen=True):
 
 
 class SmallerRepair(Struct, frozen=True):
-    """Repairs that come before the one that was taken, and what they would have needed."""
+    """Repairs that come before the chosen repair, and what they would have needed."""
 
     repairs: list[str]
-    """Names of the repairs; an empty list stands for every repair before the one that was taken."""
+    """Names of the repairs; an empty list stands for every repair before the chosen one."""
     needed: str
 
 

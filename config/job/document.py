@@ -22,7 +22,7 @@ from .render import as_value, bare_or_quoted, merged_toml
 _MAX_FILE_BYTES = 2**20
 """Maximum size of a file in bytes: far more than a job.toml needs. The limit is for endless devices like /dev/zero."""
 _NO_FILE = "job.toml"
-"""Path of a job spec without a file."""
+"""Path that stands for a job spec without a file."""
 _ARGUMENT = "job"
 """Name of TOML text or of a table in error messages: the argument of ``rrl.submit``."""
 _MAX_OPTION_CHARS = 120

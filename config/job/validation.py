@@ -236,7 +236,7 @@ def _late(job: Job) -> None:
 
 
 def _ahead(job: Job) -> None:
-    """Reject ``ahead`` if ``staleness`` is 0, because rollouts cannot work ahead without tokens of older weights."""
+    """Reject ``ahead`` if ``staleness`` is 0, because working ahead yields tokens of older weights."""
     sampling = job.sampling
     if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
         raise mistake(

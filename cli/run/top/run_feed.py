@@ -21,7 +21,7 @@ POLL_INTERVAL_S = 1.0
 
 
 class OpenedRun(NamedTuple):
-    """The run that the screens show in detail, with what its view needs beyond its state."""
+    """The run that the screens show in detail, with the data that its view needs in addition to its state."""
 
     watched: WatchedRun
     liveness: Liveness = Liveness()
@@ -31,7 +31,7 @@ class OpenedRun(NamedTuple):
 
     @classmethod
     def read(cls, watched: WatchedRun) -> OpenedRun:
-        """Return a run with what its files contain now. Blocks on the file system."""
+        """Return a run with the present content of its files. Blocks on the file system."""
         run, state, liveness = watched.run, watched.state, watched.liveness
         if state is None:
             waiting = watched.trouble or waiting_text(run, watched.start_failure)
