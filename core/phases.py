@@ -51,7 +51,7 @@ class Phase(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, else of :class:`Phase`."""
+    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, or in :class:`Phase`."""
 
     shortest: float | None = None
     longest: float | None = None

@@ -21,7 +21,7 @@ _now = time.time
 
 
 class OpenDrainRequest(Struct, frozen=True):
-    """A node that runs want drained: an object of the output of ``rrl health drain-requests --json``."""
+    """A node whose drain runs requested: an object of the output of ``rrl health drain-requests --json``."""
 
     node: str
     reason: str
