@@ -1,4 +1,4 @@
-"""rrl: reinforcement-learning post-training on Slurm that goes on when machines fail.
+"""rrl: reinforcement-learning post-training on Slurm that continues when machines fail.
 
 The worker API is all that a user's trainer or rollout needs::
 
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public API, also the names that nobody has used yet."""
+    """Return the names of the public API, including those that are not imported yet."""
     return list(__all__)

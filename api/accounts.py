@@ -1,4 +1,4 @@
-"""Account for a run from its journal alone: the report of a run, also beside a clean run."""
+"""Compute the account of a run, which ``rrl report`` shows, from the journal of the run alone."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ class ManagerPresence:
         self._holder, self._renewed_at = holder(run), time.monotonic()
 
     def is_gone(self) -> bool:
-        """Return whether the lease was not renewed for twice its length; a running manager renews it sooner."""
+        """Return whether the lease was not renewed for twice its duration; a running manager renews it sooner."""
         if (now := holder(self._run)) != self._holder:
             self._holder, self._renewed_at = now, time.monotonic()
         return time.monotonic() - self._renewed_at > self._timeout_s
 
     def absent_message(self, action: str) -> str:
-        """Return a message that no manager runs that could carry out ``action``, and how to start a manager."""
+        """Return a message that no manager is running to carry out ``action``, and how to start one."""
         waiting = ""
         if self._job is not None and self._job.cluster == "slurm":
             from ..manager.bootstrap.manager_job import job_name
@@ -65,7 +65,7 @@ class ManagerPresence:
             queued = job_name(self._run.id, self._job)
             waiting = f" (or, if its manager still waits in the queue: scancel --name={queued})"
         return (
-            f"no manager of {self._run.id} is alive to {action}; start one, which will do so: rrl manage {self._run.id}"
+            f"no manager of {self._run.id} is running to {action}; to have it done: rrl manage {self._run.id}"
             f"{waiting}"
         )
 
@@ -73,8 +73,7 @@ class ManagerPresence:
 def wait_until_taken(run: RunDir, name: str, action: str) -> None:
     """Wait until the manager has taken the command file ``name``.
 
-    Raises OperationFailed, which names ``action``, if the manager's lease is no longer renewed, since no manager runs
-    then.
+    Raises OperationFailed, with ``action`` in its message, if the lease is no longer renewed: no manager is running.
     """
     manager = ManagerPresence(run)
     while (run.mailbox / name).exists():

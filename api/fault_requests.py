@@ -19,7 +19,7 @@ from .command_sender import send
 _T = TypeVar("_T")
 
 _MISSING = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
-"""What to add to the command line if an argument is missing."""
+"""Hint that is added to the error message: the missing option of the command line."""
 
 
 def fault_of(
@@ -31,8 +31,8 @@ def fault_of(
     Args:
         job: The job of the run.
         kind: Name of the kind.
-        target: Replica, rank, node, agent, standby process or manager; a role for a random replica of it, and nothing
-            for any replica.
+        target: Replica, rank, node, agent, standby process or manager; a role selects a random replica of it, and an
+            empty text a random replica of any role.
         at: The trigger, such as ``step=5``; None: at once.
         seconds: Duration as text, such as ``10s``; None: the fault does not end.
         amount: Parameter of the kind.
@@ -52,7 +52,7 @@ def fault_of(
 
 
 def check_fault(run: RunDir, job: RunSpec, state: State | None, fault: Fault) -> None:
-    """Check that the run accepts a fault; ``state`` is None before the first record. Raises UsageError."""
+    """Raise UsageError if the run rejects a fault; ``state`` is None before the journal's first record."""
     if rejected := rejection(fault, job, state):
         raise UsageError(f"{run.id}: {rejected.text}{_MISSING.get(rejected.problem, '')}")
 
@@ -73,6 +73,6 @@ def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
 
 
 def _seconds(text: str) -> float:
-    from ..core.units import seconds  # imported here, since it imports pydantic
+    from ..core.units import seconds  # imported here, since pydantic takes long to import
 
     return seconds(text)

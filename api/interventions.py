@@ -1,6 +1,6 @@
 """End a run, restart one of its replicas or drain a node, by a command to its manager (:mod:`rrl.api.command_sender`).
 
-Each function that requests an end or a restart is followed by one that waits for it.
+For an end and for a restart, one function requests it, and the next function waits until it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .runs import StateReader, job_of, read_state, resume_pending
 CANCEL_TIMEOUT_S = 120.0
 """Time (s) to wait for the run's end after its manager took the command."""
 RESTART_TIMEOUT_S = 300.0
-"""Time (s) to wait for the replica after the manager took the command, beyond ``limits.join``."""
+"""Time (s) to wait for the replica after the manager took the command, in addition to ``limits.join``."""
 
 
 # ── the end of a run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,7 +37,7 @@ class EndRequest(NamedTuple):
 
 
 def request_end(run: RunDir, *, keep: bool) -> EndRequest:
-    """Have the manager of a run end it, or take the run from Slurm's queue before it begins or goes on.
+    """Have the manager of a run end it; if this manager is still in Slurm's queue, cancel its job instead.
 
     With ``keep`` the nodes of the run are not given back.
 
@@ -56,7 +56,7 @@ def request_end(run: RunDir, *, keep: bool) -> EndRequest:
     if state is None and _cancel_pending_managers(run):
         return EndRequest()
     if resumes and _cancel_pending_managers(run) and withdraw(run):
-        (run.mailbox / command).unlink(missing_ok=True)  # it must not end a later resume
+        (run.mailbox / command).unlink(missing_ok=True)  # this command must not end a later resume
         return EndRequest()
     return EndRequest(command)
 
@@ -81,7 +81,7 @@ def _check_keep_allowed(run: RunDir) -> None:
     if job is not None and job.cluster != "slurm":
         raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
     if job is not None and job.manager.where == "pool":
-        raise UsageError(f'{run.id} has its manager in its pool ([manager] where = "pool"), which ends with it')
+        raise UsageError(f'the manager of {run.id} runs in the pool ([manager] where = "pool"), so both end together')
 
 
 def _cancel_pending_managers(run: RunDir) -> bool:
@@ -128,7 +128,7 @@ def request_restart(run: RunDir, replica: str) -> RestartRequest:
 def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
     """Wait until the restarted replica has joined again; return it.
 
-    Raises OperationFailed if no manager takes the command, the run ends before, or the replica does not join in time.
+    Raises OperationFailed if no manager takes the command, the run ends first, or the replica does not join in time.
     """
     id = request.replica
     wait_until_taken(run, request.command, f"restart {id}")
@@ -179,7 +179,7 @@ def request_drain(run: RunDir, state: State | None, node: str, reason: str) -> s
         run: The run.
         state: Its state; None if its journal has no record yet.
         node: The node.
-        reason: What Slurm shows as the reason; may be empty.
+        reason: Reason that Slurm shows for the drain; may be empty.
 
     Returns:
         The name of the command file that the manager has to take.

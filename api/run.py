@@ -21,7 +21,7 @@ from .step_rows import step_rows
 from .watching.run_state import RunState, run_state
 from .watching.run_watcher import completed_summary
 
-if TYPE_CHECKING:  # what needs the job's models or a checkpoint is imported when it is used
+if TYPE_CHECKING:  # modules that need the job's models or a checkpoint are imported when they are used
     from ..config.job.document import JobPart, Setting
     from ..manager.reporting.accounting.run_report import RunReport
     from ..manager.reporting.step_metrics import StepRow
@@ -36,8 +36,8 @@ def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = Non
     """Start a run, as ``rrl submit`` does.
 
     Args:
-        job: The job spec. Of several, each adds keys to those before it, or replaces their values. Relative paths in it
-            start at the folder of the first file, or without a file at the current folder.
+        job: The job spec, or a list of job specs, of which each adds keys to those before it or replaces their values.
+            Relative paths start at the folder of the first file, or without a file at the current folder.
         set: Values that replace those of the job, by dotted key: ``{"roles.trainer.learning_rate": 1e-6}``.
 
     Returns:
@@ -77,7 +77,8 @@ class Run:
     Attributes:
         id: The run's id.
         path: The run directory.
-        warnings: Why the run may fail or wait, as far as :func:`submit` or :meth:`resume` of this object found out.
+        warnings: Why the run may fail or wait, as far as :func:`submit` or :meth:`resume` has found out; empty for a
+            run from :func:`run`.
     """
 
     def __init__(self, run_dir: RunDir, warnings: tuple[str, ...] = ()) -> None:
@@ -112,7 +113,8 @@ class Run:
         """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).
 
         Args:
-            clean: The same job without faults and protection: the report then has the strict ETTR against it.
+            clean: A run of the same job without faults and protection, with which the report compares this run (strict
+                ETTR).
 
         Raises:
             UsageError: The journal of a run is damaged or empty.
@@ -224,7 +226,7 @@ class Run:
 
 
 def _parts(job: JobSpec | Sequence[JobSpec]) -> list[JobPart]:
-    """Return the parts of a job spec. Raises UsageError for any other value."""
+    """Return the parts of a job spec. Raises UsageError if ``job`` is not a job spec."""
     parts = job if isinstance(job, list | tuple) else [job]
     if not parts:
         raise UsageError("job is an empty list; name a job.toml, or give its text or a dict")

@@ -16,7 +16,7 @@ POLL_S = 0.5
 
 
 def step_rows(run: RunDir, *, follow: bool) -> Iterator[list[StepRow]]:
-    """Yield the existing rows; with ``follow`` then new ones, until the run has ended.
+    """Yield the existing rows, and with ``follow`` also new rows until the run has ended.
 
     Raises:
         UsageError: The journal is damaged.

@@ -24,7 +24,7 @@ from .watching.manager_liveness import manager_gone
 FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
-"""Keys within ``FIXED_KEYS`` that can change."""
+"""Keys of the tables in ``FIXED_KEYS`` that a resume can change nevertheless."""
 LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
 """Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""
 
@@ -43,7 +43,7 @@ def create(job: CheckedJob) -> RunDir:
 def start(run: RunDir, spec: RunSpec) -> list[str]:
     """Start the manager of a new run in the background; return warnings.
 
-    Raises OperationFailed, and removes the run directory, if that is not possible.
+    If no manager can be started, removes the run directory and raises OperationFailed.
     """
     try:
         warning = starting.start(run, spec)
@@ -68,11 +68,11 @@ def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Set
 
     Args:
         run: The run.
-        parts: The job spec to continue with; without any, the job spec of the run.
+        parts: The parts of the job spec to continue with; if empty, the run continues with its own job spec.
         settings: Settings that replace values of the job spec.
 
     Raises:
-        UsageError: The run cannot continue, or not with this job.
+        UsageError: The run cannot continue, or cannot continue with this job.
         OperationFailed: A file of the run is missing, damaged or another user's.
     """
     check_manageable(run)
@@ -127,7 +127,7 @@ def _document(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting]
 
 
 def _check_unfinished(run: RunDir, state: State, job: Job) -> None:
-    """Check that the job leaves something to do. Raises UsageError."""
+    """Check that the job leaves something to do. Raises UsageError if it does not."""
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and not steps:
         raise UsageError(f"{run.id} is complete: nothing is left to do")
@@ -143,7 +143,7 @@ def _check_same_run(run: RunDir, job: Job, document: JobDocument) -> None:
     before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
     for key in FIXED_KEYS:
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
-            text = f"is not that of {run.id}; to change it start a new run"
+            text = f"is different in {run.id}; to change it start a new run"
             raise UsageError(document.complaint(tuple(key.split(".")), text))
     if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
         text = f"it is 0 in {run.id}, which therefore kept no reference model; to change it start a new run"

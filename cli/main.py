@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # print "?" for what its encoding lacks
+        if hasattr(stream, "reconfigure"):  # print "?" for characters that the encoding lacks
             stream.reconfigure(errors="replace")
     try:
         return _run(list(arguments))
@@ -99,7 +99,7 @@ def _report_error(error: Exception) -> int:
         if ours := _replaced_option(command, option):
             return _print_error(f"{option} is not an option of rrl; write: {ours}", 2)
         if command != "rrl" and option in GLOBAL_OPTIONS:
-            return _print_error(f"{option} stands before the command; see: rrl --help", 2)
+            return _print_error(f"{option} belongs before the command; see: rrl --help", 2)
         return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error
@@ -117,8 +117,8 @@ def _replaced_option(command: str, option: str) -> str:
 def _bad_value_message(error: Exception) -> str:
     """Return what is wrong with the value of a number option, and what would be right; empty for any other error.
 
-    typer checks numbers by pydantic, whose error is the cause of typer's. Older versions of typer (before 0.26) do not
-    use pydantic; their own message is then shown.
+    typer checks numbers with pydantic, and pydantic's error is the cause of typer's error. Older versions of typer
+    (before 0.26) do not use pydantic; their own message is then shown.
     """
     options, details = getattr(getattr(error, "param", None), "opts", ()), getattr(error.__cause__, "errors", None)
     if not options or details is None:

@@ -48,7 +48,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     """Clock source of the kernel (``tsc``)."""
     readers: tuple[str, ...] = ()
     """Readers (``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``) without which the node's verdict is UNKNOWN;
-    ``nvml`` is added if GPUs are expected, ``fabric`` if HCAs or ports are."""
+    ``nvml`` is added if GPUs are expected, ``fabric`` if HCAs or ports are expected."""
 
 
 class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,8 +69,8 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Corrected ECC errors per second, over a minute, above which the check warns (ours: this rate reaches gcm's 50
     million within six days)."""
     ecc_corrected_hour: int = 20_000
-    """Corrected ECC errors within an hour above which the check warns (ours: memory that fails slowly; a healthy GPU
-    has none for days)."""
+    """Corrected ECC errors within an hour above which the check warns (ours: to find memory that fails slowly; a
+    healthy GPU has no such errors for days)."""
     retired_pages: int = 10
     """Retired pages above which the check warns, for GPUs before Ampere (gcm)."""
     retired_pages_most: int = 63
@@ -157,8 +157,8 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds for which rrl continues to report a task after the kernel reported it as hung (ours)."""
     stall_window: float = 1800.0
     """Seconds for which storage counts as stalled after the newest line of the kernel log about an unresponsive network
-    file system or a task that waits for storage. A later line that storage is back ends this time. (Ours: the kernel
-    writes a line about each request that waits for minutes, so without a new line storage answers.)"""
+    file system or a task that waits for storage. A later line that reports that storage is back ends this time. (Ours:
+    the kernel writes a line about each request that waits for minutes, so without a new line storage answers.)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
     users' containers (ours)."""
@@ -194,7 +194,7 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     disk: float = 0.80
     """Share of bytes or inodes in use above which the check warns (gcm)."""
     disk_full: float = 0.95
-    """Share in use above which a node fails for a file system of its own (ours; gcm is critical at 0.85, where a run
+    """Share in use of a node's own file system above which the node fails (ours; gcm is critical at 0.85, where a run
     still has space). A full shared file system never fails a node."""
     memory: float = 0.05
     """Minimum share of memory that must be available, and maximum relative difference of the total from the expected

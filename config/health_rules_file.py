@@ -105,7 +105,7 @@ def _invalid_value(data: dict[str, Any]) -> tuple[KeyPath, str] | None:
         rules = msgspec.convert(data, Rules)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `")
-        if where.startswith("key"):  # a dict's key: msgspec does not name it
+        if where.startswith("key"):  # msgspec does not name the key of a dict
             where = where.partition("$")[2]
         path = tuple(int(p) if p.isdigit() else p for p in re.findall(r"[A-Za-z_]\w*|\d+", where.lstrip("$")))
         return path, message[:1].lower() + message[1:]

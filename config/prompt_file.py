@@ -1,7 +1,7 @@
 """The file of ``[task] file``: rows with named columns, as JSON lines or parquet; checked completely before it is used.
 
 A row is read when it is needed, so that a file may be larger than the memory of a process. The file must not change
-during a run: a number of the run's journal stands for a row of it.
+during a run: the run's journal names its rows by their numbers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
 
 
 def prompt_columns(prompt: str) -> dict[str, bool]:
-    """Return the columns that a format string uses, each with whether it uses only a part of the value."""
+    """Return the columns that a format string uses; True for a column of which it uses only a part of the value."""
     fields = [field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None]
     return {root(field): root(field) != field for field in fields}
 
@@ -147,7 +147,7 @@ class _JsonLines:
             yield place, value
 
     def row(self, index: int) -> dict[str, Any]:
-        """See :class:`Rows`."""
+        """Return a row, as :meth:`Rows.row` describes."""
         start = self._starts[index]
         row: dict[str, Any] = self._decode(os.pread(self._file.fileno(), self._ends[index] - start, start))
         return row
@@ -178,5 +178,5 @@ class _Parquet:
             yield f"{self._path}: row {index + 1}", self.row(index)
 
     def row(self, index: int) -> dict[str, Any]:
-        """See :class:`Rows`."""
+        """Return a row, as :meth:`Rows.row` describes."""
         return {name: self._table.column(name)[index].as_py() for name in self._names}

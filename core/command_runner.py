@@ -1,8 +1,8 @@
 """Run a command to its end, with a deadline and a limit on its output: :func:`run` blocks, :func:`run_async` does not.
 
-A command gets a session of its own, so that it can be ended together with its children. This module does not start
-processes that outlive the call (the command of a role, a health reader, an srun). :func:`run_coroutine` is for code
-that blocks, and calls coroutines which run commands.
+A command gets a session of its own, so that it can be ended together with its children. Processes that outlive the
+call, such as the command of a role, a health reader or an srun, are not started here. Blocking code uses
+:func:`run_coroutine` to call coroutines that run commands.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ async def run_async(
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The start is completed first: cancelled while it connects the pipes, asyncio of Python 3.11 never returns.
+            # The start is completed first: asyncio of Python 3.11 never returns if it is cancelled while it connects
+            # the pipes.
             with suppress(OSError):
                 if (process := await starting).returncode is None:
                     await _end_async(process, term_grace_s)
@@ -138,8 +139,8 @@ async def run_async(
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in an event loop of its own, and return its result.
 
-    If this thread already runs an event loop, as in a notebook, the new event loop runs in another thread: a thread
-    runs at most one.
+    If this thread already runs an event loop, as in a notebook, the new event loop runs in another thread, since a
+    thread can run only one event loop.
     """
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
@@ -184,7 +185,7 @@ def _stdin_file(text: str) -> Iterator[int]:
 
 
 def _read_outputs(process: subprocess.Popen[bytes], deadline: float, limit: int) -> tuple[bytes, bytes]:
-    """Read stdout and stderr to their ends; return at most ``limit`` + 1 bytes of each. Raises TimeoutError."""
+    """Read stdout and stderr to their ends, at most ``limit`` + 1 bytes of each; raise TimeoutError at ``deadline``."""
     assert process.stdout is not None and process.stderr is not None  # noqa: PT018
     contents = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     with selectors.DefaultSelector() as selector:
@@ -237,7 +238,7 @@ async def _end_async(process: asyncio.subprocess.Process, term_grace_s: float) -
     async def wait(timeout_s: float) -> bool:
         """Wait until the command has ended, and return whether it ended in time.
 
-        Meanwhile the command's output is read, since a full pipe would block the command.
+        While it waits, the command's output is read, since a full pipe would block the command.
         """
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         with suppress(TimeoutError):

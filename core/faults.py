@@ -122,7 +122,7 @@ MAX_EXIT_CODE = 255
 
 
 class FaultTrigger(Struct, frozen=True, omit_defaults=True):
-    """The condition under which a fault is injected. Without any field: once its target has joined."""
+    """The condition under which a fault is injected. Without any field, it is injected once its target has joined."""
 
     step: int | None = None
     """The training step whose commit triggers the fault."""

@@ -122,8 +122,8 @@ class Raised(Struct, frozen=True, tag=True):
 
 
 EndReport = InvalidConfig | Raised
-"""Report of why a Python process ends, written by rrl's code in the process. A command that only exits with the same
-code leaves no end report."""
+"""Report of why a Python process ends, written by rrl's code in the process. A command that merely exits with
+:data:`INVALID_CONFIG_CODE` leaves no end report."""
 INVALID_CONFIG_CODE = 2
 """Exit code of a built-in role that found the job's configuration invalid."""
 

@@ -71,8 +71,8 @@ def seconds_of(stamp_text: bytes) -> float:
 def missing_notice(count: int) -> bytes:
     """Return the text of the line that replaces ``count`` missing bytes.
 
-    The caller stamps the notice with the time of the last missing line. When copies of the log are merged, a copy with
-    this line takes precedence over the notice.
+    The caller stamps the notice with the time of the last missing line. When copies of the log are merged, a copy that
+    contains the missing line takes precedence over the notice.
     """
     return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)
 

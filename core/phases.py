@@ -51,7 +51,7 @@ class Phase(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, else of :class:`Phase`."""
+    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, or in :class:`Phase`."""
 
     shortest: float | None = None
     longest: float | None = None
@@ -87,7 +87,7 @@ _ALL = (
     Phase("publish", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     # there may be a backlog, or a slow judge model
     Phase("score", progresses=True, calls_services=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
-    # code of the user runs, with tools that take minutes; the timeout of an attempt ends what never returns
+    # code of the user runs, with tools that take minutes; the timeout of an attempt ends code that never returns
     Phase("act", progresses=True, calls_services=True, useful=True, shortest=1500.0, longest=_HOUR, colour="green"),
     Phase("wait_turn", waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
     # the role itself reports what it waits for, so only time can show that the service never answers; judges that

@@ -59,7 +59,7 @@ class Process(Struct, frozen=True):
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat (proc(5)), beginning with the third field (the state). Raises OSError."""
+    """Return the fields of /proc/PID/stat (proc(5)) from the third, the state, on. Raises OSError if it is gone."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     return text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
@@ -96,7 +96,7 @@ def with_marks(process: Process) -> Process:
                 arguments = file.read()
             if environ or arguments or process.parent in (0, _KTHREADD):
                 break
-            if read_process(process.pid) is None or time.monotonic() > deadline:  # it is exiting, not in execve
+            if read_process(process.pid) is None or time.monotonic() > deadline:  # process is exiting, not in execve
                 return process
             os.sched_yield()
     except OSError:  # gone, or not dumpable (it changed its user)

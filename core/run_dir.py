@@ -1,7 +1,7 @@
 """Define every path in a run directory. No other module defines such paths.
 
 The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
-the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names carry the run id.
+the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names contain the run id.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RunDir:
         """``<replica>.json``: the address of each replica of the endpoint
         (:class:`rrl.roles.endpoint.addresses.EndpointAddress`). The first writer creates the folder."""
         self.metrics_failure = path / "metrics.failed"
-        """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
+        """Why the current manager serves no metrics, in one line; the file exists only if serving them has failed."""
         self.trackers = path / "trackers"
         """Files of each tracker: its own folder ``<tracker>``, its process's progress (``<tracker>.json``), lock
         (``.lock``) and output (``.log``). The first writer creates the folder."""
@@ -170,7 +170,7 @@ class RunDir:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file or a folder, which another process may have written. Raises OSError."""
+    """Fsync a file or a folder, which another process may have written. Raises OSError if this fails."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -179,7 +179,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace the content of ``path`` by ``data`` atomically: a reader sees all old or all new bytes. Durable.
+    """Replace the content of ``path`` by ``data``, durably and atomically: a reader sees all old or all new bytes.
 
     Raises:
         OSError: The file could not be written (no space, over quota). The old content is unchanged and no temporary

@@ -147,7 +147,7 @@ class Limits(Struct, frozen=True):
     """Time (s) from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
     container."""
     step_grace: float = 5.0
-    """Time (s) between the request to a step to stop and SIGKILL."""
+    """Time (s) between the request that a step stops and its SIGKILL."""
     allocation: float = 900.0
     """Time (s) to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no
     such limit."""
@@ -331,7 +331,7 @@ class EvalSpec(Struct, frozen=True):
     samples: int = 1
     temperature: float = 0.0
     task: TaskSpec | None = None
-    """None: the dataset of ``[task]``, with items that no step trains on."""
+    """The task that is evaluated; None: the dataset of ``[task]``, with items that no step trains on."""
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
@@ -437,7 +437,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps that complete the run; 0: no trainer, the end of its commands completes the run."""
+    """Number of optimizer steps that complete the run; 0: without a trainer, the end of its commands completes it."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
@@ -461,9 +461,9 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: no agents of its own. Without an endpoint too, each trajectory is one answer to a prompt of the task."""
+    """The run's own agents; None: it has none. Without an endpoint too, each trajectory is one answer to a prompt."""
     endpoint: EndpointSettings | None = None
-    """None: agents outside of the run cannot take part."""
+    """The endpoint for agents outside of the run; None: they cannot take part."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

@@ -51,7 +51,7 @@ class LogLine(Struct, frozen=True):
     """One line of a log."""
 
     time: datetime | None
-    """When it was written; None if the log does not say so."""
+    """When the line was written; None if the log does not contain a time for it."""
     incarnation: str
     """The incarnation that wrote it, such as ``rollout/0#1``, or ``manager``."""
     log: str
@@ -81,16 +81,16 @@ class LogReader:
     def __init__(self, run: RunDir, selector: str | None, wanted: LineFilter, *, follow: bool) -> None:
         self._run, self._selector, self._wanted, self._follow = run, selector, wanted, follow
         self.logs = selected_logs(run, selector)
-        """The logs that there are now."""
+        """The logs that exist so far."""
         if not self.logs and (not follow or (selector is not None and not may_log_later(run, selector))):
             raise UsageError(_no_logs_message(run, selector))
 
     def batches(self) -> Iterator[Iterator[tuple[Log, Line]]]:
-        """Yield the lines that there are, and when following, the new lines of each check; each with its log.
+        """Yield the existing lines, and with ``follow`` the new lines of each check; each line comes with its log.
 
-        All lines that were written before the run's last journal record are among them.
+        All lines that were written before the run's last journal record are yielded.
         """
-        raise_nofile()  # a merge holds all its files open
+        raise_nofile()  # all merged files are open at the same time
         tails = {log.path: LogTail(log, self._wanted) for log in self.logs}
         yield _merged({tail: tail.first_lines() for tail in tails.values()})
         if self._follow:
@@ -136,7 +136,7 @@ def _no_logs_message(run: RunDir, selector: str | None) -> str:
 
 
 def _merged(tails: dict[LogTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
-    """Yield the lines of all logs with the log of each, ordered by time."""
+    """Yield each line of all logs with its log, ordered by time."""
 
     def with_log(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
         return ((log, line) for line in lines)

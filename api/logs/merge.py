@@ -1,7 +1,7 @@
 """Read the lines of logs backwards from the end to the first selected line, then forwards, merged by time.
 
-Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time. A line without a
-time gets the time of the line before it, or for the first line, the time when the file was last written.
+Only one block of each file is held in memory, since a log may have several GiB. A line is ordered by its time. A line
+without a time gets the time of the line before it, or for the first line, the time when the file was last written.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Tail:
                     return
                 self._files.append(successor)
             self._files.popleft().close()
-            if self._partial:  # torn when the disk was full
+            if self._partial:  # the line was cut off when the disk was full
                 yield from self._finish_line()
 
     def close(self) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """Check a job before its run is created: against this machine, and by having Slurm test it. Starts nothing.
 
-A job that cannot work raises UsageError with the key to change. A doubt is a line about what may make it fail or wait.
+A job that cannot work raises UsageError with the key to change. A doubt is one line of text that says why the run may
+fail or wait.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> Che
 
     Args:
         job: The job that ``document`` describes.
-        document: The job spec, for the places in complaints.
+        document: The job spec, from which error messages take file and line.
         foreground: Whether the manager will run in this process, so that no manager job is tested.
 
     Raises:
@@ -186,7 +187,7 @@ def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
 
 
 def _python_mismatch(job: Job) -> list[str]:
-    """Return a warning if [env] activates a Python with which the built-in roles do not run."""
+    """Return a warning if [env] activates a Python that the built-in roles do not use."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
@@ -229,7 +230,7 @@ def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the vLLM here does not know.
+    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the installed vLLM lacks.
 
     Raises UsageError instead if the rollouts run in this environment.
     """
@@ -333,7 +334,7 @@ def _check_task_files(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_stream(job: Job) -> list[str]:
-    """Return a warning if the trainer is the user's own program, which may not take parts of batches."""
+    """Return a warning if the trainer is the user's own program, which may not support parts of batches."""
     if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
         return []
     return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
@@ -341,7 +342,7 @@ def _check_stream(job: Job) -> list[str]:
 
 
 def _check_eval(job: Job) -> list[str]:
-    """Return a warning for each role of evaluations that is the user's own program, which may not know of them."""
+    """Return a warning for each role of evaluations that is the user's own program, which may not support them."""
     doubts = {
         "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
         "rollout": "must sample as `item.sampling` says",
@@ -362,7 +363,7 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
             text = f"the run can have {worst.jobs} jobs at the same time, and {limit.name} is {limit.max_jobs}"
             problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
     if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
-        text = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {observed.steps_per_job}"
+        text = f"the run can start {worst.steps_per_hour} steps an hour, but MaxStepCount is {observed.steps_per_job}"
         problems.append(Problem((), text, certain=False))
     return problems
 

@@ -17,7 +17,7 @@ from ...manager.bootstrap.preflight import Problem
 from ...manager.execute.launch import environment
 
 _INTERPRETER = re.compile(r"(python|python\d+(\.\d+)?|bash|sh)")
-"""Commands whose first argument is a file, unless it is an option."""
+"""Commands whose first argument is a file if it is not an option."""
 _PYTHON_KEY = ("env", "python")
 """Key of the interpreter with which the built-in roles run."""
 

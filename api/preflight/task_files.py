@@ -13,8 +13,8 @@ from ...manager.bootstrap.preflight import Problem
 def task_file_problems(job: Job) -> list[Problem]:
     """Return why a file of prompts cannot be used.
 
-    A problem is certain if it is one of the file itself, or if the roles that read the file run on this machine;
-    otherwise the nodes may have a file, or a package, that this machine lacks.
+    A problem is certain if the file itself is wrong, or if the roles that read it run on this machine. Otherwise the
+    nodes may have a file, or a package, that this machine lacks.
     """
     readers = (job.roles.trajectories, job.roles.reward)
     here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in readers)

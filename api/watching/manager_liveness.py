@@ -1,8 +1,7 @@
-"""Judges whether a run that has not ended still has a manager and, if not, what Slurm knows of the run's jobs.
+"""Judges whether a run that has not ended still has a manager and, if not, which jobs of the run Slurm lists.
 
-A manager shows that it runs by renewing the run's lease. Slurm is queried only for runs whose lease is not renewed:
-with one ``squeue`` at most for each ``rrl status`` or ``rrl list``, and one in :data:`SQUEUE_EVERY_S` while a run is
-followed.
+A manager shows that it runs by renewing the run's lease. Slurm is queried only for runs whose lease is not renewed: at
+most once for each ``rrl status`` or ``rrl list``, and once per :data:`SQUEUE_EVERY_S` while a run is followed.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ if TYPE_CHECKING:  # both imports take long, and most runs need neither
     from ...manager.storage.lease import LeaseHolder
 
 STALE_LEASES = 3.0
-"""A lease is stale, and its manager silent, if it was not renewed for this many times its length.
+"""A lease is stale if it was not renewed for this many times its duration.
 
-A manager renews the lease five times within its length, so a short hang of the storage does not make the lease stale.
+A manager renews the lease five times within this duration, so a short hang of the storage does not make the lease
+stale.
 """
 SQUEUE_TIMEOUT_S = 5.0
 """Time limit (s) for Slurm's answer, for which a person waits. A healthy slurmctld answers within 0.1 s."""
@@ -41,7 +41,7 @@ INTERRUPTED = "interrupted"
 UNATTENDED = "unattended"
 """Standing of a run whose roles go on while no manager works: nothing that fails is replaced."""
 UNKNOWN = "unknown"
-"""Standing of a run without a manager whose jobs Slurm does not list."""
+"""Standing of a run without a manager if Slurm was not, or could not be, queried for the run's jobs."""
 
 
 class Liveness(Struct, frozen=True):
@@ -75,13 +75,13 @@ def liveness(run: RunDir, state: State) -> Liveness:
     if state.job.cluster != "slurm":
         return judge(state, stale, None)
     slurm = ask_slurm(owner_of(run))
-    if _manager_runs(state, slurm):  # it has just begun, or the clocks differ
+    if _manager_runs(state, slurm):  # a manager has just begun, or the clocks differ
         return Liveness()
     return judge(state, stale, slurm)
 
 
 def liveness_without_slurm(run: RunDir, state: State) -> Liveness:
-    """Judge one run without querying Slurm, so that the rest of a run on Slurm may be unknown.
+    """Judge one run without querying Slurm; for a run on Slurm the result may be that its standing is unknown.
 
     Raises OperationFailed if the lease cannot be read.
     """
@@ -107,7 +107,7 @@ def stale_lease(run: RunDir, state: State) -> str:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     if surely_gone(lease_holder):
         return "none is running"
-    age = time.time() - renewed  # two clocks: a large difference, of either sign, only leads to a query
+    age = time.time() - renewed  # the times of two clocks: if they differ, Slurm is only queried
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
     return f"its lease has not been renewed for {span(max(0.0, age))}"
@@ -124,7 +124,7 @@ def surely_gone(lease_holder: LeaseHolder | None) -> bool:
 
 
 def owner_of(run: RunDir) -> int:
-    """Return the uid whose jobs belong to the run. Raises OperationFailed."""
+    """Return the uid whose jobs belong to the run. Raises OperationFailed if the run directory cannot be read."""
     try:
         return run.path.stat().st_uid
     except OSError as error:
@@ -163,7 +163,7 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
     managers = [job for job in run_jobs if _brings_a_manager(job, state)]
     if not run_jobs:
         goes_on = f"{manage} goes on from step {state.step}" if state.job.steps else f"{manage} goes on"
-        return Liveness(f"{stale}, and Slurm knows no job of this run", goes_on, INTERRUPTED)
+        return Liveness(f"{stale}, and Slurm lists no job of this run", goes_on, INTERRUPTED)
     holds_nodes = len(run_jobs) > len(managers) or state.job.manager.where == "pool"
     roles = "the roles go on" if holds_nodes else "no nodes are held"
     if not managers:
@@ -200,7 +200,7 @@ def _managers_text(managers: Sequence[Job]) -> str:
 
 
 def manager_gone(run: RunDir) -> str:
-    """Return a message that no manager runs, and what to do; empty unless that is certain (:func:`surely_gone`).
+    """Return a message that no manager runs, and what to do; empty if one may run (:func:`surely_gone`).
 
     Raises OperationFailed if the lease cannot be read.
     """

@@ -23,7 +23,7 @@ NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
 
 
 class Failures(NamedTuple):
-    """The oldest finding that something failed, by incarnation and by node, and the failed nodes that stay in use."""
+    """The oldest finding of each incarnation and each node that failed, and the failed nodes that stay in use."""
 
     of: Mapping[Incarnation | NodeName, Finding]
     held_nodes: Collection[NodeName] = ()
@@ -66,14 +66,14 @@ class RunState(Struct, frozen=True):
     started: float | None
     ended: float | None
     run_seconds: float | None
-    """Seconds for which the run has been at work, without the pauses before a resume; None before it began."""
+    """Run time in seconds, without the pauses before a resume; None before the run began."""
     run_dir: str
     why: str = ""
     """Why the run ended, was rejected, does not go on or has no manager; empty if nothing is wrong."""
 
 
 def run_state(run: RunDir) -> RunState:
-    """Return where a run stands.
+    """Return the state of a run.
 
     Raises:
         UsageError: The journal of the run is damaged.
@@ -83,7 +83,7 @@ def run_state(run: RunDir) -> RunState:
 
 
 def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
-    """Return the state of each run, with one query of Slurm for each owner; for an unreadable run, the reason."""
+    """Return the state of each run, or why it is unreadable; Slurm is queried at most once for each owner."""
     slurm: dict[int, SlurmJobs] = {}
     found = []
     for run in runs:
@@ -95,7 +95,7 @@ def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
 
 
 def standing(state: State) -> str:
-    """Return the run's standing by its journal alone, such as ``running`` or ``waiting for nodes``."""
+    """Return the run's standing according to its journal alone, such as ``running`` or ``waiting for nodes``."""
     if state.outcome is not None:
         return state.outcome.value
     if state.finish is not None:
@@ -119,10 +119,10 @@ def _is_on_excluded_node(state: State, finding: Finding) -> bool:
 
 
 def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
-    """Return where a run stands.
+    """Return the state of a run.
 
-    ``slurm`` maps a uid to that user's jobs. All runs of a list share it: it is filled when a run first needs it, which
-    is only if a run's lease is no longer renewed.
+    ``slurm`` maps a uid to that user's jobs. All runs of a list share it. The jobs of a user are added when a run of
+    this user is the first to need them, because its lease is no longer renewed.
     """
     job, resumes, state = job_of(run), resume_pending(run), read_state(run)
     failure, liveness = "", Liveness()
@@ -139,7 +139,7 @@ def assembled(
     run: RunDir, job: RunSpec | None, state: State | None, liveness: Liveness, *, resumes: bool, start_failure: str,
     now: float,
 ) -> RunState:  # fmt: skip
-    """Return the state of a run, from the data that was read of it.
+    """Return the state of a run, from data that was read already.
 
     Args:
         run: The run.
@@ -172,13 +172,13 @@ def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
 
 
 def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> RunState:
-    """Return the entry of a run of which nothing but its job is known."""
+    """Return the entry of a run of which only the job is known."""
     name, steps = (job.name, job.steps) if job else ("", None)
     return RunState(run.id, name, None, standing, 0, steps, None, 0, None, None, None, str(run.path))
 
 
 def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Liveness:
-    """Return what is known of a missing manager beyond the journal; empty if a manager may run."""
+    """Return whether a run that has not ended still has a manager; an empty result if it may have one."""
     try:
         if not (stale := stale_lease(run, state)):
             return Liveness()
@@ -206,7 +206,10 @@ def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]
 
 
 def _jobs_of_owner(run: RunDir, slurm: dict[int, SlurmJobs]) -> SlurmJobs:
-    """Return the Slurm jobs of the run's owner, queried if ``slurm`` lacks them. Raises OperationFailed."""
+    """Return the Slurm jobs of the run's owner; query Slurm if ``slurm`` lacks them.
+
+    Raises OperationFailed if the run directory cannot be read.
+    """
     owner = owner_of(run)
     if owner not in slurm:
         slurm[owner] = ask_slurm(owner)

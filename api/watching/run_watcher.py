@@ -123,7 +123,7 @@ class RunWatcher:
 
     @property
     def liveness(self) -> Liveness:
-        """Return what is known of the manager if its lease is not renewed, else an empty result.
+        """Return what is known about the manager if its lease is not renewed, else an empty result.
 
         Slurm is queried once in ``SQUEUE_EVERY_S`` at most.
         """

@@ -1,4 +1,4 @@
-"""Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never asked.
+"""Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never queried.
 
 Polls are frequent, and a file server may be slow. So a run that has ended is read less often than one that goes on,
 and the first poll of many runs stops after a while: the others are read by the next polls.
@@ -22,9 +22,9 @@ from .run_state import RunState, assembled, submitted, unreadable
 from .start_check import StartCheck
 
 LIST_INTERVAL_S = 5.0
-"""Interval (s) of listing the folder of runs, and of reading a run that has ended: it changes only by a resume."""
+"""Interval (s) of listing the folder of runs, and of reading an ended run, which only a resume changes."""
 FIRST_READS_S = 1.0
-"""Time (s) from the beginning of a poll; after it the poll begins to read no further run that no poll has read yet."""
+"""Time (s) after which a poll no longer begins to read runs that no poll has read yet."""
 UNREAD = "not read yet"
 """Standing of a run that no poll has read yet."""
 
@@ -48,7 +48,7 @@ class RunsWatcher:
     """Watches all runs of this user.
 
     Args:
-        further: A run that is watched too, wherever it is.
+        further: A run that is watched too, even if it is outside of the folder of runs.
         now: The wall clock (s).
     """
 
@@ -82,7 +82,7 @@ class RunsWatcher:
 
 
 class _Run:
-    """One watched run, with what its readers have read so far."""
+    """One watched run, with its readers and the data that they have read so far."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -94,7 +94,7 @@ class _Run:
         self.found = WatchedRun(run, submitted(run, None, UNREAD))
 
     def read(self, now: float, at: float) -> None:
-        """Read what is new; ``now`` is the wall clock (s), ``at`` that of time.monotonic()."""
+        """Read what is new; ``now`` is the wall clock (s), ``at`` the time (s) of time.monotonic()."""
         if self.found.entry.outcome is not None and at - self._read_at < LIST_INTERVAL_S:
             return
         self._read_at = at
@@ -109,7 +109,7 @@ class _Run:
         resumes = resume_pending(run)
         failure, liveness = "", Liveness()
         if state is None or (state.outcome is not None and resumes):
-            on_slurm = job is not None and job.cluster == "slurm"  # only Slurm knows what became of a manager's job
+            on_slurm = job is not None and job.cluster == "slurm"  # only Slurm knows a manager job's state
             failure = "" if on_slurm else self._start.failure(state)
         else:
             liveness = liveness_without_slurm(run, state)

@@ -16,7 +16,7 @@ from ..runs import job_of, read_state
 SLURM_CHECK_EVERY_S = 10.0
 """Interval (s) of querying Slurm, whose queue may hold the manager for days.
 
-The load is six commands a minute, the same as from a manager (three in each poll, one poll each ``limits.poll``).
+The load is six commands a minute, the same as from a manager (three commands in each poll, one poll every 30 s).
 """
 
 
@@ -36,8 +36,8 @@ class StartCheck:
     def failure(self, state: State | None) -> str:
         """Return why the run will never start, or will never resume if a resume was requested.
 
-        ``state`` is the state that was last read. The result is empty if the run may still start, if it has started,
-        and if neither is known.
+        ``state`` is the state that was last read. The result is empty if the run may still start, has started, or
+        cannot be read.
         """
         try:
             if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:

@@ -1,1 +1,1 @@
-"""Commands about agents: the endpoint for those outside of the run, the relay beside them, and their episodes."""
+"""Commands about agents: the endpoint and the relay for agents outside of the run, and the episodes of agents."""

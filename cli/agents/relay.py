@@ -14,7 +14,7 @@ from ..common.output import print_line
 from .endpoint import check_serves
 
 PACKAGES = ("starlette", "uvicorn", "httpx2")
-"""Packages of the extra ``endpoint``, which serve the relay and connect it."""
+"""Packages of the extra ``endpoint``, which serve the relay and connect it to the endpoint."""
 
 
 def relay(name: str | None, port: int) -> int:
@@ -38,7 +38,7 @@ def relay(name: str | None, port: int) -> int:
     except OSError as error:
         raise OperationFailed(f"{LOOPBACK}:{port}: {error.strerror}; choose another port: --port 0") from None
     ends = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the threads, which inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the threads start: they inherit this mask
     server.start()
     print_line(f"the relay of {run.id} listens: base URL {server.base_url}; Ctrl-C ends it")
     signal.sigwait(ends)
@@ -57,6 +57,6 @@ class _Look:
         try:
             state = self._reader.state()
             self._addresses = tuple(read_addresses(self._run).values())
-        except (OSError, OperationFailed, UsageError):  # the storage is away: the last addresses may still be right
+        except (OSError, OperationFailed, UsageError):  # the storage is unavailable: the addresses may still be right
             return self._addresses, self._run.removed()
         return self._addresses, state is not None and state.outcome is not None

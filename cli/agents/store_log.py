@@ -14,7 +14,8 @@ from ...roles.trajectories.durable.records import LogFormatError, decode
 from ...roles.trajectories.durable.state import State
 
 _TRIES = 5
-"""Number of tries to read a log. A try can fail because the store replaces its log, or appends to it, meanwhile."""
+"""Number of tries to read a log. A try can fail because the store replaces its log, or appends to it, at the same
+time."""
 _PAUSE_S = 0.2
 """Seconds between two tries."""
 
@@ -22,7 +23,7 @@ _PAUSE_S = 0.2
 def read_store(run: RunDir, job: RunSpec) -> State | None:
     """Return the state that the newest log of the store describes; None before the store has written one.
 
-    The state has every group that the log still has, also those that the store itself has retired.
+    The state has every group that the log still contains, even if the store itself has already retired it.
 
     Args:
         run: The run directory.

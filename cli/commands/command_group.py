@@ -16,7 +16,7 @@ SECTIONS = {
 }
 """Sections of ``rrl --help``, with the commands in each, in their order."""
 OTHER_SECTION = "Other commands"
-"""Section of commands that no section names."""
+"""Section of the commands that no other section names."""
 
 _CHECK, _SUBMIT, _STATUS = "rrl check job.toml", "rrl submit job.toml", "rrl status RUN"
 COMMAND_WORDS = {
@@ -44,14 +44,14 @@ OPTION_WORDS = {
                "--follow": f"{_STATUS} --live"},
     "logs": {"--tail": "rrl logs RUN --lines 100"},
 }  # fmt: skip
-"""Options of such programs, by the command of rrl, and what to write instead."""
+"""Options of similar programs, by the command of rrl, and what to write instead."""
 
 
 class CommandGroup(TyperGroup):
     """The commands of ``rrl``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the first argument. Raises UsageError for a word of a similar program."""
+        """Find the command of the first argument. Raises UsageError for a command of a similar program."""
         if args and args[0] not in self.commands and (ours := COMMAND_WORDS.get(args[0])):
             from ...core.types import UsageError
 

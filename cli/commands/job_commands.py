@@ -18,7 +18,7 @@ def init(
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
     partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None,
 ) -> None:  # fmt: skip
-    """Write a commented job.toml that fits what rrl doctor finds here: the quickstart's task, on Slurm if there is one.
+    """Write a commented job.toml with the quickstart's task, for the cluster or machine that rrl doctor finds here.
 
     \b
     rrl init                           job.toml in this folder

@@ -135,7 +135,7 @@ def report(
     clean: Annotated[
         str | None,
         typer.Option("--clean", metavar="RUN", show_default=False,
-                     help="The same job without faults and protection: shows the strict ETTR against it."),
+                     help="A run of the same job without faults and protection, for the strict ETTR."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page instead.", show_default=False)
@@ -164,13 +164,14 @@ def explain(
     about: Annotated[
         str | None,
         typer.Argument(metavar="ROLE[/REPLICA]|NODE|STEP", show_default=False,
-                       help="Only decisions about it: rollout/0, n042, or 120 for training step 120."),
+                       help="Only decisions about a replica, a node or a training step: rollout/0, n042, 120."),
     ] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Explain each decision of a run's manager: its evidence, the repair, and whether it worked.
 
-    Also shows what the smaller repairs would have needed, and what was expected by when. Needs no running manager.
+    Also shows what the smaller repairs would have needed, and which effect was expected by when. Needs no running
+    manager.
 
     \b
     rrl explain quick             all decisions, in order

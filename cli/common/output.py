@@ -104,7 +104,7 @@ def with_schema(value: Any) -> dict[str, Any]:
 
 
 def indented_json(value: Any) -> str:
-    """Return a value as JSON without the key ``schema``, in lines."""
+    """Return a value as indented JSON, without the key ``schema``."""
     return escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Shell completion: the scripts for bash, zsh and fish, and the program that they ask for candidates."""
+"""Shell completion: the scripts for bash, zsh and fish, and the program that they call for candidates."""

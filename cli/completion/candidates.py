@@ -41,7 +41,7 @@ def script(shell: str) -> str:
 
 
 def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (word, description) for everything that may stand in place of the last of ``words``."""
+    """Yield (word, description) for each candidate that may replace the last of ``words``."""
     line = _Line(json.loads((_DATA / "commands.json").read_text(encoding="utf-8")))
     *before, last = words
     for word in before:
@@ -86,7 +86,7 @@ class _Line:
 
     @property
     def run(self) -> str | None:
-        """Return the run that the arguments name; None, which stands for the newest run, if they name none."""
+        """Return the run that the arguments name; None stands for the newest run if they name none."""
         kinds = self._table[self._command]["arguments"]
         return self.arguments[kinds.index("run")] if "run" in kinds[: len(self.arguments)] else None
 
@@ -119,7 +119,7 @@ class _Line:
                 yield own, command["help"]
 
     def argument_kind(self) -> Any:
-        """Return the kind of the next argument; empty if the command takes no more."""
+        """Return the kind of the next argument; empty if the command accepts no further argument."""
         command = self._table[self._command]
         kinds = command["arguments"]
         if len(self.arguments) < len(kinds):
@@ -164,7 +164,7 @@ def _replicas(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def _selectors(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield the selectors that ``rrl logs`` takes."""
+    """Yield the selectors that ``rrl logs`` accepts."""
     yield from ((role.name, "all replicas") for role in _roles(run))
     yield from _replicas(run)
     yield from (("manager", ""), ("agent", "all agents"))
@@ -172,7 +172,7 @@ def _selectors(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def _targets(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield the targets that ``rrl inject`` takes."""
+    """Yield the targets that ``rrl inject`` accepts."""
     yield from _replicas(run)
     yield from ((role.name, "one of its replicas, drawn at random") for role in _roles(run))
     for role in _roles(run):

@@ -105,7 +105,7 @@ MEANINGS: dict[str, Meaning] = {
         "Does slurmctld answer, and how fast?",
         "if Slurm is slow, raise [limits] poll; if it does not answer, " + _ADMIN),
     "slurm.reader": Meaning(
-        "By what would a manager read Slurm with [cluster] reader = \"auto\": by its commands, or by pyslurm?",
+        "With [cluster] reader = \"auto\", would a manager read Slurm by its commands or by pyslurm?",
         "no action is needed, the commands work everywhere; a pyslurm that was built for this version of Slurm needs"
         " less CPU time (docs/sites.md)"),
     "slurm.pool": Meaning(

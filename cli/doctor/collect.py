@@ -101,7 +101,7 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
     """Run a Slurm command without the variables of a surrounding job and the user's defaults for Slurm's commands.
 
-    Raises OSError, TimeoutError.
+    Raises OSError if the command cannot be started, and TimeoutError if it takes longer than ``timeout_s``.
     """
     return run(argv, timeout_s, env=environment(os.environ), stdin_text=stdin)
 
@@ -171,9 +171,9 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 async def _reader() -> Reader:
-    """Choose a reader as a manager does. Raises TimeoutError, Refused, Unanswered."""
+    """Choose a reader as a manager does. Raises TimeoutError, Refused or Unanswered if Slurm cannot be read."""
     limits = SlurmLimits()
-    async with asyncio.timeout(SLURM_TIMEOUT_S):  # cancelled, the choice ends its child process
+    async with asyncio.timeout(SLURM_TIMEOUT_S):  # the choice ends its child process if it is cancelled
         choice = await choose_reader("auto", CommandReader.with_limits(limits), limits)
     await choice.reader.close()
     return Reader(choice.reason, choice.rejected)
@@ -242,7 +242,7 @@ def read_storage(root: Path) -> Storage:
 def _probe_write(path: Path) -> tuple[bool, float]:
     """Create a file as the journal does, write and sync it, and remove it.
 
-    Returns (whether a second process could not create the file, duration of the write with fsync in s).
+    Returns (whether the file could be created only once, duration of the write with fsync in s).
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -66,8 +66,8 @@ def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
 def gather_facts(wanted: DoctorOptions, *, consent: bool | None, interactive: bool) -> Facts:
     """Collect all facts, including those of a compute node if the user allows a job on it.
 
-    If ``consent`` is None, the user is asked if ``interactive`` is True and stdin and stdout are a terminal. Otherwise
-    no job is started.
+    If ``consent`` is None, the user is asked, provided that ``interactive`` is True and stdin and stdout are a
+    terminal. Without consent no job is started.
     """
     facts = read_facts(wanted)
     if facts.slurm is None:

@@ -17,7 +17,7 @@ from .node_probe.main import NodeReport
 
 
 class Check(Struct, frozen=True):
-    """One line of the result.
+    """The result of one check, which is shown as one line.
 
     ``found`` is the observation; ``fix`` is a command, a key of job.toml, or a person to ask.
     """
@@ -44,7 +44,7 @@ class DoctorOptions(Struct, frozen=True):
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """The result of ``scontrol show config``, by name. ``seconds`` is the time until slurmctld answered."""
+    """The values that ``scontrol show config`` prints, by name. ``seconds`` is the time until slurmctld answered."""
 
     values: dict[str, str]
     seconds: float

@@ -191,8 +191,8 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
 def packet_filter(name: str, network: Network | Unavailable, python: Python | Unavailable) -> Check:
     """Check that this user may attach a packet filter to sockets. ``name`` is the name of the check.
 
-    NIXL over TCP does not start unless a filter can close its ports. NIXL over RDMA has no TCP ports. The verdict is
-    therefore FAIL only if the kernel refuses the filter, NIXL is installed and the host has no RDMA cards.
+    NIXL over TCP starts only if a filter can close its ports. NIXL over RDMA has no TCP ports. The verdict is therefore
+    FAIL only if the kernel refuses the filter, NIXL is installed and the host has no RDMA cards.
     """
     if isinstance(network, Unavailable):
         return unknown(name, network)

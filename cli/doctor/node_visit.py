@@ -1,8 +1,8 @@
 """Run one small job on a compute node, with the user's consent, to read the node's properties and test its network.
 
 The job runs :mod:`.node_probe.main` with the same interpreter path as this process. It takes 10 s, and is cancelled if
-it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder within the folder of
-all runs, which is removed afterwards.
+it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder, which is created
+within the folder of all runs and removed afterwards.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if made:
-            with contextlib.suppress(OSError):  # a run was created in it since
+            with contextlib.suppress(OSError):  # a run has been created in this folder
                 root.rmdir()
 
 
@@ -153,7 +153,7 @@ class _VisitJob:
                 return Unavailable(f"sbatch: {ended.message}")
             self._id = ended.out.strip().partition(";")[0]
             return self._wait_for_visit()
-        finally:  # the name identifies the job if sbatch gave no answer: it may exist nevertheless
+        finally:  # without an answer of sbatch, the job may exist: it is cancelled by its name
             with contextlib.suppress(OSError):
                 run_slurm("scancel", self._id or f"--name={tag}")
 
@@ -174,7 +174,7 @@ class _VisitJob:
     def _wait_for_report(self) -> str | Unavailable:
         """Wait until there is a report or the job has ended, and return the job's last state.
 
-        The state has the format of :meth:`_state`. Returns Unavailable if there is no report and no end in time.
+        The state has the format of :meth:`_state`. Returns Unavailable if the time limit passes first.
         """
         began, polled_at, state = time.monotonic(), -_SLURM_POLL_INTERVAL_S, ""
         while True:
@@ -292,7 +292,7 @@ class ReportListener:
                 finally:
                     self._add_connections(-1)
         except (OSError, KeyError, TypeError, ValueError, msgspec.MsgspecError):
-            pass  # not the node's job, or a connection that broke
+            pass  # another program has connected, or the connection broke
         finally:
             self._free_slots.release()
 

@@ -40,7 +40,7 @@ from ...health.node_check import EXIT_CODES, check_node, overall
 from .check_outputs import history_folder, metrics_file, record, write_prometheus
 
 _MAX_TIMEOUT_S = 3600.0
-"""Maximum time limit (s) that a check may be given; a prolog has minutes."""
+"""Maximum time limit (s) that a check may be given; a prolog may take some minutes."""
 _MAX_AGE_S = 86400.0
 """Maximum age (s) of a check that ``--fresh`` may accept."""
 
@@ -64,7 +64,7 @@ class CheckOptions(Struct, frozen=True):
 
     @property
     def of_job(self) -> bool:
-        """Return whether a job's prolog or epilog makes the check."""
+        """Return whether a job's prolog or epilog runs the check."""
         return self.prolog or self.epilog
 
     @property
@@ -76,7 +76,7 @@ class CheckOptions(Struct, frozen=True):
 def check(options: CheckOptions) -> int:
     """Check this node; print one line with the verdict, then the findings, the most severe first.
 
-    Returns the exit code. Raises UsageError.
+    Returns the exit code. Raises UsageError for a wrong option, or a mistake in the site's rules.
     """
     rules, names = site_rules(options.config), _names(options.only)
     limit = _limit("--within", options.time_limit, _MAX_TIMEOUT_S)
@@ -110,7 +110,7 @@ def check(options: CheckOptions) -> int:
 
 
 def _gpus_to_be_freed(node: NodeName) -> tuple[str, ...]:
-    """Return the GPUs for which the hooks have drained the node; none if the memory cannot be read."""
+    """Return the GPUs for which the hooks have drained the node; none if the check memory cannot be read."""
     try:
         return read_memory(memory_path(node)).gpus_to_be_freed
     except OSError:
@@ -123,7 +123,7 @@ def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) ->
         return False
     try:
         age_s = take_if_fresh(memory_path(node), gpus, max_age_s)
-    except OSError:  # the check is made, and says why its result cannot be remembered
+    except OSError:  # the full check runs, and reports this error when it stores its result
         return False
     if age_s is None:
         return False
@@ -132,7 +132,7 @@ def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) ->
 
 
 def _remember(node: NodeName, change: Callable[[CheckMemory], CheckMemory]) -> str:
-    """Change the memory of the node; return why that failed, or an empty string."""
+    """Change the check memory of the node; return why this failed, or an empty string."""
     try:
         update_memory(memory_path(node), change)
     except OSError as error:

@@ -140,8 +140,8 @@ def undrain_node(
 ) -> None:
     """Take back a drain of this node by rrl health drain-node, once the node passes its check again.
 
-    A drain by anybody else stays. A node that remembers that it was not drained does not ask Slurm. Exit code: 0 no
-    drain by the hooks stands, 3 Slurm refused or did not answer.
+    A drain by anybody else stays. Slurm is not queried if the node remembers that it was not drained. Exit code: 0 no
+    drain by the hooks is left, 3 Slurm refused or did not answer.
     """
     from . import hook_drains as command
 
@@ -157,7 +157,7 @@ def drain_requests(
     history: Histories = None,
     json: Json = False,
 ) -> None:
-    """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
+    """List the nodes that runs found broken but may not drain, with a command to paste for each, for administrators.
 
     \b
     rrl health drain-requests            list the nodes, and why

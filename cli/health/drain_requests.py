@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: list nodes that runs want drained but may not drain; for administrators."""
+"""``rrl health drain-requests``: list the nodes that runs found broken but may not drain, for administrators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _now = time.time
 
 
 class OpenDrainRequest(Struct, frozen=True):
-    """A node that runs want drained: an object of the output of ``rrl health drain-requests --json``."""
+    """A node whose drain runs requested: an object of the output of ``rrl health drain-requests --json``."""
 
     node: str
     reason: str
@@ -38,7 +38,7 @@ class OpenDrainRequest(Struct, frozen=True):
     """State of the node according to Slurm; empty if it is not known."""
     drained: bool
     owner: str
-    """Owner of the drain of the node."""
+    """Who drained the node; empty if it is not drained."""
     accused: bool
     """False if the records of one user other than root are the only evidence."""
     scontrol: str
@@ -91,7 +91,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     wanted: list[DrainRequest] = []
     for one in requests:
         state = drains.get(one.node, DrainState())
-        if state.booted > one.at:  # it was repaired, or the next run on it will request the drain
+        if state.booted > one.at:  # the node was repaired, or the next run there will request the drain
             outcomes.append((one.node, True, "was booted after the drain was requested: not drained"))
         elif state.drained:
             outcomes.append((one.node, True, f"is drained already: {state.reason}"))

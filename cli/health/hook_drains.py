@@ -1,7 +1,7 @@
 """``rrl health drain-node`` and ``undrain-node``: the drains of the site's hooks.
 
 The node remembers what slurmctld last reported about its drain. So the HealthCheckProgram of a node that was not
-drained does not ask slurmctld. After a boot the memory is empty, and the first check asks slurmctld.
+drained does not query slurmctld. After a boot this check memory is empty, and the first check queries slurmctld.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _MAX_REASON_LENGTH = 150
 
 
 def drain_node(why: str, node: str | None, config: Path | None) -> int:
-    """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
+    """Drain a node that failed its check, for the hooks in examples/health.
 
     Returns 0 if the node is drained, no matter by whom, 1 if the site's limit on drains by hooks prevented it, 3 if
-    Slurm did not answer or refused. The reason for 1 or 3 is printed.
+    Slurm did not answer or refused. The reason for 1 or 3 is printed. Raises UsageError for a mistake in the site's
+    rules.
     """
     named = node or this_node()
     reason, rules = " ".join(why.split())[:_MAX_REASON_LENGTH], site_rules(config).hooks
@@ -48,8 +49,8 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
 def undrain_node(node: str | None) -> int:
     """Take back the drain of a node by the hooks, if there is one; the node has passed its check again.
 
-    Returns 0 if no drain by the hooks stands, 3 if Slurm did not answer or refused; the reason is printed. A drain by
-    anybody else stays. Slurm is not asked if the node remembers that no drain of the hooks stands.
+    Returns 0 if no drain by the hooks is left, 3 if Slurm did not answer or refused; the reason is printed. A drain by
+    anybody else stays. Slurm is not queried if the node remembers that the hooks have not drained it.
     """
     named = node or this_node()
     if named == this_node() and read_memory(memory_path(this_node())).drained == "no":
@@ -68,5 +69,5 @@ def undrain_node(node: str | None) -> int:
 def _remember(node: str, drained: Literal["unknown", "no", "by hook"]) -> None:
     """Remember whether the hooks have drained ``node``, if it is this node; for another node, do nothing."""
     if node == this_node():
-        with contextlib.suppress(OSError):  # without a memory, Slurm is asked again
+        with contextlib.suppress(OSError):  # if nothing can be stored, Slurm is queried again
             update_memory(memory_path(this_node()), lambda memory: replace(memory, drained=drained))

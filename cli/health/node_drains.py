@@ -45,7 +45,7 @@ class SlurmUnavailable(Exception):
 
 
 def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
-    """Return the drain state of each node that Slurm knows. Raises SlurmUnavailable."""
+    """Return the drain state of each node that Slurm knows. Raises SlurmUnavailable if Slurm cannot be queried."""
     return asyncio.run(_drain_states(sorted(nodes)))
 
 
@@ -53,13 +53,13 @@ def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     """Drain nodes, given as (node, reason). Returns (node, whether this call drained it, outcome text) for each.
 
     ``MAX_DRAINED_FRACTION`` limits the nodes that a call drains, and ``MAX_UNAVAILABLE_FRACTION`` can prevent all
-    drains. Raises SlurmUnavailable.
+    drains. Raises SlurmUnavailable if Slurm cannot be queried.
     """
     return asyncio.run(_drain(list(wanted)))
 
 
 class HookDrainResult(Struct, frozen=True):
-    """What came of the drain of a node by a hook."""
+    """The result of :func:`drain_by_hook`."""
 
     held_back_reason: str = ""
     """Why the node is not drained; empty if it is drained."""
@@ -104,7 +104,7 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResu
 def undrain_by_hook(node: str) -> bool:
     """Remove a drain of the node by a hook, and return whether there was one.
 
-    Asks Slurm about this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
+    Queries Slurm for this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
     """
     return asyncio.run(_undrain_by_hook(node))
 
@@ -139,7 +139,7 @@ class _HookDrains(Struct):
 
 
 async def _hook_drains() -> _HookDrains:
-    """Query Slurm once for the drains of all nodes. Raises SlurmUnavailable."""
+    """Query Slurm once for the drains of all nodes. Raises SlurmUnavailable if this fails."""
     ended = await _read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
     if ended.code:
         raise SlurmUnavailable(f"sinfo: {_error_line(ended)}")
@@ -148,7 +148,7 @@ async def _hook_drains() -> _HookDrains:
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
         found.owners[node] = drain_owner(reason) if "drain" in state.lower() else None
         if found.owners[node] is DrainOwner.HOOK:
-            drained_at = 0.0  # for a time unknown to Slurm: the drain counts, but not as recent
+            drained_at = 0.0  # if Slurm reports no time, the drain counts as an old one
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)

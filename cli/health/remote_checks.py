@@ -49,8 +49,8 @@ class _Checked(Struct, frozen=True):
 def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
     """Run ``rrl health check`` on each node of ``nodes``, as the user of this process.
 
-    It takes about 5 s if the nodes are free. The check of a node takes 2 x (START_S + CHECK_S + _SRUN_SLACK_S) at
-    most, for two jobs.
+    It takes about 5 s if the nodes are free. The two jobs of a node take at most 2 x (START_S + CHECK_S +
+    _SRUN_SLACK_S) s.
     """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
         node: NotChecked(f"this command checked {MAX_NODES} nodes, which is its limit: run it again for this node")

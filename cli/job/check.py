@@ -62,7 +62,7 @@ class CheckReport(Struct, frozen=True):
 
 
 def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, json: bool) -> int:
-    """Check a job spec and print the result, what matters first; nothing is changed.
+    """Check a job spec and print the result, the most important part first; nothing is changed.
 
     Args:
         files: The files of the job spec.

@@ -59,7 +59,7 @@ shared shape, all roles are on one node. Each role takes 1 core and 1 GiB (confi
 def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None) -> int:
     """Write a job spec to ``out``.
 
-    Raises UsageError if the file exists or its folder does not, OperationFailed if it cannot be written.
+    Raises UsageError if the file exists already or its folder is missing, OperationFailed if it cannot be written.
     """
     if not force and os.path.lexists(out):
         raise UsageError(f"{out} already exists; name another file with --out, or replace it with --force")

@@ -50,7 +50,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _hours_text(spec: RunSpec, needs: Demand) -> str:
-    """Return the maximum of GPU-hours, or of core-hours without GPUs."""
+    """Return the maximum number of GPU-hours, or of core-hours for a run without GPUs."""
     walltime = duration_text(spec.walltime)
     if needs.gpus:
         return f"at most {needs.gpu_hours:.0f}: {_count(needs.gpus, 'GPU')} for {walltime}"

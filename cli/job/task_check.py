@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 """Timeout (s) for building and trying the task. Importing a large package from a busy network file system takes about
 30 s. A download takes longer, but a run must not download, since it may not reach the internet."""
 _KILL_MARGIN_S = 15.0
-"""Seconds after the deadline for the start of the child process and its report of the current activity."""
+"""Seconds, in addition to the deadline, for the start of the child process and its report of the current activity."""
 _MAX_SHOWN_CHARS = 1000
 """Maximum number of characters shown of a prompt or an answer."""
 _TRIAL_MODULE = "rrl.cli.job.task_trial"
@@ -76,7 +76,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
     source = source_key(spec)
     try:
         ended = run(command, DEADLINE_S + _KILL_MARGIN_S, env=env, cwd=str(folder), stdin_text=request)
-        trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)  # [env] may print lines before it
+        trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)  # before it, [env] may print lines
     except TimeoutError:
         text = f"the task was not built and tried within {DEADLINE_S:g} s; --no-task checks the rest of the job"
         return TaskReport(Problem(source, text))

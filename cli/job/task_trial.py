@@ -76,7 +76,7 @@ class Sample(Struct, frozen=True):
     wrong: str = ""
     """A wrong answer: the answer of another item, or an empty answer."""
     wrong_rewards: tuple[float, float] | None = None
-    """The reported and the trained reward of ``wrong``; None if it was not or could not be scored."""
+    """The reported and the trained reward of ``wrong``; None if ``wrong`` was not scored."""
 
 
 class TaskTrial(Struct, frozen=True):
@@ -168,7 +168,7 @@ class _Trial:
             try:
                 encode(number, self._text(task.prompt, "prompt", number))
             except Exception as error:  # user code may raise anything
-                self._fail(f"prompt({number}) of the evaluation: {self._described(error)}", error)
+                self._fail(f"prompt({number}) of [eval] raised {self._described(error)}", error)
         if self._job.role("reward").built_in:
             self._rewards(task, 0, "")
 
@@ -250,7 +250,7 @@ class _Trial:
                 dropped.append(str(error) if unfit else f"prompt({number}) raised {self._described(error)}")
                 in_a_row += 1
                 if in_a_row == MAX_ITEMS_WITHOUT_PROMPT:
-                    text = f"{dropped[-in_a_row]}; so do the next {in_a_row - 1} items, which ends a run"
+                    text = f"{dropped[-in_a_row]}; the next {in_a_row - 1} items fail too, which ends a run"
                     raise _Failed(TaskProblem(self._length_key() if unfit else self._source, text)) from error
         if unencodable is not None:
             raise _Failed(TaskProblem(_PIECES, self._missing_pieces(texts, unencodable))) from unencodable
@@ -262,7 +262,7 @@ class _Trial:
         return ("model", "max_length") if self._job.model.path is None else ("sampling", "max_new_tokens")
 
     def _answer(self, task: Task, number: int) -> str | None:
-        """Return the right answer of an item; None if the task has none, which only a warm start needs."""
+        """Return the right answer of an item, which only a warm start needs; None if the task has none."""
         try:
             return self._text(task.answer, "answer", number)
         except Exception as error:  # user code may raise anything
@@ -285,7 +285,7 @@ class _Trial:
         vocabulary = self._job.model.tokenizer
         known = set("".join((*vocabulary.pieces, vocabulary.ignore))) if vocabulary else set()
         lacking = sorted(set("".join(texts)) - known)
-        if not lacking:  # a piece of several characters has this character, but none has it alone
+        if not lacking:  # this character occurs only in pieces of several characters
             return str(error)
         named = " ".join(map(repr, lacking))
         return (f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which is in no piece: add"
@@ -385,12 +385,12 @@ def _raise_deadline(*_: object) -> NoReturn:
 def main() -> None:
     """Try the task of the request on stdin, and write the result to stdout."""
     with os.fdopen(os.dup(1), "wb") as result:
-        os.dup2(2, 1)  # for the user's code, including libraries that write to the descriptor
+        os.dup2(2, 1)  # output of the user's code and its libraries goes to stderr
         request = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
         trial = _Trial(request).run()
         result.write(msgspec.json.encode(trial))
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # this process too, with everything that the user's code has started
+        os.killpg(0, signal.SIGKILL)  # kills this process, and all that the user's code has started
     os._exit(0)  # threads that the user's code has started do not delay the end
 
 

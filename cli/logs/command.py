@@ -36,7 +36,7 @@ def logs(
     if failed:
         from .failed import show_failures
 
-        raise_nofile()  # a merge holds all its files open
+        raise_nofile()  # all merged files are open at the same time
         return show_failures(run, selector, wanted, lines if lines is not None else DEFAULT_LINES, printer)
     reader = LogReader(run, selector, wanted, follow=follow)
     printer.labelled = follow or len(reader.logs) > 1
@@ -49,7 +49,7 @@ def logs(
 
 
 def _find_run(name: str | None, selector: str | None) -> RunDir:
-    """Return the run with this name. Raises UsageError, also if the only argument is a selector instead of a run."""
+    """Return the run with this name. Raises UsageError if there is none, for example if ``name`` is a selector."""
     try:
         return find_run(name)
     except UsageError:

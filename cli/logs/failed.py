@@ -20,8 +20,8 @@ from .failures import FailureReport, concerns, failures
 from .printer import LogRecord, Printer
 
 CLOCK_SLACK_S = 1.0
-"""Assumed difference (s) of nodes' clocks. Lines that are later than a failure by at most this time count as before
-it."""
+"""Assumed difference (s) of nodes' clocks. Lines that are at most this much later than a failure count as lines before
+the failure."""
 
 
 class FailureRecord(Struct, frozen=True):
@@ -43,11 +43,11 @@ class FailureRecord(Struct, frozen=True):
     recovered_s: float | None
     """Seconds until the successor worked."""
     lines: list[LogRecord]
-    """The last lines of the incarnation; of its launcher if it wrote none."""
+    """The last lines of the incarnation, or of its launcher if the incarnation wrote none."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
-    """Print the run's failures, each with the last ``newest`` lines before it. Returns exit code 0.
+    """Print the run's failures, each with at most ``newest`` lines from before it. Returns exit code 0.
 
     ``wanted.since`` is the earliest time of failures to print; ``wanted.match`` selects their lines.
     """
@@ -100,7 +100,7 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
     at = printer.local_time(stamp(int(failure.recorded_at * 1e6)))
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
     out += [f"    {escaped(line)}" for line in evidence]
-    if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
+    if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent logs only there
         out.append("    it wrote no log lines; the last lines of its launcher:")
     for log, line in lines:
         time_of_day = f"{printer.local_time(line.stamp)} " if line.stamp else ""
@@ -122,7 +122,7 @@ def _recovery_text(failure: Failure) -> str:
         return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
     if failure.joined_at is not None:
         after = failure.joined_at - failure.recorded_at
-        return f"; {failure.successor} joined {after:.1f} s later and has done no work"
+        return f"; {failure.successor} joined {after:.1f} s later and has done no work yet"
     return ""
 
 

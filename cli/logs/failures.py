@@ -30,7 +30,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
     with_stacks: set[Incarnation | None] = set()
     """Incarnations with a finding whose evidence already contains stacks."""
     stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
-    """The time (s) and the newest stacks of each incarnation."""
+    """The newest stacks of each incarnation, after the time (s) at which they were collected."""
     for stamped in events:
         event = stamped.event
         for failure in timeline.apply(stamped).failures:
@@ -68,7 +68,7 @@ def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
             for fence in fences(event)
             if fence.incarnation == failure.incarnation
             for line in fence.why.evidence
-            if line not in listed  # the finding's own texts are listed with its detector
+            if line not in listed  # the detector's lines already contain the finding's own texts
         ]
     return []
 

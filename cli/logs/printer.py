@@ -71,7 +71,7 @@ class Printer:
         if second != self._second:
             try:
                 moment = time.localtime(seconds_of(stamped))
-            except ValueError:  # rrl did not write this time
+            except ValueError:  # a time in another format, which rrl did not write
                 return second.decode()
             self._second, self._local_second = second, time.strftime("%m-%d %H:%M:%S", moment)
         return f"{self._local_second}.{stamped[STAMP_BYTES - 7 : STAMP_BYTES - 4].decode()}"

@@ -1,4 +1,4 @@
-"""``rrl explain``: why the manager did what it did, decision by decision."""
+"""``rrl explain``: explain each decision of a run's manager."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def explanations(run: RunDir, about: str | None) -> list[Explanation]:
 
 
 def nothing_decided(run: RunDir, about: str | None) -> str:
-    """Return the text for a run of which there is nothing to explain."""
+    """Return the text that is shown if a run has no decision to explain."""
     return f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet"
 
 

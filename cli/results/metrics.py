@@ -50,7 +50,7 @@ def _print_csv(batches: Iterator[list[StepRow]]) -> None:
         sys.stdout.flush()
         if new := {name for row in cells for name in row} - {*columns, *left_out}:
             left_out |= new
-            print_line(f"rrl: left out, not in the header: {', '.join(sorted(new))}", to_stderr=True)
+            print_line(f"rrl: left out, because the header lacks them: {', '.join(sorted(new))}", to_stderr=True)
 
 
 def _cells(row: StepRow) -> dict[str, Any]:

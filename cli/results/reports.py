@@ -16,7 +16,7 @@ from ..common.output import print_json, print_line, show
 from ..views.report.tables import report_view
 
 PAGE_MODE = 0o600
-"""Mode of the HTML file: text of roles and the job's names are the user's own."""
+"""Mode of the HTML file: only its owner may read it, since it contains output of roles and names from the job."""
 
 
 class ReportDocument(Struct, frozen=True):
@@ -42,7 +42,7 @@ def report(run: str | None, other: str | None, clean: str | None, html: Path | N
     """
     if json and html is not None:
         raise UsageError("--json and --html exclude each other; write one of them")
-    gc.disable()  # a long journal makes millions of objects that stay: no collection finds anything among them
+    gc.disable()  # a long journal makes millions of objects that stay in use: garbage collection would free nothing
     runs = [find_run(run), *([find_run(other)] if other is not None else [])]
     clean_account = None if clean is None else account_of(find_run(clean))
     reports = [account_of(one).report(clean_account) for one in runs]

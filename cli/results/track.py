@@ -41,7 +41,7 @@ def track(name: str, to: Sequence[str]) -> int:
         codes = {tracker: process.wait() for tracker, process in processes.items()}
     except KeyboardInterrupt:
         for process in processes.values():
-            process.terminate()  # it sends what the journal has, and ends
+            process.terminate()  # the process sends the steps in the journal, then ends
         codes = {tracker: process.wait() for tracker, process in processes.items()}
     for tracker, code in codes.items():
         progress = read_progress(run, tracker)
@@ -54,7 +54,7 @@ def track(name: str, to: Sequence[str]) -> int:
 
 
 def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
-    """Return the trackers that the user names, else those of the job. Raises UsageError for one that cannot be used."""
+    """Return the trackers that the user or else the job names. Raises UsageError for a tracker that cannot be used."""
     named = [one for text in to for one in text.split(",") if one]
     if unknown := [one for one in named if one not in NAMES]:
         raise UsageError(f'--to: no tracker "{unknown[0]}"; there are {", ".join(NAMES)}')
@@ -81,6 +81,6 @@ def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
 
 def _failure(run: RunDir, tracker: TrackerName, code: int) -> str:
     if code == LOCKED_EXIT:
-        return f"another process sends the steps of {run.id} there, for example that of its manager"
+        return f"another process sends the steps of {run.id} there, for example the process of its manager"
     reason = "it does not answer" if code == HUNG_EXIT else read_progress(run, tracker).error or f"exit code {code}"
     return f"{reason} (its output: {log_file(run, tracker)})"

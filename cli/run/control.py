@@ -30,7 +30,7 @@ from ..common.output import print_line
 from ..views.status import retained_jobs
 
 DRAIN_TIMEOUT_S = 120.0
-"""Time (s) to wait for the drain after the manager took the command, beyond the time that replacements may take."""
+"""Time (s) to wait for the drain after the manager took the command, in addition to the time for replacement nodes."""
 
 
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
@@ -69,7 +69,7 @@ def _await_node_command(
     while True:
         state = reader.state()
         if state is not None and state.finish is not None:
-            raise OperationFailed(f"{run.id} ended before that; see: rrl status {run.id}")
+            raise OperationFailed(f"{run.id} ended before {node} was {command}ed; see: rrl status {run.id}")
         if state is not None and (outcome := outcome_text(state, node)):
             print_line(outcome)
             return 0
@@ -84,9 +84,9 @@ def _await_node_command(
 
 
 def _print_moving(state: State, node: NodeName, printed: str) -> str:
-    """Print which replicas must leave the node first, unless that is what was ``printed`` last.
+    """Print which replicas must leave the node first, unless ``printed``, the text printed last, names the same ones.
 
-    Returns the replicas that were printed last.
+    Returns the text that was printed last.
     """
     replicas = ", ".join(one.id for one in workers(state) if one.is_current and one.node == node)
     if replicas and replicas != printed and node in state.node_commands:
@@ -128,7 +128,7 @@ def _undrain_outcome(state: State, node: NodeName) -> str:
     ):
         return ""
     if not one.allocation:
-        return f"this run may use {node} again; it does not hold it now"
+        return f"this run may use {node} again, but does not hold this node now"
     return f"{node} may be used again{f'; Slurm says {one.status.detail}' if one.status and one.status.detail else ''}"
 
 

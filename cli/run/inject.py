@@ -58,7 +58,7 @@ def inject(
 def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool) -> ev.FaultInjected:
     """Wait for the first report of the fault and return it.
 
-    Raises OperationFailed if the run or its last manager ends before that.
+    Raises OperationFailed if the run or its last manager ends before this report.
     """
     announced = not verbose
     manager = ManagerPresence(run)
@@ -89,7 +89,7 @@ def _targets_manager(fault: Fault) -> bool:
 
 
 def _unrecorded_result(run: RunDir, fault: Fault) -> ev.FaultInjected:
-    """Return the result of a fault if no manager has journaled one: unknown, as the next manager will journal it."""
+    """Return the result of a fault if no manager has journaled one: "unknown", which the next manager will journal."""
     detail = f"no manager is running now; the roles keep running, and the next manager takes over: rrl manage {run.id}"
     return ev.FaultInjected(fault.id, None, False, detail, fault.kind, fault.target, unknown=True)
 

@@ -49,11 +49,11 @@ class StatusFigures(ModelFolders, frozen=True, kw_only=True):
     """The keys that ``rrl status --json`` adds to the state of the run."""
 
     standing: str
-    """As in ``rrl list``."""
+    """The standing of the run, as in ``rrl list``."""
     note: str
     """What is wrong with the manager or the run directory, and what to do; empty if nothing is."""
     metrics_failure: str
-    """Why the manager serves no metrics; empty if it does, or should not."""
+    """Why the manager serves no metrics; empty if it serves them, or if the job requests none."""
     stream: StreamSummary
     episodes: EpisodeCounts
     pace: Pace

@@ -4,7 +4,7 @@ A view that is drawn twice a second would otherwise send all of its lines each t
 connection. The lines stand where the cursor was at the first drawing. Every later drawing compares the new lines with
 those on the screen, moves the cursor to each run of cells that differ, and writes only these.
 
-After a change of the terminal's size, nobody knows where a terminal has moved the lines. The screen is then cleared,
+After a change of the terminal's size, it is unknown where the terminal has moved the lines. The screen is then cleared,
 and everything is drawn again.
 """
 
@@ -79,7 +79,7 @@ class LiveDisplay:
         self._cleared = True
 
     def finish(self, view: RenderableType | None = None, *, erase: bool = False) -> None:
-        """Leave the cursor below the lines; with ``erase`` or a ``view``, remove them and print the whole view."""
+        """Leave the cursor below the lines, or remove the lines (``erase``), or replace them by the whole ``view``."""
         if self._size is not None and (erase or view is not None):
             self._write(self._move(0) + _ERASE_BELOW + _SHOW_CURSOR)
         elif self._size is not None:
@@ -94,7 +94,7 @@ class LiveDisplay:
         for row, line in enumerate(lines):
             old: Line = self._lines[row] if row < before else ()
             if row >= max(1, before):
-                yield self._move(row - 1) + "\n"  # below the last line, which scrolls the screen if it is its last
+                yield self._move(row - 1) + "\n"  # a new line, which scrolls a full screen
                 self._row = row
             runs = list(_runs(old, line))
             if runs or len(old) > len(line):

@@ -30,14 +30,14 @@ from ..views.status import retained_jobs
 REMOVED = ".removed"
 """End of the name of a run directory that is being removed."""
 MANAGER_EXIT_S = 60.0
-"""Time (s) since a manager last renewed its lease for which it may still be writing the summary of a run that ended."""
+"""Time (s) after the last renewal of its lease during which a manager may still write the summary of an ended run."""
 
 
 def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:
     """Remove the named runs, or all of this user's runs that ended longer ago than ``older_than``.
 
-    Asks first, unless ``yes``. Returns exit code 0, or 1 if the user does not agree. Raises UsageError, before anything
-    is removed, if a named run has not ended, is another user's, or is not in the folder of runs.
+    Asks the user first, except with ``yes``. Returns exit code 0, or 1 if the user does not agree. Raises UsageError,
+    before anything is removed, if a named run has not ended, is another user's, or is not in the folder of runs.
     """
     if bool(names) == (older_than is not None):
         raise UsageError("name the runs to remove, or give --older-than; see: rrl rm --help")
@@ -67,7 +67,7 @@ def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:
 
 
 def _age(text: str) -> float:
-    """Return the seconds of ``--older-than``. Raises UsageError."""
+    """Return the seconds of ``--older-than``. Raises UsageError if it is not a duration."""
     try:
         return seconds(text)
     except ValueError as error:
@@ -75,8 +75,8 @@ def _age(text: str) -> float:
 
 
 def _named(name: str) -> RunDir:
-    """Return the run of this name. Raises UsageError unless it may be removed."""
-    if "/" in name:  # the path is taken as it is written: "link/../run" names no run behind the link
+    """Return the run of this name. Raises UsageError if it may not be removed."""
+    if "/" in name:  # links are not resolved: "link/../run" is the run beside the link
         path = Path(os.path.abspath(Path(name).expanduser()))
         if path.parent != runs_root():
             raise UsageError(f"{name} is not in {runs_root()}; --runs-dir names the folder of runs")
@@ -170,7 +170,7 @@ def disk_usage(folder: Path) -> int:
 
 
 def _confirmed(sizes: dict[RunDir, int]) -> bool:
-    """Ask whether these runs shall be removed. Raises UsageError if nobody can be asked."""
+    """Ask whether these runs shall be removed. Raises UsageError if stdin is not a terminal."""
     for run, nbytes in sizes.items():
         print_line(f"{run.id}  {size(nbytes)}", to_stderr=True)
     count = f"{len(sizes)} run{'s' if len(sizes) > 1 else ''} ({size(sum(sizes.values()))})"
@@ -186,10 +186,13 @@ def _confirmed(sizes: dict[RunDir, int]) -> bool:
 
 
 def _delete(folder: Path) -> int:
-    """Delete the folder, which is not a link; return the bytes that this frees. Raises OperationFailed."""
+    """Delete the folder, which is not a link; return the bytes that this frees.
+
+    Raises OperationFailed if a file cannot be deleted.
+    """
     nbytes = disk_usage(folder)
     try:
-        shutil.rmtree(folder)  # Python deletes within open folders: a link that appears meanwhile is not followed
+        shutil.rmtree(folder)  # it opens folders, so a link that appears while it runs is not followed
     except OSError as error:
         raise OperationFailed(
             f"{error.filename or folder}: {error.strerror or error}; the rest is still there"

@@ -43,7 +43,7 @@ def _shorthands(steps: int | None, walltime: str | None) -> list[Setting]:
 
 
 def _check_positive(text: str) -> None:
-    """Check the value of ``--walltime``. Raises UsageError."""
+    """Check the value of ``--walltime``. Raises UsageError if it is not a positive duration."""
     try:
         if seconds(text):
             return

@@ -25,7 +25,7 @@ from ..views.status import status_view
 from ..views.summary import recoveries_view, runs_view
 
 START_PATIENCE_S = 60.0
-"""Time (s) after a submission for which a run without a manager is simply starting.
+"""Time (s) after a submission during which a run without a manager counts as starting.
 
 A manager needs some seconds to start. A job in Slurm's queue may need longer, which its user learns from ``squeue``.
 """
@@ -38,7 +38,7 @@ def status(name: str | None, *, json: bool) -> int:
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
-    if reader.torn and manager_gone(run):  # else it is only being written
+    if reader.torn and manager_gone(run):  # a running manager may still be writing it
         torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
         print(f"rrl: {torn_text}: no process has acted on it", file=sys.stderr)
     failure = StartCheck(run).failure(state)
@@ -76,7 +76,7 @@ class RunFiles(NamedTuple):
 
     @classmethod
     def read(cls, run: RunDir, state: State) -> Self:
-        """Read the files of a run, and return what the view needs of them."""
+        """Read the files of a run, and return the content that the view shows."""
         summary = summary_of(run) if state.outcome is not None else None
         recoveries = (summary or {}).get("recoveries") or ()
         return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)
@@ -104,7 +104,7 @@ def picture(
 
 
 def metrics_failure(run: RunDir, state: State) -> str:
-    """Return why the manager of a run that has not ended serves no metrics; empty if it does, or should not."""
+    """Return why the manager of a run that has not ended serves no metrics; empty if it does, or need not."""
     if state.outcome is not None or not state.job.health.metrics:
         return ""
     try:
@@ -123,7 +123,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
         from ...manager.bootstrap.manager_job import job_name
 
         queued = f"squeue --name={job_name(run.id, job)}"
-    if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # two clocks: a difference changes the text only
+    if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # if the clocks differ, only the text changes
         return f"its manager is starting ({queued} shows its job)" if queued else "its manager is starting"
     if queued:
         return f"its manager has not started yet ({queued} tells why; if it shows no job: rrl manage {run.id})"

@@ -33,7 +33,7 @@ STOPPED_WATCHING = 130
 
 
 def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
-    """Start a run of the job that the files and settings (``KEY=VALUE``) give together.
+    """Start a run of the job that the files and settings (``KEY=VALUE``) describe together.
 
     Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects
     the job.
@@ -53,7 +53,7 @@ def watch_until_end(run: RunDir, json: bool) -> int:
 
     ``q`` and Ctrl-C only stop watching: the exit code is then ``STOPPED_WATCHING``.
 
-    A request to resume the run is carried out first: the end must come after that.
+    If a resume was requested, waits for it first, because the earlier end of the run does not count.
     """
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)

@@ -31,11 +31,11 @@ class TurnNode(Struct, frozen=True):
     parent: int | None
     """``number`` of the turn whose path it continues; None if it begins a path."""
     offset: int
-    """Number of tokens of the parent's path that its own path keeps."""
+    """Number of tokens of the parent's path that the turn's own path keeps."""
     parent_length: int
     """Number of tokens of the parent's path. If ``offset`` is less, the turn leaves that path."""
     given: int
-    """Tokens that it was given: context."""
+    """Number of tokens that the turn was given as context."""
     sampled: int
     finished: bool
     foreign: bool
@@ -66,7 +66,7 @@ class Episode(Struct, frozen=True):
     outside: bool
     """True if an agent outside of the run makes the newest attempt."""
     step: int | None
-    """Training step that its group is bound to."""
+    """Training step that the episode's group is bound to; None before."""
     reward: float | None
     branches: int
     """Number of paths that are not the beginning of another one: the samples of a finished episode."""
@@ -147,7 +147,7 @@ def _turn(
 
 
 def _leaves(track: TrajectoryState, episode: EpisodeState) -> list[TrajectoryState]:
-    """Return the leaves of an episode. Until it is finished, all turns of its newest attempt are taken as counted."""
+    """Return the leaves of an episode. Until it is finished, all turns of its newest attempt count."""
     if not track.finished:
         episode = msgspec.structs.replace(episode, counted=tuple(turn.id for turn in episode.made))
     return leaves(msgspec.structs.replace(track, episode=episode))

@@ -18,7 +18,7 @@ from ...manager.reporting.decisions.explanations import Explanation, is_repair, 
 from .formatting import stage
 
 MAX_GROUP_NAMES = 8
-"""Number of processes that are named of those that were started or stopped together."""
+"""Maximum number of names in an entry about processes that were started or stopped together."""
 LABEL_COLUMNS = 13
 """Columns before the texts of an entry."""
 MIN_TEXT_COLUMNS = 20
@@ -68,7 +68,7 @@ def _group(explanations: Sequence[Explanation]) -> RenderableType:
 
 
 def _group_result(members: Sequence[Explanation]) -> Text:
-    """Return how many of the expectations came, and the first ones that did not."""
+    """Return how many of the expected effects occurred, and the first ones that did not."""
     came = [one for one in members if one.result.arrival is Arrival.CAME]
     expects = members[0].action.why.expects or "it ends"
     text = Text(f"{expects}{', and so on' if members[1:] else ''}: ")
@@ -111,7 +111,7 @@ def _lower_texts(why: Why) -> Iterator[str]:
 
 
 def _finding_text(finding: Finding, at: float) -> str:
-    """Return which detector or check found the failure, how long before the decision, and since when it showed."""
+    """Return which detector or check found the failure, and how long before the decision it first showed."""
     sources = ", ".join(dict.fromkeys(one.source for one in finding.evidence))
     first = f"; first sign {span(at - finding.since)} before" if 0 < finding.since < at else ""
     return f"{finding.detector.replace('_', ' ')} ({sources}){first}"
@@ -158,7 +158,7 @@ class EvidenceRecord(Struct, frozen=True):
     source: str
     text: str
     time: float
-    """When it was observed (s since 1970)."""
+    """When the evidence was observed (s since 1970)."""
 
 
 class FindingRecord(Struct, frozen=True):
@@ -167,15 +167,15 @@ class FindingRecord(Struct, frozen=True):
     detector: str
     cause: str
     since: float
-    """Since when it holds (s since 1970)."""
+    """Since when the finding holds (s since 1970)."""
     evidence: list[EvidenceRecord]
 
 
 class SmallerRepair(Struct, frozen=True):
-    """Repairs that come before the one that was taken, and what they would have needed."""
+    """Repairs that come before the chosen repair, and what they would have needed."""
 
     repairs: list[str]
-    """Empty: every repair that comes before the one that was taken."""
+    """Names of the repairs; an empty list stands for every repair before the chosen one."""
     needed: str
 
 

@@ -75,7 +75,7 @@ class Pace(Struct, frozen=True):
     """Share of the run's time that was effective training."""
     ettr_last_hour: float | None
     weights_lag_steps: int | None
-    """Steps by which the weights of the last rollout are behind."""
+    """Training steps by which the rollout with the oldest weights is behind the trainer."""
 
 
 def pace_of(state: State, now: float) -> Pace:
@@ -111,7 +111,7 @@ def progress_figures(state: State, now: float) -> list[Text]:
 
 
 def _time_left(seconds: float, walltime_s: float) -> Text:
-    """Return the time that the remaining steps take, with a warning if the run's walltime ends before."""
+    """Return the time that the remaining steps take, with a warning if the run's walltime ends first."""
     text = f"{span(seconds)} left"
     return Text(text) if seconds <= walltime_s else Text(f"{text}, walltime ends in {span(walltime_s)}", "yellow")
 

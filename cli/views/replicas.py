@@ -24,7 +24,7 @@ from ...manager.model.state import FailedIncarnation, Replica, State, Status, Un
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
 MAX_LISTED = 12
-"""Maximum number of replicas that are listed for a role, and of findings.
+"""Maximum number of listed replicas of a role, and of listed findings.
 
 If a role has more replicas, only replicas with a finding, an earlier failure or an unusual status are listed.
 """
@@ -33,8 +33,8 @@ RECENT_FAILURE_S = 600.0
 MAX_RESTARTS = 5
 """Maximum number of failures and restarts in the view."""
 MAX_TEXT = 1200
-"""Maximum number of characters of a reason, which is longer than any that rrl itself writes; a user's code may write
-more."""
+"""Maximum number of characters of a reason. The reasons that rrl itself writes are shorter; a user's code may write
+longer ones."""
 
 REPLICA_COLUMNS = ("replica", "#", "node", "doing", "for", "weights", "")
 """Headings of the table of replicas; the last column has remarks."""
@@ -51,9 +51,9 @@ _DETECTORS = {"exit_record": "process ended", "step_gone": "process gone"}
 
 
 class Doing(NamedTuple):
-    """The activity of a replica since a manager's time (s).
+    """The activity of a replica, and the manager's time (s) since which it lasts.
 
-    ``next`` names the next step of its recovery; empty if that is clear.
+    ``next`` names the next step of its recovery; empty if it is not known, or needs no mention.
     """
 
     word: str
@@ -63,7 +63,7 @@ class Doing(NamedTuple):
 
 
 def doing(state: State, replica: Replica, now: float, failures: Failures) -> Doing:
-    """Return what a replica does: its phase while it works, since when it is dead otherwise, and what comes next.
+    """Return what a replica does: its phase while it works, otherwise its state and what comes next.
 
     A replica that is retired while the run ends was stopped with the run.
     """
@@ -102,7 +102,7 @@ def _joined(state: State, replica: Replica, failures: Failures) -> Doing:
 
 
 def _last_stop(replica: Replica) -> FailedIncarnation | UnchargedRestart | None:
-    """Return the newest failure or other stop of the replica; None if there was none, or none that still counts."""
+    """Return the newest failure or other stop of the replica; None if there is none that still counts."""
     stops = (*replica.failures[-1:], *((replica.uncharged_restart,) if replica.uncharged_restart is not None else ()))
     return max(stops, key=lambda stop: stop.at, default=None)
 
@@ -236,7 +236,7 @@ def bounded(text: str, style: str = "") -> Text:
 def restarts_view(state: State, now: float, failures: Failures) -> RenderableType | None:
     """Return the recent failures and restarts, newest first, and the progress of the newest replacements.
 
-    Only the newest restart of a replica names the present incarnation, which did not replace the earlier incarnations.
+    Only the newest restart of a replica shows the progress of the present incarnation; earlier ones show "replaced".
     """
     recent = sorted(
         (stop for stop in _stops(state, now) if now - stop.at < RECENT_FAILURE_S), key=lambda stop: -stop.at

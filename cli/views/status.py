@@ -57,9 +57,9 @@ from .replicas import (
 from .summary import MAX_STALE_SHARE, model_folder_rows, unscored_text
 
 MAX_NODES_LEFT = 3
-"""Maximum number of left nodes that are shown with the reason, newest first."""
+"""Maximum number of nodes that the run has left and that are shown with the reason, newest first."""
 MAX_GPU_NODES = 8
-"""Maximum number of nodes of which each is shown with the use of its GPUs; of more nodes, only the extremes are
+"""Maximum number of nodes for which the use of each node's GPUs is shown; for more nodes, only the extremes are
 shown."""
 MAX_GPU_USE_AGE_S = 120.0
 """Age (s) above which the use of GPUs is not shown: it is recorded every 20 s."""
@@ -104,7 +104,7 @@ def facts_view(
     state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = "",
     folders: ModelFolders = ModelFolders(),
 ) -> RenderableType:  # fmt: skip
-    """Return the title of the status view and the facts below it; arguments as of :func:`status_view`."""
+    """Return the title of the status view and the facts below it; the arguments are those of :func:`status_view`."""
     until = now if state.ended is None else state.ended
     held = dict(_held_back_nodes(state, now))
     title = Text.assemble(*_title(state, until, width, known_standing))
@@ -230,11 +230,11 @@ def _of_nodes(state: State, now: float, width: int, held: dict[NodeName, str]) -
 def _rewards(state: State, free: int, mean: bool) -> Text:
     """Return the curve of the rewards in ``free`` columns, between the values at its two ends.
 
-    The curve has a column for each step until it is as wide as there is space; from then on it keeps its width.
+    The curve has a column for each step until it fills the space; then it keeps its width.
     """
     points = state.rewards.points
     last = f"   last ten steps {number(state.rewards.mean_last)}" if mean else ""
-    free -= len(f"{number(points[0])}  {number(points[-1])}{last}") + 2  # the means of columns may have a sign more
+    free -= len(f"{number(points[0])}  {number(points[-1])}{last}") + 2  # a column's mean may have a minus sign
     columns = resampled(points, max(1, min(free, state.rewards.newest)))
     finite = [value for value in columns if isfinite(value)]
     first, newest = (finite[0], finite[-1]) if finite else (None, None)
@@ -408,7 +408,7 @@ def _allocation_trouble(allocation: Allocation) -> str:
 
 
 def node_trouble(node: Node) -> str:
-    """Return in a word why the run does not use a node, or what the cluster says is wrong with it; else empty."""
+    """Return in a word why the run does not use a node, or which problem the cluster reports for it; else empty."""
     if node.excluded is not None:
         return "drained" if node.drain_reason else "excluded"
     if node.status is not None and node.status.state in (NodeState.DOWN, NodeState.DRAINING):

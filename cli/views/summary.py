@@ -57,7 +57,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("tokens", f"at most {age} training steps old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
     if tokens := summary.get("outage_tokens"):
-        facts.add_row("kept", f"{tokens} tokens that rollouts generated while the trainer was away")
+        facts.add_row("kept", f"{tokens} tokens that rollouts generated while the trainer was down")
     if stale := summary.get("stale_groups"):
         share = summary.get("stale_share") or 0.0
         text = (
@@ -73,7 +73,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
 
 
 def _model_rows(export: dict[str, Any] | None, failure: str) -> Iterator[tuple[str, Text]]:
-    """Yield (label, text) for the newest export by the run itself, and for one that failed after it."""
+    """Yield (label, text) for the newest export by the run itself, and for an export that failed after it."""
     if export is not None:
         yield "exported", Text(f"step {export.get('step')}: {export.get('path')}")
     if failure:
@@ -177,7 +177,7 @@ def _faults(injected: int, recoveries: list[dict[str, Any]], unprovoked: int | N
     real = f"; {unprovoked} of them not injected" if unprovoked and injected else ""
     lost = (
         f", {len(recoveries) - recovered} not" if recovered < len(recoveries) else ""
-    )  # what was put there never worked
+    )  # no replacement of these failures ever worked
     return f"{injected} injected; {recovered} recovered from{lost}{real}"
 
 

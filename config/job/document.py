@@ -22,7 +22,7 @@ from .render import as_value, bare_or_quoted, merged_toml
 _MAX_FILE_BYTES = 2**20
 """Maximum size of a file in bytes: far more than a job.toml needs. The limit is for endless devices like /dev/zero."""
 _NO_FILE = "job.toml"
-"""Path of a job spec without a file."""
+"""Path that stands for a job spec without a file."""
 _ARGUMENT = "job"
 """Name of TOML text or of a table in error messages: the argument of ``rrl.submit``."""
 _MAX_OPTION_CHARS = 120
@@ -196,7 +196,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def dotted_key(key: KeyPath) -> str:
-    """Return a key as in TOML; the index of a list element in brackets."""
+    """Return a key as TOML text, with the index of a list element in brackets."""
     text = ""
     for part in key:
         if isinstance(part, int):
@@ -231,7 +231,7 @@ def _plain(value: Any, shown: str) -> Any:
     """Return a Python value as TOML has it: paths as text, sequences as lists. ``shown`` names it in error messages.
 
     Raises:
-        SpecError: The value, or one in it, has no form in TOML.
+        SpecError: The value, or a value inside it, cannot be written in TOML.
     """
     try:
         return _toml_value(value, (), shown)
@@ -291,14 +291,14 @@ def _read(path: Path) -> str:
 
 
 def _setting_hint(path: Path) -> str:
-    """Return a hint if the name of a missing file looks like a setting, which other programs take without an option."""
+    """Return a hint if the name of a missing file looks like a setting, as other programs accept it."""
     text = str(path)
     key, sign, _ = text.lstrip("+~").partition("=")
     return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""
 
 
 def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
-    """Parse TOML of the file or argument that messages call ``shown``. Raises SpecError."""
+    """Parse TOML of the file or argument that messages call ``shown``. Raises SpecError if it is invalid."""
     try:
         return tomllib.loads(text), lines_of(text)
     except RecursionError:
@@ -333,7 +333,7 @@ _PLAIN_MESSAGES = {
 
 # ── settings ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _key(text: str) -> KeyPath:
-    """Return the path of a dotted TOML key; () if the text is not one."""
+    """Return the path of a dotted TOML key; () if the text is not a key."""
     try:
         table: Any = tomllib.loads(f"{text} = 0") if "\n" not in text else {}
     except (ValueError, RecursionError):
@@ -346,7 +346,10 @@ def _key(text: str) -> KeyPath:
 
 
 def _value(shown: str, text: str) -> Any:
-    """Return the TOML value of a setting, or its text if it is not one. Raises SpecError."""
+    """Return the TOML value of a setting, or its text if that is not TOML.
+
+    Raises SpecError if the text is empty, or begins like a TOML list, table or string but is invalid.
+    """
     if not text:
         raise SpecError(f"{shown}: has no value; an empty text is {as_value('')!r}, quoted for the shell")
     try:

@@ -69,7 +69,7 @@ class RandomFaults(Table):
 
 
 class FaultsTable(Table):
-    """Fault injection. A run has no faults that its job spec does not plan or allow."""
+    """Fault injection. A run has only faults that its job spec plans or allows."""
 
     allow: bool = False
     """Whether rrl inject may inject faults into this run."""

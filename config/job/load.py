@@ -4,7 +4,7 @@ A report lists all mistakes at once, one line each: the place, what is wrong, an
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 
-Whatever the file contains, no exception but SpecError is raised.
+Whatever the file contains, no exception other than SpecError is raised.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def as_toml(job: Job) -> str:
     if model is not None and model.path is not None:  # config.json has these keys; beside path they would be refused
         model = model.model_copy(update=dict.fromkeys(SHAPE_KEYS))
     sampling = job.sampling
-    if sampling.staleness == "unlimited":  # with it, a value of late is rejected
+    if sampling.staleness == "unlimited":  # with it, late must not have a value
         sampling = sampling.model_copy(update={"late": None})
-    elif sampling.staleness == 0 and sampling.ahead > 0:  # the default, which would be rejected if it were written
+    elif sampling.staleness == 0 and sampling.ahead > 0:  # the default must not be written: it would be rejected
         sampling = sampling.model_copy(update={"ahead": None})
     filled = job.model_copy(update={
         "cluster": cluster,

@@ -101,12 +101,12 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
-    """Return the node groups of a job, whose other tables need not be valid, for a check of their sizes."""
+    """Return the node groups of a job, to check their sizes; its other tables need not be valid."""
     return build_node_groups(job, _roles(job, "python"))
 
 
 def min_replicas_of(name: str, role: Role) -> int:
-    """Return the number of replicas of a role without which the run cannot continue."""
+    """Return the minimum number of replicas of a role with which the run can continue."""
     default = 1 if name in ("rollout", "agents", "endpoint") else role.replicas
     return default if role.min_replicas is None else role.min_replicas
 

@@ -38,7 +38,7 @@ class Role(Table):
     """Processes of each replica. Several ranks form a gang, which is launched and fenced as a whole; each rank runs in
     a step of its own with cpus, gpus and mem. Of the built-in roles only the trainer can have several."""
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
-    """Ranks of a replica that share a node; at most ranks."""
+    """Ranks of a replica that share a node; at most the value of ranks."""
     exclusive: bool = False
     """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
@@ -73,7 +73,7 @@ class TrainerRole(Role):
     learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.learning_rate
     """Learning rate of AdamW at the first step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = _TRAINER.final_learning_rate
-    """Share of learning_rate at the last step; the rate falls linearly."""
+    """Learning rate at the last step, as a share of learning_rate; the rate falls linearly."""
     clip: Annotated[float, Field(gt=0)] = _TRAINER.clip
     """Clipping range of the importance ratio (GRPO, DAPO)."""
     entropy: Annotated[float, Field(ge=0)] = _TRAINER.entropy
@@ -98,9 +98,9 @@ class TrainerRole(Role):
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
     of your own trainer."""
     export: Literal["end"] | Annotated[int, Field(ge=1)] | None = _TRAINER.export
-    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end", the last one when the run
-    has completed; a number, also each time that so many steps are committed. The manager exports, with the lowest
-    priority; a failure is only reported. Exports are never deleted."""
+    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end": the last one, once the
+    run has completed; a number: also one each time that this many steps are committed. The manager exports, with the
+    lowest priority; a failure is only reported. Exports are never deleted."""
     checkpoint_every: Annotated[int, Field(ge=1, le=500)] = _TRAINER.checkpoint_every
     """Number of steps that one commit with its checkpoint covers: the trainer writes a checkpoint after each step that
     is a multiple of it, after the last step, and when it is asked to stop. A restart without a snapshot trains the
@@ -147,9 +147,10 @@ class RolloutRole(Role):
     rollout that has lost its node continues there at once. Only with [recovery] policy = "role" and [cluster] form =
     "pool"."""
     preload: bool | None = None
-    """Keep a process on each node of the rollouts that has imported its packages and has no engine. A rollout that
-    fails there continues in it. The node needs 400 MiB beside the mem of its roles, else it has none. Default: true for
-    the built-in program with engine = "torch", else false. Only with [recovery] policy = "role"."""
+    """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
+    rollout that fails there continues in this process. A node with less than 400 MiB beside the mem of its roles has no
+    such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery] policy
+    = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
@@ -191,17 +192,17 @@ class AgentsRole(Role):
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Number of episodes that each replica runs at the same time."""
     timeout: Time = 1200.0
-    """Longest time of one attempt at an episode; a longer one has failed."""
+    """Longest time of one attempt at an episode; a longer attempt has failed."""
     reward_timeout: OptionalTime = None
-    """How long an episode that ended without a reward waits for one from outside. Then its group is dropped. Default:
-    it does not wait, and [task] scores the last answer."""
+    """How long an episode that ended without a reward waits for a reward from outside. Then its group is dropped.
+    Default: it does not wait, and [task] scores the last answer."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of further attempts at an episode whose agent failed (an exception, or the timeout). Then its group is
     dropped with the reason; a failed attempt is never scored zero."""
     on_death: Literal["replay", "again", "drop"] = "replay"
     """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
-    recorded one gets the recorded answer; again: they begin again without the old answers; drop: their groups are
-    dropped."""
+    recorded one gets the recorded answer; again: the episodes begin again without the recorded answers; drop: their
+    groups are dropped."""
 
     @property
     def program(self) -> tuple[str, ...] | None:
@@ -224,14 +225,14 @@ class EndpointRole(Role):
     ...). refuse: it gets status 400, with the name of the key. context: it is served, and its answer is context that is
     never trained."""
     timeout: OptionalTime = None
-    """Longest time of one attempt at an episode; a longer one has failed. Default: 20 min. With [roles.agents], write
+    """Longest time of one attempt at an episode; a longer attempt has failed. Default: 20 min. With [roles.agents], set
     it there."""
     retries: Annotated[int, Field(ge=0)] | None = None
     """Number of further attempts at an episode after a failed one, before its group is dropped. Default: 2. With
-    [roles.agents], write it there."""
+    [roles.agents], set it there."""
     reward_timeout: OptionalTime = None
     """Longest time from the end of an episode to its reward, if the agent ends it without one; then its group is
-    dropped. Default: the task scores such an episode at once. With [roles.agents], write it there."""
+    dropped. Default: the task scores such an episode at once. With [roles.agents], set it there."""
 
 
 class CommandRole(Role):

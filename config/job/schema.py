@@ -165,7 +165,7 @@ class TaskTable(Table):
     file: Annotated[str, AfterValidator(_rows_file)] | None = None
     """File with a prompt in each row, as JSON lines (``.jsonl``) or parquet (``.parquet``, which needs the extra
     ``parquet``), the same on every node; a relative path starts at the folder of job.toml. Its rows are shuffled by the
-    seed, anew for each pass. It must not change during the run."""
+    seed, differently in each pass. It must not change during the run."""
     prompt: Annotated[str, AfterValidator(_format_string)] = _TASK.prompt
     """A format string over the fields of a dataset's item, or over the columns of the file: ``"{prompt}"``."""
     answer_column: Annotated[str, Field(min_length=1)] = _TASK.answer_column
@@ -177,7 +177,7 @@ class TaskTable(Table):
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
     """Factor: the training reward of a wrong answer of the right length is raised by this factor times its share of
-    right tokens (the reported reward never is)."""
+    right tokens (the reported reward is not raised)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
@@ -197,7 +197,7 @@ class EvalTable(Table):
     every: Annotated[int, Field(ge=1)]
     """Evaluate after every N training steps, and before the first and after the last one."""
     count: Annotated[int, Field(ge=1, le=100_000)] = run_spec.EvalSpec(1).count
-    """Prompts of an evaluation: the first items of its task; of a file at most its rows."""
+    """Number of prompts of an evaluation: the first items of its task; with a file, at most as many as it has rows."""
     samples: Annotated[int, Field(ge=1, le=1024)] = run_spec.EvalSpec(1).samples
     """Answers to each prompt."""
     temperature: Annotated[float, Field(ge=0)] = run_spec.EvalSpec(1).temperature
@@ -238,8 +238,8 @@ class SamplingTable(Table):
     same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` for it."""
     window: Annotated[int, Field(ge=1)] = _SAMPLING.window
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
-    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length are
-    another curriculum (docs/stream.md)."""
+    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length form a
+    different curriculum (docs/stream.md)."""
 
 
 class LimitsTable(Table):
@@ -410,7 +410,7 @@ class Job(Table):
             score = phases.setdefault("score", {})
             if score.get("shortest") is None:
                 score["shortest"] = min(OWN_SCORE_SHORTEST_S, score.get("longest") or OWN_SCORE_SHORTEST_S)
-        if self.roles.agents is not None:  # an agent may be silent for as long as an attempt may last
+        if self.roles.agents is not None:  # an agent may show no progress for the whole of an attempt
             act = phases.setdefault("act", {})
             if act.get("shortest") is None:
                 act["shortest"] = min(self.roles.agents.timeout + ACT_MARGIN_S, act.get("longest") or math.inf)

@@ -125,7 +125,7 @@ class ManagerTable(Table):
 
 
 class EnvTable(Table):
-    """The setup of a node before each role's command, in this order."""
+    """The setup of a node before each role's command, in the order of these keys."""
 
     setup: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_lines)] = ()
     """Lines of bash; a role does not start if one of them fails."""

@@ -236,7 +236,7 @@ def _late(job: Job) -> None:
 
 
 def _ahead(job: Job) -> None:
-    """Reject ``ahead`` if ``staleness`` is 0, because rollouts cannot work ahead without tokens of older weights."""
+    """Reject ``ahead`` if ``staleness`` is 0, because working ahead yields tokens of older weights."""
     sampling = job.sampling
     if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
         raise mistake(
@@ -308,7 +308,7 @@ def _form(job: Job) -> None:
 
 
 def _gang(at: tuple[str, str], role: Role) -> None:
-    """Check the number of processes of a replica, and that its role supports several."""
+    """Check the number of processes of a replica, and that its role supports several processes."""
     if isinstance(role, TrainerRole) and role.command is not None and role.export is not None:
         message = "rrl exports only checkpoints of its built-in trainer; remove this key"
         raise mistake((*at, "export"), message)
@@ -438,7 +438,7 @@ def _role(job: Job, name: str, role: Role) -> None:
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
-    """Check that a rank of a role that shares nodes fits on a node, or for an exclusive role, that its ranks fit."""
+    """Check that a node can hold one rank of a role that shares nodes, or the ranks per node of an exclusive role."""
     ranks = role.ranks_per_node if role.exclusive else 1
     for resource in ("cpus", "gpus", "mem"):
         wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)
@@ -476,7 +476,7 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
     if declared is not None:
         for key in ("progresses", "waits_for"):
             if getattr(table, key) is not None:
-                raise mistake((*at, key), "is fixed for a phase of rrl's; remove this key, or name a phase of your own")
+                raise mistake((*at, key), "is fixed for a phase of rrl; remove this key, or name a phase of your own")
         if table.shortest is None and table.longest is None:
             raise mistake(at, "is empty; set `shortest`, `longest` or both")
         if declared.longest == math.inf and table.longest is not None:

@@ -349,7 +349,7 @@ def read_ucx(within: float) -> Ucx:
 
 
 def parse_ucx(text: str, source: str = "") -> Ucx:
-    """Parse the output of ``ucx_info -v -d``; ``source`` names the installation of this program."""
+    """Parse the output of ``ucx_info -v -d``; ``source`` names the installation that it belongs to."""
     version = re.search(r"# Library version: (\S+)|# UCT version=(\S+)", text)
     transports: dict[str, tuple[str, ...]] = {}
     for name, device in re.findall(r"#\s+Transport: (\S+)\s*\n#\s+Device: (\S+)", text):

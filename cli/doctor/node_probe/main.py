@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def connect_login_node(address: str, nonce: str) -> socket.socket:
-    """Connect to the login node and verify that it knows the nonce. Raises OSError."""
+    """Connect to the login node and verify that it knows the nonce. Raises OSError if either fails."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
     try:
@@ -152,7 +152,7 @@ def _sbatch() -> CommandResult:
 
 
 def _option(key: str) -> str:
-    """Return an option of this job's submission, which a job submitted from this node must be able to request too."""
+    """Return the value of an option of this job, which the job tested from this node requests too."""
     return os.environ.get(f"SLURM_JOB_{key.upper()}", "").replace("(null)", "")
 
 

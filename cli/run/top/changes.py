@@ -1,4 +1,4 @@
-"""The changes of a run that ``rrl top`` can request: what each will do, for the confirmation, and the request itself.
+"""The changes of a run that ``rrl top`` can request: their effects, which the user confirms, and their requests.
 
 The requests are those of ``rrl restart``, ``rrl drain`` and ``rrl inject``: commands to the run's manager.
 """
@@ -50,8 +50,8 @@ class Change(NamedTuple):
     command: str
     """The command that makes the same change."""
     request: Callable[[str], str]
-    """Requests the change, given the reason that the user wrote, and returns what to say. Blocks on the file system.
-    Raises UsageError or OperationFailed."""
+    """Requests the change, given the reason that the user wrote, and returns the message to show. Blocks on the file
+    system. Raises UsageError or OperationFailed."""
     takes_reason: bool = False
 
 
@@ -163,7 +163,7 @@ class ChangeKeys:
         self._offered: tuple[bool | None, ...] = ()
 
     def refresh(self) -> None:
-        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
+        """Draw the keys again only if other keys are possible now: drawing takes as long as all other updates."""
         offered = tuple(self._screen.check_action(change, ()) for change in CHANGES)
         if offered != self._offered:
             self._offered = offered
@@ -181,7 +181,7 @@ def _fault_target(state: State, fault: Fault) -> str:
 
 
 def _manager_doubt(watched: WatchedRun) -> Iterator[str]:
-    """Yield why the request may have no effect yet: no manager may be at work."""
+    """Yield why the request may have no effect yet: the run may have no manager."""
     if watched.liveness.note:
         yield f"Nothing happens before a manager is at work: {watched.liveness.note}"
 

@@ -15,7 +15,7 @@ from ....core.types import UsageError
 
 
 def top(name: str | None) -> int:
-    """Show all runs of this user, or first the one named ``name``, until the user leaves; returns an exit code.
+    """Show all runs of this user, or first the run ``name``, until the user leaves; returns an exit code.
 
     Raises UsageError without Textual, without a terminal, or if there is no such run.
     """

@@ -21,7 +21,7 @@ POLL_INTERVAL_S = 1.0
 
 
 class OpenedRun(NamedTuple):
-    """The run that the screens show in detail, with what its view needs beyond its state."""
+    """The run that the screens show in detail, with the data that its view needs in addition to its state."""
 
     watched: WatchedRun
     liveness: Liveness = Liveness()
@@ -31,7 +31,7 @@ class OpenedRun(NamedTuple):
 
     @classmethod
     def read(cls, watched: WatchedRun) -> OpenedRun:
-        """Return a run with what its files contain now. Blocks on the file system."""
+        """Return a run with the present content of its files. Blocks on the file system."""
         run, state, liveness = watched.run, watched.state, watched.liveness
         if state is None:
             waiting = watched.trouble or waiting_text(run, watched.start_failure)
@@ -71,12 +71,12 @@ class RunFeed:
         self._stopped = False
 
     def open(self, run: RunDir | None) -> None:
-        """Read one run in detail from now on, or none."""
+        """Read one run in detail from now on; with None, read no run in detail."""
         self._opened = None if run is None else run.path
         self._wake.set()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Make a snapshot the newest one, and tell the screens."""
+        """Make a snapshot the newest one, and notify the screens."""
         self.snapshot = snapshot
         self.changed.publish(snapshot)
 

@@ -18,7 +18,7 @@ from ....manager.reporting.accounting.run_report import LaneReport, RunReport
 WIDTH, LANE_HEIGHT, CURVE_HEIGHT = 1000, 10, 120
 """Sizes of the drawings."""
 MAX_TITLED_SPANS = 3000
-"""Maximum number of intervals of which each has a title; in a page with more, only incarnations have titles."""
+"""Maximum number of intervals in a page for each of them to have a title; with more, only incarnations have titles."""
 TICKS = 4
 
 
@@ -35,7 +35,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[dict[str, Any]]:
-        """Return marks (position in percent, text) at equal times since the begin."""
+        """Return marks (position in percent, text) at equal intervals from the beginning of the run."""
         length = self.until - self.since
         return [
             {"x": round(100 * index / TICKS, 1), "text": span(length * index / TICKS)} for index in range(TICKS + 1)
@@ -43,7 +43,7 @@ class Axis:
 
 
 def lanes(report: RunReport, axis: Axis) -> list[dict[str, Any]]:
-    """Return the lanes: for each use a path, or rectangles with titles, and a mark for each incarnation."""
+    """Return the lanes: a path for each use of time, or rectangles with titles, and a mark for each incarnation."""
     titled = sum(len(lane.spans) for lane in report.lanes) <= MAX_TITLED_SPANS
     return [_lane(lane, axis, titled) for lane in report.lanes]
 
@@ -62,7 +62,7 @@ def _lane(lane: LaneReport, axis: Axis, titled: bool) -> dict[str, Any]:
 
 
 def _start_text(replica: str, one: LaneIncarnation, axis: Axis) -> str:
-    launched = f"{replica}#{one.number} on {one.node}, launched {span(one.launched_at - axis.since)} after the begin"
+    launched = f"{replica}#{one.number} on {one.node}, launched {span(one.launched_at - axis.since)} after the start"
     return launched if one.joined_at is None else f"{launched}, joined {one.joined_at - one.launched_at:.1f}s later"
 
 
@@ -73,7 +73,7 @@ def _rectangle(one: Span, axis: Axis) -> dict[str, Any]:
 
 
 def _paths(spans: Sequence[Span], axis: Axis) -> list[tuple[str, str]]:
-    """Return (use, path) for each use that occurs."""
+    """Return (use, path) for each use of time that occurs."""
     paths: dict[str, list[str]] = defaultdict(list)
     for one in spans:
         x = axis.x(one.since)
@@ -97,7 +97,7 @@ def curve(
 ) -> dict[str, Any] | None:
     """Return a drawing of one curve or several over the time of the run; None without any point.
 
-    The values begin at 0, or at the lowest value if that is below 0. ``unit_range``: they end at 1.
+    The values begin at 0, or at the lowest value if that is below 0. With ``unit_range`` they end at 1.
     """
     values = [point.value for _, points in series for point in points]
     if not values:

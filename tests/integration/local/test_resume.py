@@ -89,7 +89,7 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     other.write_text(light_job("local", 1000, warm=False).replace("0123456789", "01234567"))
     code, _, error = _recorded(run, "resume", run.run.id, "--job", str(other))
     line = other.read_text().splitlines().index("[model]") + 1
-    message = f"rrl: {other}:{line}: model: is not that of {run.run.id}; to change it start a new run\n"
+    message = f"rrl: {other}:{line}: model: is different in {run.run.id}; to change it start a new run\n"
     assert (code, error) == (2, message)
     assert msgspec.json.decode(run.run.summary.read_bytes())["outcome"] == "cancelled"
     run.wait_gone()

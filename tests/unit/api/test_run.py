@@ -359,7 +359,7 @@ def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root
     journal.close()
     with pytest.raises(rrl.UsageError, match=f"^{run.id} has committed 12 steps already"):
         run.resume()
-    with pytest.raises(rrl.UsageError, match=r'^set\["run.seed"\]: is not that of'):
+    with pytest.raises(rrl.UsageError, match=r'^set\["run.seed"\]: is different in'):
         run.resume(set={"run.seed": 7, "run.steps": 20})
     run.resume(set={"run.steps": 20})
     pending = read_pending(RunDir(run.path))

@@ -311,7 +311,7 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
 
 def test_global_option_after_the_command_is_answered_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["list", "--runs-dir", "/tmp"]) == 2
-    assert capsys.readouterr().err == "rrl: --runs-dir stands before the command; see: rrl --help\n"
+    assert capsys.readouterr().err == "rrl: --runs-dir belongs before the command; see: rrl --help\n"
 
 
 @pytest.mark.parametrize(

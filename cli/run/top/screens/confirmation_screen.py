@@ -18,7 +18,7 @@ from ..changes import Change
 
 
 class ConfirmationScreen(ModalScreen[str | None]):
-    """Asks the user to confirm a change, and for its reason.
+    """Asks the user to confirm a change and to give its reason.
 
     The result is the reason, which may be empty, or None if the user does not confirm the change.
 

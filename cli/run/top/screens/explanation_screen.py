@@ -21,7 +21,7 @@ from ....results.explain import explanations, nothing_decided
 from ....views.explanation import explanation_view
 
 MAX_DECISIONS = 300
-"""Number of the newest decisions that are shown: rendering more would stop the keyboard for a while."""
+"""Number of the newest decisions that are shown: rendering more would block the keyboard for a while."""
 
 
 class ExplanationScreen(Screen[None]):
@@ -34,7 +34,7 @@ class ExplanationScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
-        Binding("e", "read_again", "Read again", tooltip="Read the decisions again, with those made since then"),
+        Binding("e", "read_again", "Read again", tooltip="Read the decisions again, including newer ones"),
     ]
 
     def __init__(self, run: RunDir, about: str | None) -> None:

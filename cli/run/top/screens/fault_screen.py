@@ -73,7 +73,7 @@ class FaultScreen(ModalScreen[None]):
         self.dismiss()
 
     def _change(self) -> Change:
-        """Return the injection that the fields describe. Raises UsageError."""
+        """Return the injection that the fields describe. Raises UsageError for an invalid field."""
         kind = FaultKind(str(self.query_one("#kind", Select).value))
         target = "" if FAULT_TRAITS[kind].target_kind is TargetKind.RUN else self._field("target")
         amount = self._field("amount") or "0"

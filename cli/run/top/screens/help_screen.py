@@ -19,7 +19,7 @@ _OF_TABLES = (
     ("Enter", "Open the row that has the cursor"),
     ("mouse", "A click chooses a row, a second one opens it; a click on a heading sorts, a second one reverses"),
 )
-"""Keys that Textual's table has itself."""
+"""Keys that Textual's table itself handles."""
 _NOTES = (
     "rrl top reads only the run directories, and never asks Slurm. rrl status RUN asks Slurm, and may know more.",
     "Restart, drain and inject need your confirmation. Then the manager of the run carries them out.",
@@ -40,7 +40,7 @@ class HelpScreen(ModalScreen[None]):
     def __init__(self, bindings: Iterable[ActiveBinding]) -> None:
         super().__init__()
         named = (one for one in bindings if one.enabled and not one.binding.system)
-        self._keys = [one for one in named if one.tooltip]  # keys of Textual's own widgets have none
+        self._keys = [one for one in named if one.tooltip]  # the keys of Textual's own widgets have no tooltip
 
     def compose(self) -> ComposeResult:
         """Create the page."""

@@ -159,7 +159,7 @@ class RunScreen(Screen[None]):
         opened, path = snapshot.opened, self._run_dir.path
         if not self.is_current:
             return
-        if opened is None or opened.watched.run.path != path:  # it is gone, or the reading began before it was opened
+        if opened is None or opened.watched.run.path != path:  # the run is gone, or was opened during the reading
             if all(one.run.path != path for one in snapshot.runs):
                 self._show_missing(snapshot.trouble)
             return
@@ -188,7 +188,7 @@ class RunScreen(Screen[None]):
 
 
 def _run_view(opened: OpenedRun, state: State, now: float, width: int) -> RenderableType:
-    """Return the view of ``rrl status`` without the table of replicas, which stands below it."""
+    """Return the view of ``rrl status`` without the table of replicas, which is shown below it."""
     liveness, files = opened.liveness, opened.files
     notes = (liveness.note, liveness.advice)
     facts = facts_view(state, now, width, notes, liveness.standing, files.folders)

@@ -1,1 +1,1 @@
-"""Widgets that screens of ``rrl top`` consist of."""
+"""Widgets of the screens of ``rrl top``."""

@@ -1,4 +1,4 @@
-"""A table whose rows are sorted and filtered by the user, and keep the cursor while they change."""
+"""A table that the user can sort and filter; the cursor stays on its row while the rows change."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ListTable(Vertical):
 
     # ── actions ────────────────────────────────────────────────────────────────────────────────────────────────────
     def action_sort(self) -> None:
-        """Sort by the next column, or in the given order after the last one."""
+        """Sort by the next column; after the last column, restore the given order."""
         following = 0 if self._sorted_by is None else self._sorted_by + 1
         self._sort(following if following < len(self._columns) else None, reverse=False)
 
@@ -108,7 +108,7 @@ class ListTable(Vertical):
         self._sort(self._sorted_by, reverse=not self._reversed)
 
     def action_filter(self) -> None:
-        """Let the user write a text that shown rows contain."""
+        """Let the user enter a text; only rows that contain it are shown."""
         self._filter.remove_class("hidden")
         self._filter.focus()
 
@@ -173,8 +173,8 @@ class ListTable(Vertical):
     def _fit_columns(self) -> None:
         """Make each column as wide as its heading and its cells.
 
-        A table of Textual 8 measures new rows itself, but only once it is idle: lines that it has drawn before then are
-        kept with the old widths.
+        A table of Textual 8 measures new rows itself, but only once it is idle. Lines that it has drawn earlier keep
+        the old widths.
         """
         for index, column in enumerate(self._table.ordered_columns):
             widths = [row.cells[index].cell_len for row in self._shown.values()]
@@ -190,7 +190,7 @@ class ListTable(Vertical):
         return rows[::-1] if self._reversed else rows
 
     def _draw(self, cursor_key: str | None = None) -> None:
-        """Update the table; ``cursor_key`` names the row that the cursor moves to; None keeps its row."""
+        """Update the table; ``cursor_key`` names the row that the cursor moves to; None keeps the cursor on its row."""
         rows, table = self._selected_rows(), self._table
         if [row.key for row in rows] == list(self._shown):
             for row in rows:

@@ -123,7 +123,7 @@ def test_mistake_in_the_task_of_the_quickstart_is_one_line(
         ("return Doubling()", "return [][seed]", "building the task raised IndexError: list index out of range"
          " (doubling.py:13)"),
         ("return str(i)", "return str(i // 0)", "prompt(0) raised ZeroDivisionError: integer division or modulo by zero"
-         " (doubling.py:3); so do the next 31 items, which ends a run"),
+         " (doubling.py:3); the next 31 items fail too, which ends a run"),
         ("return str(i)", "return i", "prompt(0) returned 0; return a string"),
         ("int(answer)", "int(reply)", "score(0, '0') raised NameError: name 'reply' is not defined (doubling.py:9)"),
         ("right, right / 2", "right", "score(0, '0') returned 1.0; return two finite numbers: the reward to report,"

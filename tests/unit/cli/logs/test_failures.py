@@ -210,7 +210,7 @@ def test_successor_that_joined_and_failed_before_any_work_has_not_worked(
     written(story, tmp_path, monkeypatch)
     assert main.run(["logs", RUN, "--failed"]) == 0
     out = capsys.readouterr().out
-    assert "then: restart in place; rollout/0#2 joined 2.0 s later and has done no work\n" in out
+    assert "then: restart in place; rollout/0#2 joined 2.0 s later and has done no work yet\n" in out
     assert "was working" not in out
 
 

@@ -78,7 +78,7 @@ def test_tracker_in_use_by_another_process_is_left_to_it(run: RunDir, capsys: py
     assert main.run(["track", RUN]) == 1
     os.close(lock)
     assert capsys.readouterr().err == (
-        f"rrl: tensorboard: another process sends the steps of {RUN} there, for example that of its manager\n"
+        f"rrl: tensorboard: another process sends the steps of {RUN} there, for example the process of its manager\n"
     )
 
 

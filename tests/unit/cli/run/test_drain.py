@@ -158,4 +158,4 @@ def test_drain_names_the_replicas_that_move_first(root: Path, capsys: pytest.Cap
     journal.close()
     waiting.join(timeout=30)
     assert codes == [1]
-    assert f"{RUN} ended before that" in capsys.readouterr().err
+    assert f"{RUN} ended before n3 was drained" in capsys.readouterr().err

@@ -196,7 +196,7 @@ def test_command_does_not_wait_for_a_manager_that_ends_before_it_reports_the_fau
     _, codes, waiting, _, _ = begun(root, "rollout/0")
     waiting.join(timeout=30)
     assert codes == [1]
-    assert f"no manager of {RUN} is alive to report the result of kill rollout/0; start one" in capsys.readouterr().err
+    assert f"no manager of {RUN} is running to report the result of kill rollout/0; to have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["manager", "rollout/0"])
@@ -246,5 +246,5 @@ def test_wait_without_a_manager_names_the_command_to_start_one(root: Path, capsy
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     reported = capsys.readouterr().err
     assert (
-        f"no manager of {RUN} is alive to accept the request; start one, which will do so: rrl manage {RUN}" in reported
+        f"no manager of {RUN} is running to accept the request; to have it done: rrl manage {RUN}" in reported
     )

@@ -208,12 +208,12 @@ def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]
     ended.job.write_text(ended.job.read_text().replace(old, new))
     printed = ended.refuses(capsys, "--job", str(ended.job))
     lines = {"run.name": 2, "run.seed": 4, "cluster.kind": 6, "model": 9, "task": 12}
-    assert printed == f"rrl: {ended.job}:{lines[key]}: {key}: is not that of {RUN}; to change it start a new run\n"
+    assert printed == f"rrl: {ended.job}:{lines[key]}: {key}: is different in {RUN}; to change it start a new run\n"
 
 
 def test_a_setting_replaces_a_key_of_the_runs_own_job(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.refuses(capsys, "--set", "run.seed=3") == (
-        f"rrl: --set run.seed=3: is not that of {RUN}; to change it start a new run\n"
+        f"rrl: --set run.seed=3: is different in {RUN}; to change it start a new run\n"
     )
     wrong = '--set roles.rollout.replicsa=3: unknown key; did you mean "replicas"?\n'
     assert ended.refuses(capsys, "--set", "roles.rollout.replicsa=3") == wrong
@@ -257,7 +257,7 @@ def test_task_argument_with_the_name_of_a_model_key_may_not_change(
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
     ended.job.write_text(ended.job.read_text().replace("min_terms = 2", "min_terms = 2, max_length = 9"))
     printed = ended.refuses(capsys, "--job", str(ended.job))
-    assert printed == f"rrl: {ended.job}:12: task: is not that of {RUN}; to change it start a new run\n"
+    assert printed == f"rrl: {ended.job}:12: task: is different in {RUN}; to change it start a new run\n"
 
 
 def test_run_without_its_job_spec_resumes_with_the_given_one(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:

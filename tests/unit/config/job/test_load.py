@@ -257,7 +257,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase has no"
      " time limit; remove this key"),
     ("[task]", '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:14: phases.train.progresses: is"
-     " fixed for a phase of rrl's; remove this key, or name a phase of your own"),
+     " fixed for a phase of rrl; remove this key, or name a phase of your own"),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
      'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout'),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
