@@ -43,7 +43,7 @@ class HandshakeLimiter:
         self._unauthenticated: dict[int, float] = {}
         """Time (s) of acceptance of each connection that may still be in its handshake, by descriptor."""
         self._authenticated_at: list[float] = []
-        """Times (s) at which connections authenticated. zmq does not report which connection it was."""
+        """Times (s) at which connections authenticated. zmq does not report which connection has authenticated."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 
@@ -57,7 +57,7 @@ class HandshakeLimiter:
         self._monitor_socket.close()
 
     def _on_events(self) -> None:
-        """Process all events before closing anything, since a descriptor may have been reused in between."""
+        """Process all events, then close surplus connections; an unread event may say that a descriptor was reused."""
         now = time.monotonic()
         while (frames := self._monitor_socket.receive()) is not None:
             event, value = _EVENT.unpack_from(frames[0])
@@ -73,7 +73,7 @@ class HandshakeLimiter:
             self._cut_off_excess(now)
 
     def _cut_off_excess(self, now: float) -> None:
-        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # an older connection has authenticated, or libzmq has closed it
+        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # libzmq closes an unauthenticated connection at this age
         self._unauthenticated = {fd: since for fd, since in self._unauthenticated.items() if since > oldest}
         self._authenticated_at = [since for since in self._authenticated_at if since > oldest]
         if (surplus := len(self._unauthenticated) - len(self._authenticated_at) - MAX_UNAUTHENTICATED) <= 0:

@@ -38,7 +38,7 @@ class Bounds(Struct, frozen=True):
 
 
 CONTROL_BOUNDS = Bounds(256 * 2**20, 1000)
-"""Default limits, which suffice for a batch of trajectories, the largest message of the control plane."""
+"""Default limits. They suffice for the largest message of the control plane, a batch of trajectories."""
 MANAGER_BOUNDS = Bounds(2**20, 1000)
 """Limits of the manager, whose largest messages are a step's metrics and a finding's evidence. They are low, because
 even an unauthenticated peer can make the manager allocate one frame of the maximum size."""
@@ -130,7 +130,7 @@ class AsyncSocket:
         return True
 
     def close(self, flush_ms: int = 0) -> None:
-        """Close the socket, after up to ``flush_ms`` milliseconds for the delivery of sent messages. Repeatable."""
+        """Close the socket, after up to ``flush_ms`` ms for the delivery of sent messages; may be called again."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)

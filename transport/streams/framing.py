@@ -19,7 +19,7 @@ from .connection import Connection, TransportError, deadline
 CHUNK_BYTES = 4 * 2**20
 """Number of bytes that are sent or received under one deadline."""
 CHUNK_TIMEOUT_S = 10.0
-"""Timeout (s) of one chunk: below 0.4 MB/s a peer counts as hung."""
+"""Timeout (s) of one chunk. A peer that is slower than 0.4 MB/s therefore counts as hung."""
 ANSWER_TIMEOUT_S = 10.0
 """Timeout (s) of a reply without bulk data."""
 _MAX_MESSAGE_BYTES = 256 * 2**10

@@ -104,7 +104,7 @@ def open_transport(
 
     Raises:
         ImportError: A transport that was requested by name is not installed.
-        TransportError: A transport that was requested by name cannot be used here.
+        TransportError: A transport that was requested by name cannot be used on this machine.
     """
     from .tcp import TcpTransport
     from .ucx import UcxTransport
@@ -125,10 +125,10 @@ def open_transport(
                 _log.warning("weight transport: tcp, not UCX over %s: %s", ", ".join(capabilities.rdma_ports), error)
                 return TcpTransport(secret)
         case "nixl":
-            from .nixl import NixlTransport  # needs numpy, which comes with NIXL
+            from .nixl import NixlTransport  # imported here: it needs numpy, which comes with NIXL
 
             transport = NixlTransport(secret, trusted_host, capabilities.rdma_ports)
-        case _:  # mypy reports a transport without a case
+        case _:  # so that mypy reports a transport without a case
             assert_never(choice.kind)
     level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and capabilities.rdma_ports else logging.INFO
     _log.log(level, "weight transport: %s: %s", choice.kind, choice.reason)
