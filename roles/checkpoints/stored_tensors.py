@@ -88,7 +88,7 @@ def _stored_tensor(name: str, tensor: Any, positions: dict[tuple[str, tuple[int,
         if not (elements := math.prod(sizes)):
             continue
         if any(offsets[1:]) or sizes[1:] != shape[1:] or (offsets or (0,))[0] != following:
-            raise UnreadableTensors(f"{name} is not stored as consecutive rows, and rrl reads no other parts")
+            raise UnreadableTensors(f"{name} is stored in parts that are not consecutive rows, which rrl cannot read")
         following += sizes[0] if sizes else 1
         stored = positions[name, offsets]
         shards.append(Shard(stored.relative_path, stored.offset, stored.length, elements))

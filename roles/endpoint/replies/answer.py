@@ -139,12 +139,12 @@ class SampledAnswer:
 
 
 def answer_format(call: Call) -> AnswerFormat:
-    """Return how the answers to a call are shown."""
+    """Return the format in which the agent gets the answers to a call."""
     return AnswerFormat(call.stop, call.may_call)
 
 
 def _content(shown: Message) -> dict[str, Any]:
-    """Return content and reasoning of a message; OpenAI's content is null if there are only calls."""
+    """Return content and reasoning of a message; as in OpenAI's API, the content is null if there are only calls."""
     content: dict[str, Any] = {"content": None if shown.tool_calls and not shown.content else shown.content}
     return content | ({"reasoning_content": shown.reasoning} if shown.reasoning else {})
 
