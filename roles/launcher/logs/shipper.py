@@ -25,8 +25,8 @@ MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Bytes that the rate limit adds to the text of each message, so that on average at most eight messages are sent per
 second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Smallest size limit (bytes) of a message in a flood. A small message keeps the manager's lines newer: 100 lines every
-0.4 s instead of 1,000 lines every 2 s."""
+"""Lowest limit (bytes) to which the rate limit reduces the size of a message in a flood. Small messages keep the
+manager's lines newer: 100 lines arrive every 0.4 s instead of 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0
