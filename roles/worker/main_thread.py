@@ -96,7 +96,7 @@ Handler = Callable[[], object]
 """A function that does a small piece of real work and may return a short text about it. An exception means that the
 probe failed."""
 _MAX_ANSWER_CHARS = 300
-"""Characters of a handler's text that are sent to the manager."""
+"""Maximum number of characters of a handler's text that are sent to the manager."""
 
 
 class ProbeResponder:
@@ -107,7 +107,7 @@ class ProbeResponder:
         self._handler: Handler | None = None
         self._thread = 0
         self._pending: deque[Probe] = deque(maxlen=1)
-        """The newest unanswered probe, put by the connection's thread and taken by the role's."""
+        """The newest unanswered probe, which the connection's thread adds and the role's thread removes."""
 
     def on_probe(self, handler: Handler) -> None:
         """Register ``handler`` for probes; it runs in the calling thread, inside :meth:`answer`."""
@@ -134,7 +134,7 @@ class ProbeResponder:
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # cleared before the handler, which may call the API itself
+        probe = self._pending.popleft()  # removed before the handler runs, which may itself call the API
         try:
             result = self._handler()
         except Exception as error:

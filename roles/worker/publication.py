@@ -27,7 +27,7 @@ def publish(
     connection: ManagerConnection, chunk_bytes: int, number: int, described: Sequence[TensorDescription],
     writes: Iterable[Write],
 ) -> None:  # fmt: skip
-    """Serve weights as the version of step ``number``. May be called in any thread, but in one at a time.
+    """Serve weights as the version of step ``number``. May be called in any thread, but only in one at a time.
 
     Args:
         connection: The connection of the worker.

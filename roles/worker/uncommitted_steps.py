@@ -38,7 +38,7 @@ class UncommittedSteps:
         self._complete: dict[int, UncommittedStep] = {}
 
     def add(self, part: PackedPart) -> None:
-        """Add a part that was received; with part 0 its step begins, perhaps again."""
+        """Add a part that was received; part 0 begins its step, or begins it again."""
         if part.index == 0:
             self._begun = _BatchMetrics()
         self._begun.add(part)

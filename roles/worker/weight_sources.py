@@ -45,7 +45,7 @@ class WeightSources:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that the manager or an unfenced source of the store reported, or None."""
+        """The newest version that the manager or an unfenced source of the store reported; None if there is none."""
         versions = [self._from_manager.newest if self._from_manager is not None else None]
         if self._from_store is not None and self._current_sources():
             versions.append(self._from_store.version)
@@ -74,7 +74,7 @@ def _order(source: WeightSource) -> tuple[int, Version]:
 
 
 _NO_VERSION = Version(-1, -1)
-"""A version older than every real one."""
+"""A version that is older than every published version."""
 
 
 async def unless_set(event: asyncio.Event, request: Coroutine[Any, Any, T]) -> T | None:
