@@ -333,7 +333,7 @@ class Welcome(Struct, frozen=True, tag=True):
     rank: int = 0
     world: int = 1
     step: int = 0
-    """Newest committed step that this manager knows. The trainer reports only later steps."""
+    """Newest committed step that this manager has recorded. The trainer reports only later steps."""
 
 
 class Promote(Struct, frozen=True, tag=True):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _KILL_TIMEOUT_S = 5.0
 """Seconds to wait for the processes of a probe to end after SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
-"""Number of bytes at the end of the probe's output in which its last line is searched."""
+"""Number of bytes at the end of the probe's output that are searched for the output's last line."""
 
 
 async def probe(supervisor: StepSupervisor) -> str:

@@ -42,7 +42,7 @@ class Target(Struct, frozen=True):
 
 
 def find_target(launch_file: str) -> Target:
-    """Return the processes of a launch file's step on this machine. Raises NotPerformed if it is not running."""
+    """Return the processes of a launch file's step on this machine. Raises NotPerformed if the step is not running."""
     tag = Path(launch_file).stem
     marked = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
     step = next((process for process in marked if process.module == STEP_MODULE), None)
@@ -56,7 +56,7 @@ def find_target(launch_file: str) -> Target:
 
 
 def is_lasting(fault: Fault) -> bool:
-    """Return whether a single signal cannot perform the fault, so that a helper process (``pause_helper``) must."""
+    """Return whether a fault needs a helper process (``pause_helper``), because a single signal cannot perform it."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 

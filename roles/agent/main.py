@@ -56,7 +56,7 @@ _log = logging.getLogger("rrl.agent")
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two heartbeats and /proc scans, unless the environment sets another interval."""
 RECHECK_DELAY_S = 0.2
-"""Seconds before a missing exit record is searched again, because shared storage may show it late."""
+"""Seconds before a missing exit record is looked for again, because shared storage may show it late."""
 SWEEP_TIMEOUT_S = 10.0
 """Seconds to wait for processes to end after SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
@@ -399,7 +399,7 @@ def _is_not_agent(process: Process) -> bool:
 
 
 def _is_orphan(process: Process) -> bool:
-    """Return whether a process was started by the first process of a step, which has ended.
+    """Return whether a process belongs to a step whose first process has ended.
 
     A wrapper that will exec a first process has no mark of a step yet, so the wrapper is not an orphan.
     """

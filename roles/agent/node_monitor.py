@@ -231,7 +231,10 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules; they expect the job's number of GPUs if fewer are visible and the site sets none."""
+        """Return the site's rules, completed with the job's number of GPUs if fewer GPUs are visible.
+
+        A number of GPUs in the site's rules takes precedence.
+        """
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:

@@ -1,4 +1,4 @@
-"""Stop a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
+"""Stop a process for a limited time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
 
 SHARE is the share of the time in which the target still runs (0 stops it completely). SECONDS is the duration of the
 pause; 0 means forever. With MARK, the target's whole process group is stopped. The file MARK then names this helper

@@ -131,7 +131,7 @@ def _embeds_python(pid: int) -> bool:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident pages of a process; 0 if it has ended."""
+    """Return the number of resident pages of a process; 0 if it has ended."""
     return int((_read(pid, "statm").split() or ["0", "0"])[1])
 
 

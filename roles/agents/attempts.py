@@ -37,7 +37,7 @@ class AttemptsStore(Protocol):
     """The requests about attempts that are sent to the store."""
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode with its reward, durably; if ``later`` is true, the reward follows from outside."""
+        """End an episode with its reward, durably; if ``later`` is true, the reward comes later from outside."""
         ...
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:

@@ -2,9 +2,10 @@
 
 The files are those of torch.distributed.checkpoint. ``.metadata`` is a pickle that lists where each shard of each
 tensor is stored. A shard is stored as torch.save writes it, as a ZIP archive inside of a data file. The archive's
-member ``data/0`` has the elements, uncompressed. torch's own reader loads a tensor as a whole and needs torch (300 MB
-of memory when it is imported); exports also run where rrl is installed without torch, and in the manager's Slurm job,
-which has 1 GB. The unpickling here creates only :class:`_Recorded` objects, so it cannot run code from the file.
+member ``data/0`` has the elements, uncompressed. torch's own reader loads a tensor as a whole, and needs torch, whose
+import takes 300 MB of memory. Exports also run where rrl is installed without torch, and in the manager's Slurm job,
+which has 1 GB of memory. The unpickling here creates only :class:`_Recorded` objects, so it cannot run code from the
+file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ METADATA = ".metadata"
 """Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
 verified first."""
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of a tensor that are in memory at a time."""
+"""Maximum number of bytes of a tensor that are in memory at a time."""
 
 
 class UnreadableTensors(Exception):
@@ -37,7 +38,7 @@ class Shard(Struct, frozen=True):
     at: int
     """Offset (bytes) of the shard's archive in the file."""
     nbytes: int
-    """Size of the archive."""
+    """Size (bytes) of the shard's archive."""
     elements: int
 
 

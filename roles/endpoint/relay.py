@@ -364,7 +364,7 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
-    """Yield the events of an upstream without its comments, each once the position after it is known.
+    """Yield the events of an upstream without its comments, each as soon as the position after it is known.
 
     An event without a position is yielded with the next one. If the upstream is lost, its events after the last
     position are not yielded, because they are sent again.

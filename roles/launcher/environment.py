@@ -52,7 +52,7 @@ def configured_readers(launch: Launch) -> tuple[str, ...]:
 
 
 def slurm_gpus() -> str:
-    """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty for none."""
+    """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty if there are none."""
     return next((os.environ[name] for name in _SLURM_GPU_VARIABLES if os.environ.get(name)), "")
 
 

@@ -51,16 +51,18 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """The folder of launch files, as the manager writes it, because marks are compared as text."""
+        """Path of the folder of launch files. It is spelled as the manager spells it, because marks are compared as
+        text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
         """Details of ``stop_reason``, a text for people."""
         self.deadline = float("inf")
         self.wakeup = asyncio.Event()
         self.on_connect: Callable[[], Sequence[Any]] = tuple
-        """Returns the messages that every new manager receives after the AdmissionRequest."""
+        """Function that returns the messages that every new manager receives after the AdmissionRequest."""
         self.on_message: Callable[[Any], None] = lambda message: None
-        """Handles every message of the manager except Admitted, and except Stop and Fenced of this incarnation."""
+        """Function that handles every message of the manager except Admitted, and except Stop and Fenced of this
+        incarnation."""
         self._exit_report: StepExit | None = None
         self._admitted = False
         self._is_duplicate = False
@@ -85,7 +87,7 @@ class StepSupervisor:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Handle signals, the death of the parent and messages of the manager inside the block."""
+        """Handle signals, the end of the parent process and messages of the manager inside the block."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,7 +106,7 @@ class StepSupervisor:
             await self.dialer.close()
 
     async def request_admission(self) -> bool:
-        """Request admission; return False if the step must not start, for the reason in ``stop_reason``."""
+        """Request admission; return False, and set ``stop_reason``, if the step must not start."""
         pending = asyncio.create_task(self.dialer.request(self._admission_request(), ADMISSION_TIMEOUT_S))
         pending.add_done_callback(lambda task: self.wakeup.set())
         await self.wait_for(pending.done)
@@ -182,7 +184,7 @@ class StepSupervisor:
                 if not message.ok:
                     self._is_duplicate = message.duplicate
                     self.request_stop(ExitReason.NOT_ADMITTED, 0.0, message.reason)
-            # after a promotion, messages name an incarnation that this launcher does not know, but its step's tag
+            # after a promotion, messages name another incarnation than the launch file, but the same tag
             case Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag):
                 self.request_stop(ExitReason.FENCED, 0.0, message.reason)
             case Stop(incarnation=self.launch.incarnation) | Stop(tag=self.launch.tag):

@@ -17,7 +17,7 @@ DRIVER_TIMEOUT_S = 5.0
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return :func:`assigned_gpus`, or an empty tuple if the driver does not answer in time."""
+    """Return the result of :func:`assigned_gpus`, or an empty tuple if the driver does not answer in time."""
     try:
         async with asyncio.timeout(DRIVER_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
             return await asyncio.to_thread(assigned_gpus, environ)

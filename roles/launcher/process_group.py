@@ -136,8 +136,8 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Most processes do not belong to the run. The pid of such a process is stored once the process is old, and it is not
-    read again. For an old process of the run, only the start time is read again.
+    Most processes do not belong to the run. Once such a process is old, its pid is stored and the process is not read
+    again. For an old process of the run, only the start time is read again.
     """
 
     def __init__(self, steps: str) -> None:
@@ -224,7 +224,7 @@ _RETRY_INTERVAL_S = 0.03
 """Seconds between two tries to change the priority. The kernel accepts ten changes per second from all users
 together."""
 _RETRY_TIMEOUT_S = 1.0
-"""Seconds after which the priority is left as it is."""
+"""Seconds for which a change of the priority is tried."""
 
 
 def lower_priority(leader: int) -> None:

@@ -77,7 +77,7 @@ class SetupCommand:
             return
         try:
             data = os.read(self._report, 4096)
-        except BlockingIOError:  # nothing to read, and a process started by the prelude holds the other end
+        except BlockingIOError:  # no report yet: the prelude, or a process that it started, holds the other end
             return
         self._reported += data
         if self._reported == STARTED:

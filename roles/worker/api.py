@@ -271,9 +271,9 @@ class Worker:
 
         With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; otherwise each
         step is one part. ``part.number`` is the step and ``part.index`` the number of the part in it, from 0;
-        ``part.last`` is True for the part that completes the step, which then needs its :meth:`commit`. Sums over the
-        parts of a step are sums over its batch. After a restart, steps that were not committed get the same parts
-        again, from part 0. The iteration ends after the job's last step or when a stop is requested.
+        ``part.last`` is True for the part that completes the step, which must then be committed (:meth:`commit`). Sums
+        over the parts of a step are sums over its batch. After a restart, steps that were not committed get the same
+        parts again, from part 0. The iteration ends after the job's last step or when a stop is requested.
         """
         number, index = (after or 0) + 1, 0
         while number <= self.job.steps:

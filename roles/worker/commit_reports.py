@@ -2,8 +2,8 @@
 
 Steps may be committed while no manager runs, and the trainer that committed them may be dead when the next manager
 starts. Therefore a manager's Welcome names the newest step that the manager has recorded, and the trainer reports all
-later steps. The metrics of the steps that this process has committed itself are in its memory; the metrics of the other
-steps are fetched from the store, which keeps the metrics of its newest commits.
+later steps. The metrics of the steps that this process has committed itself are in its memory. The metrics of the other
+steps are fetched from the store, which keeps those of its newest commits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..trajectories.types import StepMetrics
 MAX_BUFFERED_COMMITS = 1024
 """Number of commits kept in memory while no manager can receive them; older commits are fetched from the store."""
 WELCOME_TIMEOUT_S = 2.0
-"""Seconds to wait for a Welcome after a Hello before commits are reported without a Welcome: a manager that is ending
-the run sends no Welcome, but records the trainer's last step."""
+"""Seconds to wait for a Welcome after a Hello. Later, commits are reported without a Welcome, because a manager that is
+ending the run sends no Welcome, but records the trainer's last step."""
 
 
 class CommitReports:

@@ -262,7 +262,7 @@ class ManagerConnection:
         """Open the transport that pulls weights from other replicas and serves those of this process.
 
         A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
-        opens it after the promotion, because it has no GPUs before.
+        opens it after the promotion, because it has no GPUs until then.
         """
         role, standby = self.launch.role, self.launch.standby
         if role not in ("trainer", "rollout") or self.launch.shares_node:
@@ -315,7 +315,7 @@ class ManagerConnection:
 
     async def _close(self) -> None:
         if self._dialer.connected and not self.launch.standby:
-            await self._send_clock()  # so that the clock's whole lifetime is reported
+            await self._send_clock()  # so that the clock is reported up to its end
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -19,8 +19,8 @@ Write = Callable[[memoryview], None]
 """Writes a whole tensor into the memory that it is given."""
 _COPY_SLICE_BYTES = 8 * 2**20
 """Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
-1 GiB: 0.36 s in slices of this size, with no thread blocked for more than 9 ms; up to 1.4 s without slices, during
-which all threads were blocked."""
+1 GiB: in slices of this size the copy took 0.36 s, and no thread was blocked for more than 9 ms. Without slices it took
+up to 1.4 s, during which all threads were blocked."""
 
 
 def publish(

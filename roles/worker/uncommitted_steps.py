@@ -24,7 +24,7 @@ class UncommittedStep(Struct, frozen=True):
 
 
 class UncommittedSteps:
-    """The steps of which all parts were received and that are not committed, by number.
+    """The uncommitted steps of which all parts were received, by number.
 
     The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
 

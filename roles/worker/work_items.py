@@ -53,16 +53,16 @@ class _Leased(Struct):
 class LeasedTrajectories:
     """The trajectories leased to this process, and how far it has extended each of them.
 
-    Checks what a role appends to them. The store cannot tell a mistake in the role's code from a segment that comes too
-    late, because another rollout has continued the trajectory: in both cases it only answers that the trajectory is not
-    leased to the sender.
+    Checks what a role appends to them. A segment may arrive too late, because another rollout has continued its
+    trajectory. The store cannot tell this case from a mistake in the role's code: it only answers that the trajectory
+    is not leased to the sender.
     """
 
     def __init__(self) -> None:
         self._leased: dict[int, _Leased] = {}
         self._ended: dict[int, bool] = {}
-        """The newest trajectories that have ended, in order: True if this process has listed them as complete, False if
-        they are lost or have as many tokens as are allowed."""
+        """The newest ended trajectories, in the order of their end. The value is True if this process has listed the
+        trajectory as complete, False if it is lost or has the maximum number of tokens."""
 
     @property
     def ids(self) -> list[int]:
@@ -212,7 +212,7 @@ class PendingAppend:
     def finish(self) -> Appended:
         """Wait until the tokens are durable, count them as progress, and return what is lost and what is leased.
 
-        To be called once. Tokens that were generated since the append for a trajectory that is lost must not be
+        To be called once. If a trajectory is lost, tokens that were generated for it since this append must not be
         appended. A lost trajectory may be leased again by the same call, with another prefix.
         """
         appended = self._connection.await_store(self._answer)

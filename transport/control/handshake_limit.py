@@ -18,11 +18,11 @@ from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
 """Maximum number of unauthenticated connections. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower
-limit delays processes that dial at the same time: of 900 processes the last was accepted after 0.4 s without a limit,
+limit delays processes that dial at the same time. The last of 900 processes was accepted after 0.4 s without a limit,
 0.6 s with a limit of 128, 1.0 s with 64, and 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
-"""A connection that has sent fewer bytes cannot have authenticated: a handshake sends 567 bytes (CURVE, ZMTP 3.1;
-measured)."""
+"""A connection that has sent fewer bytes than this cannot have authenticated. A handshake sends 567 bytes (CURVE, ZMTP
+3.1; measured)."""
 _EVENT = struct.Struct("=Hi")
 """First frame of a monitor: event, value (zmq_socket_monitor(3))."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -18,7 +18,7 @@ from .sockets import Bounds
 MAX_TEXT_BYTES = 64 * 2**10
 """Maximum number of bytes of new log text in one message."""
 TAIL_BYTES = 64 * 2**10
-"""Maximum number of bytes of an incarnation's newest lines that its launcher and the manager each keep. They hold some
+"""Maximum number of bytes of an incarnation's newest lines that its launcher and the manager each keep. This is some
 700 lines; the lines of 2,000 incarnations take 128 MiB."""
 LOG_BOUNDS = Bounds(256 * 2**10, 16)
 """Limits of the socket for log lines. A message contains at most :data:`TAIL_BYTES` of lines that were sent before and

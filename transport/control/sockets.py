@@ -78,8 +78,9 @@ def _int_option(socket: zmq.Socket[bytes], option: int) -> int:
 class AsyncSocket:
     """A non-blocking zmq socket on the running loop.
 
-    zmq's descriptor only signals that *something* changed, and any operation may consume that signal: so EVENTS is read
-    after every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each operation.)
+    zmq's descriptor only signals that *something* changed, and any operation may consume that signal. Therefore EVENTS
+    is read after every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each
+    operation.)
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class AsyncSocket:
         """Send a message. Return False if the peer's queue is full.
 
         Raises:
-            zmq.ZMQError: EHOSTUNREACH for a peer that a ROUTER does not know.
+            zmq.ZMQError: The socket is a ROUTER and is not connected to the peer (EHOSTUNREACH).
         """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)

@@ -59,7 +59,7 @@ class Connection(Protocol):
 
 @contextmanager
 def deadline(connection: Connection, timeout: float) -> Generator[None]:
-    """Return a context manager in which operations on ``connection`` fail after ``timeout`` s.
+    """Return a context manager within which operations on ``connection`` fail after ``timeout`` s.
 
     On any exception the connection is aborted before the exception leaves the context, so that the caller may free its
     buffers (docs/sources.md, UCX). If the event loop itself was late, it has not processed data that arrived meanwhile,

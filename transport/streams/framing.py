@@ -50,7 +50,7 @@ async def receive_message(connection: Connection, kind: Any, timeout: float | No
     Args:
         connection: The connection.
         kind: Type of the message.
-        timeout: Seconds until the message must begin to arrive; None: no limit.
+        timeout: Seconds until the message must begin to arrive; None if there is no limit.
 
     Raises:
         TransportError: Nothing arrived in time, the connection failed, or the message is invalid, which aborts the

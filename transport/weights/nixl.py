@@ -1,8 +1,8 @@
 """The nixl transport, on NVIDIA NIXL: control messages over plain TCP, data by one-sided reads of the source's memory.
 
 NIXL's wheel contains the RDMA modules that the wheel of UCX lacks (docs/rdma.md). NIXL has neither a handshake nor
-deadlines, and does not report the progress of a read to the source. rrl implements these on the TCP connection, which
-is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
+deadlines, and does not report the progress of a read to the source. rrl implements these three functions on the TCP
+connection, which is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
 
 A send of more than INLINE_BYTES goes through slots, which are registered buffers. The source copies a part into a slot
 and announces the slot's address. The receiver reads the slot and confirms; then the slot is free again. (Reasons for
@@ -87,7 +87,7 @@ class _SharedRuntime:
         asyncio.get_running_loop().call_later(_CONNECT_TIMEOUT_S, self.on_connected, connection)
 
     def on_connected(self, connection: _NixlConnection) -> None:
-        """Stop expecting the peer of a connection: it has connected, or will not."""
+        """Stop waiting for the peer of a connection, which has connected or will not connect."""
         if connection in self._connecting:
             del self._connecting[connection]
             if not self._connecting:

@@ -52,8 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds for which NIXL's thread sleeps unless UCX wakes it. An idle thread then takes 0.7 % of a core (66 % with
 the default, 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Shortest and longest pause (s) between two polls of a read: about a tenth of the time that a slot takes at 10 GB/s,
-and a sixteenth of the time that it takes at 2 Gbit/s."""
+"""Shortest and longest pause (s) between two polls of a read. They are about a tenth of the time that a slot takes at
+10 GB/s, and a sixteenth of the time that a slot takes at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -104,7 +104,7 @@ class NixlRuntime:
     """NIXL's runtime for one transport. Its creation blocks for 0.5 s, or longer if network cards have to be opened.
 
     Args:
-        trusted_host: Address at which NIXL's UCX may listen for TCP; None: UCX must not use TCP.
+        trusted_host: Address at which NIXL's UCX may listen for TCP, or None if UCX must not use TCP.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:

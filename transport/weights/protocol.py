@@ -45,8 +45,9 @@ NOT_READY_INTERVAL_S = 0.05
 """Seconds between two NOT_READY replies. Several fit into the shortest timeout of a client
 (pull.MIN_CHUNK_TIMEOUT_S)."""
 UNKNOWN_VERSION_TIMEOUT_S = 1.0
-"""Seconds for which a request for a manifest waits while the source does not know the version, because the manager
-announces a version to one process after the other. Chunks are requested only from sources that sent the manifest."""
+"""Seconds for which a request for a manifest waits if the source does not know the version yet. The manager announces a
+version to one process after the other, so a source may be requested before the announcement reaches it. Chunks are
+requested only from sources that sent the manifest."""
 _MAX_UNAUTHENTICATED = 128
 """Maximum number of unauthenticated connections; when another one arrives, the oldest is closed."""
 

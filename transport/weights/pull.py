@@ -135,7 +135,7 @@ class AdaptiveTimeout:
 
 
 MAX_CHUNK_TIMEOUT_S = 10.0
-"""Longest timeout (s) of a chunk: 8 MiB at less than 1 MB/s."""
+"""Longest timeout (s) of a chunk. A chunk of 8 MiB takes longer only at less than 1 MB/s."""
 PULL_TIMEOUT_S = 120.0
 """Seconds without a chunk after which a pull fails. This only happens if no source can be reached, or if all sources
 send wrong bytes."""
@@ -151,7 +151,7 @@ _MAX_CORRUPT_CHUNKS = 3
 """Number of wrong chunks after which a source is not used again for this version. A wrong chunk costs no more than its
 own transfer."""
 _DIGEST_IN_THREAD_BYTES = 2**20
-"""Minimum size in bytes of a chunk whose digest is computed in a thread (0.7 ms)."""
+"""Minimum size in bytes of a chunk whose digest is computed in a thread; a digest of this size takes 0.7 ms."""
 
 
 class PullFailed(Exception):

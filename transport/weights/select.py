@@ -100,7 +100,7 @@ def open_transport(
         secret: HMAC secret of the run.
         host: Address at which this process serves. If UCX may use TCP, it listens only at this address.
         trusted_network: ``[transport] trusted_network``.
-        capabilities: Packages and RDMA ports of this machine; None: they are detected.
+        capabilities: Packages and RDMA ports of this machine. If None, they are detected.
 
     Raises:
         ImportError: A transport that was requested by name is not installed.

@@ -23,7 +23,7 @@ from ...core.types import Version
 from .manifest import Manifest, digest
 
 MAX_VERSIONS = 2
-"""Maximum number of versions in memory, including the arriving version. Each takes the size of the model."""
+"""Maximum number of versions in memory, including the arriving version. Each version is as large as the model."""
 READER_IDLE_TIMEOUT_S = 1.0
 """Seconds without a request after which a reader counts as gone. Between two requests a reader verifies a chunk, which
 takes milliseconds."""

@@ -235,8 +235,8 @@ class UcxTransport:
 
     Args:
         secret: HMAC secret of the run.
-        trusted_host: Address at which UCX's TCP transport may listen; None: UCX may not use TCP, and must have a
-            transport for one of ``rdma_ports``, if there are any.
+        trusted_host: Address at which UCX's TCP transport may listen. If it is None, UCX may not use TCP, and must have
+            a transport for one of ``rdma_ports`` if there are any.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:

@@ -63,7 +63,7 @@ def without_tcp(transports: str) -> str:
     """Return a value of ``UCX_TLS`` with the same transports except TCP.
 
     Args:
-        transports: The value; empty: UCX's default, which is all transports.
+        transports: The value. If it is empty, UCX's default applies, which is all transports.
 
     Raises:
         ValueError: No transport would be left.
@@ -90,7 +90,7 @@ def ucx_limits(
         environment: Environment of the process. Its values of these variables are narrowed, not replaced.
         rdma_ports: Active RDMA ports of this machine.
         interfaces: Interfaces of this machine.
-        trusted_host: Address at which UCX's TCP transport may listen; None: it is disabled.
+        trusted_host: Address at which UCX's TCP transport may listen, or None if the transport is disabled.
 
     Raises:
         ValueError: No transport would be left, or no interface has the address ``trusted_host``.

@@ -15,7 +15,7 @@ class SampledAnswer:
 
     Args:
         call: The request.
-        index: Number of the answer among those to the request.
+        index: Number of the answer among the answers to the request.
         turn: Number of its turn.
         context: The tokens before it.
         chat: Format of the conversation, with its tools.
@@ -34,7 +34,7 @@ class SampledAnswer:
         self._stopped = False
         self._reported, self._end_reported = resumed, ended
         self._sent: str | None = None if resumed else ""
-        """Text that the stream has sent; None until the tokens that an earlier stream has sent have arrived."""
+        """Text that the stream has sent; None until all tokens that an earlier stream has sent were added."""
         self.finished = False
 
     @property

@@ -65,7 +65,7 @@ class AskStore(Protocol):
     """Sends a request to the store, and returns its answer to the event loop of the caller."""
 
     async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
-        """Send the request that ``request`` makes."""
+        """Send the request that the function ``request`` makes."""
         ...
 
 

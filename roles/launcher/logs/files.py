@@ -24,12 +24,12 @@ this rate write 100 MiB/s to the storage."""
 BURST_BYTES = 16 * 2**20
 """Number of bytes that may be written in one burst, for example tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10
-"""Size in bytes above which a line is split, as by Docker's json-file driver."""
+"""Size in bytes above which a line is split, as Docker's json-file driver does."""
 PARTIAL_LINE_TIMEOUT_S = 1.0
 """Seconds after which an unfinished line is written without its end."""
 _RESUME_SHARE = 1 / 16
-"""Share of the burst that must be available before a limited role's output is written again. Without this share, single
-scattered lines of a flood would be written."""
+"""Share of the burst that must be available before the output of a role that exceeded the limit is written again.
+Without this share, single scattered lines of a flood would be written."""
 
 
 class RotatingLog:

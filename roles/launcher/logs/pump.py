@@ -71,7 +71,7 @@ class LogPump:
 
     @property
     def stuck(self) -> bool:
-        """Whether the file could not be written for :data:`STUCK_AFTER_S`."""
+        """Whether the file could not be written for :data:`STUCK_AFTER_S` seconds."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > STUCK_AFTER_S
 

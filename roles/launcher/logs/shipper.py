@@ -1,8 +1,8 @@
 """Send the newest lines of a role's output to the manager, so that they survive the loss of the node.
 
 The lines are sent by a separate thread on a separate socket, so that neither a flood of lines nor a hung run directory
-delays other messages. At most ``RATE_BYTES_PER_S`` are sent; during a flood, only the newest lines. A new manager
-receives the newest lines again.
+delays other messages. On average at most ``RATE_BYTES_PER_S`` bytes are sent per second; during a flood, only the
+newest lines are sent. A new manager receives the newest lines again.
 """
 
 from __future__ import annotations

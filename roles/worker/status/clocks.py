@@ -56,7 +56,7 @@ class PhaseClock:
             self._start(name)
 
     def enter(self, name: str, idle_cause: str = "") -> None:
-        """Enter a phase; ``idle_cause`` names what the process waits for in this phase; empty if it works."""
+        """Enter a phase; ``idle_cause`` names what the process waits for in this phase, or is empty if it works."""
         with self._lock:
             self._count()
             self._phase, self._idle_cause, self._thread = name, idle_cause, threading.get_ident()

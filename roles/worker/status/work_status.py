@@ -24,9 +24,9 @@ STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
-"""Seconds for which a call of :meth:`WorkStatus.confirm_untaken_data` counts. The store makes it several times a second
-in the loop that serves requests. A hang of that loop therefore ends the report, because the trainer cannot get data
-during the hang."""
+"""Seconds for which a call of :meth:`WorkStatus.confirm_untaken_data` counts. The store calls this method several times
+a second in the loop that serves requests. A hang of that loop therefore ends the report, because the trainer cannot get
+data during the hang."""
 
 
 class CurrentPhase(NamedTuple):
