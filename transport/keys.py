@@ -31,7 +31,7 @@ class RunKeys(Struct, frozen=True):
     client_public: str
     client_secret: str
     secret: bytes
-    """HMAC key of weights and snapshots: handshakes, manifests and derived keys."""
+    """HMAC key for handshakes, manifests and derived keys, which protect weights and snapshots."""
 
     def __repr__(self) -> str:
         return f"RunKeys(server_public={self.server_public!r}, client_public={self.client_public!r}, ...)"

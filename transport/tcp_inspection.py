@@ -84,7 +84,7 @@ def shut_down(fd: int, port: int) -> bool:
 
 
 def _tcp_sockets() -> list[tuple[int, int, bool]]:
-    """Return (descriptor, local port, is listening) of every TCP socket of this process."""
+    """Return (descriptor, local port, whether it listens) of every TCP socket of this process."""
     return [(fd, int(sock.getsockname()[1]), _is_listening(sock)) for fd, sock in _borrow_all()]
 
 

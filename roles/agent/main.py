@@ -320,7 +320,7 @@ class _Agent:
             self._monitor.on_our_kill()
         if left:
             _log.error(
-                "processes did not end within %g s of SIGKILL (they may hang in the kernel): %s",
+                "these processes did not end within %g s of SIGKILL, and may hang in the kernel: %s",
                 SWEEP_TIMEOUT_S,
                 [process.pid for process in left],
             )

@@ -67,7 +67,7 @@ async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks,
 
 
 async def _dump_process(process: Process, py_spy: str, within: float) -> str:
-    """Return py-spy's dump of a process; if py-spy fails, the reason and the kernel's state of the process."""
+    """Return py-spy's dump of a process or, if py-spy fails, the reason and the kernel's state of the process."""
     if not _is_python(process.pid):
         why = "the process is not Python"
     else:

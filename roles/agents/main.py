@@ -1,7 +1,7 @@
 """The role ``agents`` (``python -m rrl.roles.agents.main``): runs the user's agent for each leased episode.
 
-The agents run in the event loop of the main thread. The endpoint that they call runs in a thread of its own, and the
-connection to the store in another one.
+The agents run in the event loop of the main thread. The endpoint that they call, and the connection to the store, each
+run in a thread of their own.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subpr
 
 
 class _Tail:
-    """The last bytes that a process wrote to a pipe. The pipe is read at once, so that the process never waits."""
+    """The last bytes that a process wrote to a pipe; the pipe is always emptied, so that the process never waits."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._content, self._loop = pipe, b"", asyncio.get_running_loop()

@@ -113,7 +113,7 @@ class _Recorded:
 
 
 class _TensorProperties(_Recorded):
-    """The properties of a tensor, whose state is a tuple that begins with the dtype."""
+    """The properties of a tensor. Their pickled state is a tuple that begins with the dtype."""
 
     dtype = ""
 

@@ -85,7 +85,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
             await _report_end(supervisor, log, code, number)
         if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
             _log.error(
-                "processes did not end on SIGKILL, and are left to the agent of this node: %s",
+                "these processes did not end after SIGKILL, and are left to the agent of this node: %s",
                 [process.pid for process in left],
             )
         await asyncio.to_thread(log.finish)

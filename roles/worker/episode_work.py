@@ -34,7 +34,7 @@ _log = logging.getLogger("rrl.worker")
 _LEASE_WAIT_S = 1.0
 """Seconds that a request for an episode waits at the store before it is repeated."""
 _POLL_S = 0.2
-"""Seconds between two checks for a stop request and for attempts that take too long, while all places are taken."""
+"""Seconds between two checks for a stop request and for overdue attempts, while ``at_most`` attempts are at work."""
 _Request = Callable[[TrajectoryClient], Coroutine[Any, Any, None]]
 
 
@@ -80,7 +80,7 @@ class Episode:
         """
         if reward is not None:
             if later:
-                raise Misuse("finish(): give a reward, or later=True for one that comes from outside")
+                raise Misuse("finish(): got a reward and later=True; give one of them")
             try:
                 reward = float(reward)
             except (TypeError, ValueError, OverflowError):

@@ -52,7 +52,7 @@ class SelfFaults:
         """
         fault = injection.fault
         if injection.tag != self.launch.tag:
-            self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")
+            self._answer(fault, False, f"the fault is for step {injection.tag}, but this is step {self.launch.tag}")
         elif fault.kind is FaultKind.EXIT:
             self._answer(fault, True, f"the role exits with code {fault.amount:g}")
             self._call_later(ANSWER_SENDING_S, lambda: os._exit(int(fault.amount)))

@@ -46,7 +46,7 @@ class UncommittedSteps:
             self._complete[part.number] = UncommittedStep(part.digest, self._begun.of_step(part, self._staleness))
 
     def get(self, number: int) -> UncommittedStep:
-        """Return a step.
+        """Return the uncommitted step ``number``.
 
         Raises:
             ValueError: The step is committed, or not all of its parts were received.

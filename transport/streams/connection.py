@@ -31,7 +31,7 @@ same for weights and snapshots. Control messages do not use this handshake; they
 
 
 class TransportError(Exception):
-    """The peer is unreachable, gone, hung, or not of this run. The connection to it has been aborted."""
+    """The peer is unreachable, gone or hung, or does not belong to this run. The connection to it has been aborted."""
 
 
 class Connection(Protocol):
@@ -90,7 +90,7 @@ def deadline(connection: Connection, timeout: float) -> Generator[None]:
 
 
 async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) -> None:
-    """Prove to each other that both ends know ``secret``.
+    """Prove to the other end that this end knows ``secret``, and require the same proof.
 
     Both ends send a nonce. The MACs contain the direction, so that an end cannot authenticate by returning the peer's
     MAC.

@@ -1,7 +1,8 @@
 """Messages and bulk data on an authenticated connection between processes of a run.
 
-A message is sent as its length and msgpack. Bulk data is sent unencoded after a message that announces it; the receiver
-verifies the data by its digest. Every chunk has its own deadline, which a hung peer misses and a slow peer does not.
+A message is sent as its length, followed by its msgpack encoding. Bulk data is sent unencoded after a message that
+announces it; the receiver verifies the data by its digest. Every chunk has its own deadline, which a hung peer misses
+and a slow peer meets.
 """
 
 from __future__ import annotations

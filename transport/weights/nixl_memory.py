@@ -150,7 +150,7 @@ class NixlRuntime:
             self._call(self._agent.createBackend, "UCX", {})
         except TransportError as error:
             limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMIT_VARIABLES if key in os.environ)
-            hint = limits or "set UCX_LOG_LEVEL=info for the reason"
+            hint = limits or "set UCX_LOG_LEVEL=info to see the reason"
             raise TransportError(f"NIXL's UCX finds no usable transport ({hint})") from error
         metadata = self._agent.getLocalMD()  # NIXL's ports are in it; other threads may have opened ports too
         new_ports = listening_addresses() - before

@@ -155,7 +155,7 @@ _DIGEST_IN_THREAD_BYTES = 2**20
 
 
 class PullFailed(Exception):
-    """The version could not be completed. The text lists the failure of each source."""
+    """The version could not be completed. The exception's text lists the failure of each source."""
 
 
 async def pull(

@@ -34,8 +34,8 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: A function that takes a time of ``now``, and returns for how long (ns) threads of this process have
-            waited for services outside of the run up to this time. These waits count as
+        external: A function of a time (ns) of ``now``. It returns how long (ns), until that time, at least one thread
+            of this process has waited for services outside of the run. These waits count as
             :data:`rrl.core.phases.WAIT_EXTERNAL` instead of the phase in which the wait happened.
     """
 
