@@ -46,7 +46,7 @@ class RunKeys(Struct, frozen=True):
         return cls(server_public, server_secret, client_public, client_secret, os.urandom(_SECRET_BYTES))
 
     def save(self, path: Path) -> None:
-        """Write the keys to ``path``, readable only by its owner; durable on return."""
+        """Write the keys durably to ``path``, readable only by the file's owner."""
         write_atomically(path, msgspec.json.encode(self), mode=0o600)
 
     @classmethod

@@ -59,7 +59,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class ClockReport(Struct, frozen=True, tag=True):
-    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for views.
+    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for people.
 
     It is not part of the heartbeat, so that heartbeats stay small and no detector depends on the reading.
     """

@@ -224,7 +224,7 @@ class _Agent:
         self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
 
     def _on_step_gone(self, path: str) -> None:
-        """Handle the end of a step's first process: kill its orphans, and report the step if it left no exit record."""
+        """Handle the end of a step's first process: kill its orphans, and report the step if it has no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)

@@ -57,7 +57,7 @@ class EpisodeRoutes(Struct, frozen=True):
 
     async def _open(self, request: Request) -> Response:
         if bearer_key(request, self.run, self.secret).attempt:
-            message = "this key is that of an episode; open episodes with the key of the run (rrl endpoint RUN)"
+            message = "this is the key of an episode; open episodes with the key of the run (rrl endpoint RUN)"
             raise ApiError(403, message, "permission_error", "run_key_needed")
         name = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
         if len(name) > _MAX_REQUEST_CHARS:

@@ -24,8 +24,8 @@ of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
 """Maximum size (bytes) of a header that is buffered."""
 IDLE_S = 75.0
-"""Seconds in which a connection must send the next request: longer than clients keep idle connections, so that the
-server never closes one that a client is about to use."""
+"""Seconds in which a connection must send the next request. Clients keep idle connections for a shorter time, so the
+server never closes a connection that a client is about to use."""
 _SEND_BUFFER_BYTES = 128 * 2**10
 """Number of bytes that the kernel buffers for a client that does not read. The kernel's default is megabytes, but a
 stream has only hundreds of bytes per second."""

@@ -63,7 +63,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 
 
 def main() -> None:
-    """Wait in the checker process for free GPU memory, and print why it is not free; print nothing if NVML fails."""
+    """Wait, in the checker process, for free GPU memory; print why it is not free, or nothing if NVML fails."""
     pynvml = open_nvml()
     if pynvml is None:
         return

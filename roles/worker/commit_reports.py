@@ -16,8 +16,8 @@ from ..trajectories.types import StepMetrics
 MAX_BUFFERED_COMMITS = 1024
 """Number of commits kept in memory while no manager can receive them; older commits are fetched from the store."""
 WELCOME_TIMEOUT_S = 2.0
-"""Seconds to wait for a Welcome after a Hello. Later, commits are reported without a Welcome, because a manager that is
-ending the run sends no Welcome, but records the trainer's last step."""
+"""Seconds to wait for a Welcome after a Hello. After this time, commits are reported without a Welcome, because a
+manager that is ending the run sends no Welcome, but records the trainer's last step."""
 
 
 class CommitReports:

@@ -54,7 +54,7 @@ _log = logging.getLogger("rrl.worker")
 FENCED_EXIT = 81
 """Exit code of a worker that was fenced."""
 PHASE_REPORT_DELAY_S = 0.25
-"""Seconds that a phase must last before it is reported in a message of its own; only heartbeats report shorter ones."""
+"""Seconds that a phase must last before it is reported in its own message; heartbeats may report shorter phases."""
 WELCOME_TIMEOUT_S = 600.0
 """Seconds for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)."""
 STOPPING_STORE_TIMEOUT_S = 0.5
@@ -259,7 +259,7 @@ class ManagerConnection:
         self._spawn(self._dialer.run(), self._receive_loop(), self._heartbeat_loop(), self._commits.run())
 
     async def _open_weight_transport(self) -> None:
-        """Open the transport that pulls weights from other replicas and serves those of this process.
+        """Open the transport that pulls weights from other replicas and serves this process's weights.
 
         A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
         opens it after the promotion, because it has no GPUs until then.

@@ -73,7 +73,7 @@ class Episode:
             later: True if the reward comes from outside in any case.
 
         Returns:
-            False if the attempt is over already, because it took too long or another one replaced it.
+            False if the attempt is over already, because it took too long or another attempt replaced it.
 
         Raises:
             ValueError: The reward is not a finite number, or the attempt was ended before.

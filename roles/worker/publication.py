@@ -38,7 +38,7 @@ def publish(
             is requested.
 
     Raises:
-        ValueError: The number of functions differs from that of the descriptions.
+        ValueError: The number of functions differs from the number of descriptions.
     """
     specs, nbytes = layout(described)
     flat = connection.weights.allocate(nbytes)

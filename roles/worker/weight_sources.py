@@ -1,10 +1,10 @@
-"""Selects the weight version that a rollout pulls next and its sources, from reports of the manager and the store.
+"""Selects from reports of the manager and the store which weight version a rollout pulls next, and from where.
 
 The manager's ``Peers`` message names every replica that serves weights (the relay chains are derived from this list)
-and shows which incarnations are fenced. The store names a version as soon as the trainer has published it, and a few
-replicas that serve it. The store's report is used if it is newer than the manager's: if it names a newer version of the
-same trainer incarnation, or any version of a later incarnation. An incarnation that the manager has fenced is never a
-source.
+and shows which incarnations are fenced. The store names a version as soon as the trainer has published it, together
+with a few replicas that serve the version. The store's report is used if it is newer than the manager's: if it names a
+newer version of the same trainer incarnation, or any version of a later incarnation. An incarnation that the manager
+has fenced is never a source.
 """
 
 from __future__ import annotations

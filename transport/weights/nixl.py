@@ -275,8 +275,8 @@ class _NixlConnection:
 class NixlTransport:
     """A :class:`rrl.transport.weights.base.WeightTransport` with addresses ``nixl://host:port``.
 
-    NIXL starts in a thread when the first connection needs it. The transport must be closed: otherwise reads may keep
-    the process from ending.
+    NIXL starts in a thread when the first connection needs it. The transport must be closed, because reads may
+    otherwise keep the process from ending.
 
     Args:
         secret: HMAC secret of the run.

@@ -89,7 +89,7 @@ class BufferClaim:
 
 
 class Remote:
-    """A peer whose slots can be read. ``users`` counts connections to the peer and unfinished reads from it.
+    """A peer whose slots can be read. ``users`` counts the connections to the peer and the unfinished reads from it.
 
     The peer is removed from NIXL once it has no user. Reads count as users, because NIXL continues to write into the
     memory of this process if a peer is removed before a read ends.

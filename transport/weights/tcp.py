@@ -33,7 +33,7 @@ _NOTHING = memoryview(b"")
 
 
 class TcpConnection(asyncio.BufferedProtocol):
-    """One connection; the kernel writes directly into the buffer that is being received.
+    """One connection; the kernel writes directly into the buffer that is being filled.
 
     Data that arrives while nothing is being received goes to a small spare buffer, and then reading pauses.
     """

@@ -108,7 +108,7 @@ def ucx_limits(
 
 
 def resources(context_info: str) -> tuple[Resource, ...]:
-    """Parse the text of ``ucp_context_print_info``."""
+    """Return the resources that a text of ``ucp_context_print_info`` lists."""
     return tuple(Resource(*match) for match in _RESOURCE.findall(context_info))
 
 

@@ -90,7 +90,7 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
 
 
 def parse_completion(body: bytes, policy: Policy) -> Call:
-    """Return the request in the body of ``/v1/completions``; it has the arguments and errors of :func:`parse_chat`."""
+    """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
     given = _table(body)
     prompt = given.pop("prompt", None)
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):

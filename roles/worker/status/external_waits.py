@@ -1,7 +1,7 @@
 """Waits of this process for services that are not part of the run, such as a judge model behind an HTTP interface.
 
 A service that limits the rate of its clients (HTTP 429) may make them wait for a quarter of an hour. A role that waits
-in such a back-off looks like one that hangs. Therefore it reports the wait as a phase of its own
+in such a back-off looks like a hung role. Therefore it reports the wait as a phase of its own
 (:data:`rrl.core.phases.WAIT_EXTERNAL`), which may last much longer than the phase in which the role calls the service.
 """
 
