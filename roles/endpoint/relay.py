@@ -45,7 +45,8 @@ later."""
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer; the endpoint sends them at the same interval."""
 SILENCE_S = 15.0
-"""Seconds without a byte of an answer after which the replica counts as lost; a working one sends two per second."""
+"""Seconds without a byte of an answer after which the replica counts as lost; a working replica sends two per
+second."""
 OPENING_SILENCE_S = 60.0
 """Value of SILENCE_S for requests whose answers have no signs of life: opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0

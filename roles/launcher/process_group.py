@@ -1,10 +1,10 @@
 """Start the role's command in a process group of its own, and list the run's processes on a node.
 
-A standby process imports and builds beside working roles. Its session therefore gets a low priority (the autogroup of
-sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its promotion. The policy
-SCHED_IDLE is not an alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process
-with this policy never becomes ready beside roles that use every core. If each step has its own CPU cgroup, the kernel
-divides the cores among the cgroups, and the priority has no effect.
+A standby process imports packages and builds its model or engine beside working roles. Its session therefore gets a low
+priority (the autogroup of sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its
+promotion. The policy SCHED_IDLE is not an alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites
+give, and a process with this policy never becomes ready beside roles that use every core. If each step has its own CPU
+cgroup, the kernel divides the cores among the cgroups, and the priority has no effect.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProcessGroup:
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Signal a process group; return False if it does not exist. Raises PermissionError."""
+    """Signal a process group; return False if it does not exist. Raises PermissionError if that is forbidden."""
     try:
         os.killpg(group, number)
         return True

@@ -46,7 +46,7 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """Perform the fault if it is an exit; store any other fault for :meth:`trigger`.
+        """Perform a requested fault if it is an exit; store any other fault for :meth:`trigger`.
 
         Called in the connection's thread.
         """
