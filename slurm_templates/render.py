@@ -25,12 +25,12 @@ RESERVED_OPTIONS = frozenset({
     "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
     "overcommit", "job", "jobid",
 })  # fmt: skip
-"""Options that a user cannot set, because rrl sets them, finds its jobs by them, or does not work with them."""
+"""sbatch options that a user cannot set, because rrl sets them, finds its jobs by them, or does not support them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""Options of the batch script, which only the first component has. ``--export`` is omitted: its default passes the
-environment on, NONE would start a login shell to create an environment (sbatch(1)), and NIL does not exist in Slurm
-22.05."""
+"""Options of the batch script, which only the first component has. ``--export`` is omitted, because its default passes
+the environment on. With NONE, sbatch would start a login shell to create an environment (sbatch(1)); NIL does not exist
+in Slurm 22.05."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
@@ -51,8 +51,9 @@ def allocation_options(
         node: What each node must provide.
         walltime: Time limit (s).
         exclude: Nodes that must not be allocated.
-        extra: The user's options, names without dashes; an empty value is a flag. They come last. A ``gres`` replaces
-            rrl's option (for typed GPUs); nodes in the user's ``exclude`` are excluded too.
+        extra: The user's options, by name without dashes. They are placed after rrl's options. An empty value stands
+            for an option without a value. A ``gres`` replaces rrl's option (for typed GPUs); nodes in the user's
+            ``exclude`` are excluded too.
 
     Raises:
         ValueError: An option cannot be passed on, or a name or value does not fit into an ``#SBATCH`` line.
@@ -60,7 +61,7 @@ def allocation_options(
     extra = dict(extra or {})
     for name, value in extra.items():
         if name in RESERVED_OPTIONS or (name == "mem" and node.mem):
-            raise ValueError(f"sbatch option {name!r} is set by rrl itself and cannot be passed on")
+            raise ValueError(f"sbatch option {name!r} is reserved: rrl sets it or does not support it; remove it")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
             raise ValueError(f"{name!r} is not the long name of an sbatch option; write for example 'partition'")
         if not value.isprintable():
@@ -82,8 +83,8 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
 
     Args:
         components: The options of each component.
-        command: The command that manages the run inside the allocation; when it ends, the allocation ends. Empty: the
-            script only holds the nodes.
+        command: The command that manages the run inside the allocation; when it ends, the allocation ends. If it is
+            empty, the script only holds the nodes.
     """
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]

@@ -1,4 +1,5 @@
-"""How the processes of a run communicate: control messages (:mod:`.control`), streams (:mod:`.streams`), weights.
+"""Communication between the processes of a run: control messages, streams and weights.
 
-The modules at this level are shared by all three: addresses, keys, messages and the inspection of TCP connections.
+The packages :mod:`.control`, :mod:`.streams` and :mod:`.weights` share the modules at this level: addresses, keys,
+messages and the inspection of TCP connections.
 """

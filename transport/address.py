@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 NETWORK_ENV = "RRL_NETWORK"
-"""Environment variable with an interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, if the job
-spec names none."""
+"""Environment variable that names the interface (``ib0``) or the network (``10.1.0.0/16``) to listen on. It applies if
+the job spec names neither."""
 _SIOCGIFCONF = 0x8912
 """Request number of ioctl (netdevice(7)): all addresses of all interfaces."""
 _IFREQ_BYTES = 40
@@ -41,7 +41,7 @@ class ListenAddress(Struct, frozen=True):
     """The host as it was given, without brackets: a name or an address."""
     family: socket.AddressFamily
     socket_address: tuple[Any, ...]
-    """Address to which a socket of this family is bound."""
+    """Address to which a socket of ``family`` can be bound."""
 
 
 def resolve(address: str) -> ListenAddress:
@@ -66,8 +66,8 @@ def own_address(network: str = "") -> str:
     to 127.0.1.1.
 
     Raises:
-        NoAddress: There is no such address, or there are several and no default route. A loopback address is used only
-            if ``network`` or ``$RRL_NETWORK`` names it.
+        NoAddress: No address qualifies, or several do and none of them is that of the default route. A loopback address
+            is used only if ``network`` or ``$RRL_NETWORK`` names it.
     """
     if network_name := network or os.environ.get(NETWORK_ENV, ""):
         return interface_on(network_name).address
@@ -86,10 +86,10 @@ def own_address(network: str = "") -> str:
 
 
 def interface_on(network: str) -> Interface:
-    """Return the first interface with an address in ``network`` (CIDR), or the interface of that name.
+    """Return the first interface with an address in ``network`` (CIDR), or the interface whose name is ``network``.
 
     Raises:
-        NoAddress: There is no such interface.
+        NoAddress: No interface with an IPv4 address matches.
     """
     candidates = interfaces()
     try:
@@ -106,7 +106,7 @@ def interface_on(network: str) -> Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return every IPv4 address of this host, in the kernel's order; empty without IPv4."""
+    """Return every IPv4 address of this host, in the kernel's order; empty if the host has none."""
     buffer = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])

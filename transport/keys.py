@@ -31,7 +31,7 @@ class RunKeys(Struct, frozen=True):
     client_public: str
     client_secret: str
     secret: bytes
-    """HMAC key of weights and snapshots: handshakes, manifests and derived keys."""
+    """HMAC key for handshakes, manifests and derived keys, which protect weights and snapshots."""
 
     def __repr__(self) -> str:
         return f"RunKeys(server_public={self.server_public!r}, client_public={self.client_public!r}, ...)"
@@ -46,7 +46,7 @@ class RunKeys(Struct, frozen=True):
         return cls(server_public, server_secret, client_public, client_secret, os.urandom(_SECRET_BYTES))
 
     def save(self, path: Path) -> None:
-        """Write the keys to ``path``, readable only by its owner; durable on return."""
+        """Write the keys durably to ``path``, readable only by the file's owner."""
         write_atomically(path, msgspec.json.encode(self), mode=0o600)
 
     @classmethod

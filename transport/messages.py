@@ -59,7 +59,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class ClockReport(Struct, frozen=True, tag=True):
-    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for views.
+    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for people.
 
     It is not part of the heartbeat, so that heartbeats stay small and no detector depends on the reading.
     """
@@ -100,16 +100,16 @@ class Committed(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, float]
     commit: int = 0
-    """Newest step of the same commit; 0 if that is this step."""
+    """Newest training step of the commit that contains ``step``; 0 if ``step`` is the newest."""
 
     @property
     def completes_commit(self) -> bool:
-        """True for the newest step of its commit, the one with the checkpoint."""
+        """True if ``step`` is the newest step of its commit, which is the step with the checkpoint."""
         return self.step >= self.commit
 
 
 class Evaluated(Struct, frozen=True, tag=True):
-    """Sent by the trajectory store after an evaluation, again and again until ``Peers`` names its step."""
+    """Sent by the trajectory store after an evaluation, repeatedly until ``Peers.evaluated`` shows its receipt."""
 
     incarnation: Incarnation
     step: int
@@ -118,8 +118,9 @@ class Evaluated(Struct, frozen=True, tag=True):
 
 
 MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
-"""Maximum number of names in one report of logged values, and of characters of a name: each report is an event of the
-run's journal. A worker refuses more, and the manager records no more of a report."""
+"""Maximum number of names in one report of logged values, and maximum number of characters of a name. They limit the
+run's journal, in which each report is an event. A worker refuses values beyond the limits, and the manager truncates a
+report to them."""
 
 
 class ValuesLogged(Struct, frozen=True, tag=True):
@@ -159,20 +160,20 @@ class AgentHello(Struct, frozen=True, tag=True):
     boot: str
     """Boot id of the node, which distinguishes a reboot from a network failure."""
     probe: str = ""
-    """The needs of roles that the node does not meet ([env] probe, the network to listen on), as text; empty if there
-    are none."""
+    """Text about the needs of roles that the node does not meet ([env] probe, the network to listen on); empty if it
+    meets them all."""
     memlock: int = -1
-    """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1: no limit."""
+    """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1 if unlimited."""
     nofile: int = -1
-    """Number of files that a role on this node may have open; -1: no limit."""
+    """Number of files that a role on this node may have open; -1 if unlimited."""
     rdma: tuple[str, ...] = ()
     """Names of the node's RDMA devices."""
     snapshot_address: str = ""
     """``tcp://host:port`` at which the agent stores and returns snapshots."""
     findings: tuple[Finding, ...] = ()
-    """Current findings of the node's checks, except those with verdict OK; times as in ``FindingReport``."""
+    """Current findings of the node's checks, except those with verdict OK. Their times are by the node's clock."""
     now: float = 0.0
-    """The node's clock, as in ``FindingReport``."""
+    """Time of this message by the node's clock, with which the manager converts the times of ``findings``."""
 
 
 class Load(Struct, frozen=True):
@@ -180,11 +181,11 @@ class Load(Struct, frozen=True):
 
     tag: str
     cpu: float
-    """CPU time per second, in cores."""
+    """CPU time that the processes used per second, in cores."""
     gpu: float | None = None
-    """Share of the time (0 to 1) in which a kernel ran on the busiest GPU of the step; None: unknown."""
+    """Share of the time (0 to 1) in which a kernel ran on the busiest GPU of the step; None if unknown."""
     tensor: float | None = None
-    """Share of the time (0 to 1) in which tensor cores worked, on the GPU where they worked most; None: unknown."""
+    """Share of the time (0 to 1) in which tensor cores worked, on the GPU where they worked most; None if unknown."""
     stopped: bool = False
     """Whether a process of the step was stopped (state T or t in /proc) when the load was measured: by SIGSTOP, a
     debugger or a profiler."""
@@ -200,7 +201,8 @@ class AgentHeartbeat(Struct, frozen=True, tag=True):
     loads: tuple[Load, ...] = ()
     """Loads of the steps in ``alive``. Only some heartbeats contain loads."""
     gpu_use: GpuUse | None = None
-    """Use of the node's GPUs, in a heartbeat with loads; None if they cannot be read, or if the node has none."""
+    """Use of the node's GPUs. None if the heartbeat contains no loads, the GPUs cannot be read, or the node has
+    none."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):
@@ -244,7 +246,7 @@ class Stacks(Struct, frozen=True, tag=True):
     id: int
     dumps: dict[int, str] = {}
     error: str = ""
-    """Why there are no dumps."""
+    """Reason why ``dumps`` is empty; an empty text if it is not."""
 
 
 class Injected(Struct, frozen=True, tag=True):
@@ -306,7 +308,7 @@ class Peers(Struct, frozen=True, tag=True):
     snapshot_servers: dict[NodeName, str] = {}
     """Addresses of the snapshot servers on the nodes of the trainer and of its standby processes, by node."""
     evaluated: int = -1
-    """Newest step whose evaluation the manager has recorded; -1 before the first."""
+    """Newest training step whose evaluation the manager has recorded; -1 if it has recorded none."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -323,7 +325,7 @@ class Admitted(Struct, frozen=True, tag=True):
 class Welcome(Struct, frozen=True, tag=True):
     """Sent to a worker that has joined. Ranks are assigned by this message only.
 
-    A gang's rendezvous is at the address where its first member listens (``Peers``).
+    The members of a gang meet at the address where its first member listens (see ``Peers``).
     """
 
     incarnation: Incarnation
@@ -331,7 +333,7 @@ class Welcome(Struct, frozen=True, tag=True):
     rank: int = 0
     world: int = 1
     step: int = 0
-    """Newest committed step that this manager knows. The trainer reports only later steps."""
+    """Newest committed step that this manager has recorded. The trainer reports only later steps."""
 
 
 class Promote(Struct, frozen=True, tag=True):
@@ -344,7 +346,8 @@ class Promote(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     tag: str
     gpus: tuple[str, ...] = ()
-    """GPUs of the node that the process must use, named as in its ``Hello``; empty: all GPUs that it has."""
+    """GPUs of the node that the process must use, named as in its ``Hello``. Empty if it must use all GPUs that it
+    has."""
 
 
 class Fenced(Struct, frozen=True, tag=True):
@@ -364,7 +367,7 @@ class Stop(Struct, frozen=True, tag=True):
     grace: float
     reason: str
     tag: str = ""
-    """Tag as in ``Fenced``."""
+    """Tag of the incarnation's step. It is set in the same cases as ``Fenced.tag``."""
 
 
 class Inject(Struct, frozen=True, tag=True):

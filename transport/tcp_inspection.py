@@ -24,7 +24,7 @@ def listening_addresses() -> frozenset[tuple[str, int]]:
 
 
 def try_packet_filter() -> str:
-    """Return why this user cannot attach a packet filter to sockets; empty if it works."""
+    """Return why this user cannot attach a packet filter to sockets, or an empty text if it can."""
     with socket.socket() as sock:
         try:
             _drop_everything(sock)
@@ -41,7 +41,7 @@ def set_port_blocked(port: int, blocked: bool) -> None:
     Raises:
         OSError: The kernel refuses the filter.
     """
-    for _, sock in _borrow_all():  # checked and changed in one pass: the descriptor may be reused a moment later
+    for _, sock in _borrow_all():  # one pass checks and changes: a descriptor may be reused in between
         if sock.getsockname()[1] == port and _is_listening(sock):
             if blocked:
                 _drop_everything(sock)
@@ -56,12 +56,12 @@ def _drop_everything(sock: socket.socket) -> None:
 
 
 def accepted_connections(ports: frozenset[int]) -> dict[int, int]:
-    """Return the connections that were accepted at these ports of this process: descriptor → port."""
+    """Return the port of each connection that was accepted at ``ports`` of this process, by descriptor."""
     return {fd: port for fd, port, is_listening in _tcp_sockets() if not is_listening and port in ports}
 
 
 def bytes_received(fd: int) -> int | None:
-    """Return the bytes that a connection has received; None if the kernel does not report it or the socket is gone."""
+    """Return how many bytes a connection has received; None if the kernel does not report it or the socket is gone."""
     try:
         with _borrow(fd) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
@@ -84,7 +84,7 @@ def shut_down(fd: int, port: int) -> bool:
 
 
 def _tcp_sockets() -> list[tuple[int, int, bool]]:
-    """Return (descriptor, local port, is listening) of every TCP socket of this process."""
+    """Return (descriptor, local port, whether it listens) of every TCP socket of this process."""
     return [(fd, int(sock.getsockname()[1]), _is_listening(sock)) for fd, sock in _borrow_all()]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _KILL_TIMEOUT_S = 5.0
 """Seconds to wait for the processes of a probe to end after SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
-"""Bytes at the end of the probe's output that are searched for its last line."""
+"""Number of bytes at the end of the probe's output that are searched for the output's last line."""
 
 
 async def probe(supervisor: StepSupervisor) -> str:
@@ -107,7 +107,7 @@ async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, wit
 
 
 def resource_limits() -> tuple[int, int, tuple[str, ...]]:
-    """Return a role's limits on this node: (locked memory in bytes, open files, RDMA devices); -1 for no limit."""
+    """Return a role's limits of locked memory (bytes) and open files, and the RDMA devices; -1 means no limit."""
     return (
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
     )  # fmt: skip
@@ -143,7 +143,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """Return whether a step of the run is already running on this node, as after a replacement of the agent."""
+    """Return whether a step of the run is already running on this node, as it is after the agent was replaced."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

@@ -31,7 +31,7 @@ helper is killed, the agent finds the mark and continues the step (:func:`resume
 
 
 class NotPerformed(Exception):
-    """A fault was not performed and nothing was changed; the text is the reason."""
+    """A fault was not performed, and nothing was changed. The exception's text is the reason."""
 
 
 class Target(Struct, frozen=True):
@@ -42,7 +42,7 @@ class Target(Struct, frozen=True):
 
 
 def find_target(launch_file: str) -> Target:
-    """Return the processes of the step of a launch file on this machine. Raises NotPerformed if none runs."""
+    """Return the processes of a launch file's step on this machine. Raises NotPerformed if the step is not running."""
     tag = Path(launch_file).stem
     marked = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
     step = next((process for process in marked if process.module == STEP_MODULE), None)
@@ -56,7 +56,7 @@ def find_target(launch_file: str) -> Target:
 
 
 def is_lasting(fault: Fault) -> bool:
-    """Return whether a single signal cannot perform the fault, so that a helper process (``pause_helper``) must."""
+    """Return whether a fault needs a helper process (``pause_helper``), because a single signal cannot perform it."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 
@@ -85,7 +85,7 @@ def _freeze(target: Target) -> str:
 
 
 def _kill_step(target: Target) -> str:
-    """Kill the step's slurmstepd; without Slurm, the step's first process."""
+    """Kill the step's slurmstepd or, without Slurm, kill the step's first process."""
     parent = read_process(target.step.parent)
     victim = parent if parent is not None and command_name(parent.pid) == "slurmstepd" else target.step
     try:
@@ -167,7 +167,7 @@ class Injector:
             await self._answer(fault, launch, False, str(error))
 
     async def _inject_into_agent(self, fault: Fault, launch: Launch) -> None:
-        """Report a fault on this agent, then perform it, because the agent may be unable to report it afterwards."""
+        """Report a fault on this agent before performing it, because the agent may be unable to report it later."""
         fatal: dict[FaultKind, Signals] = {FaultKind.KILL: SIGKILL, FaultKind.FREEZE: SIGSTOP}
         if is_lasting(fault):
             await self._pause(fault, launch, self._supervisor.process, None)
@@ -182,7 +182,7 @@ class Injector:
         """Perform a lasting fault by a pause helper, and wait for its end.
 
         The helper is a process of its own, which continues the target even if this agent is killed. ``path`` is the
-        step's launch file; None if the target is this agent.
+        step's launch file, or None if the target is this agent.
         """
         mark = [] if path is None else [path + PAUSED_SUFFIX]
         helper = await asyncio.create_subprocess_exec(

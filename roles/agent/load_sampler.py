@@ -1,6 +1,7 @@
 """Sample the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
 
-From the samples, the manager detects replicas that are idle although they report progress or a phase that computes.
+From the samples, the manager detects replicas that are idle although they report progress, or a phase in which they
+should compute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SAMPLE_INTERVAL_S = 2.0
 class StepLoadSampler:
     """Computes the load of each step between two samples.
 
-    ``tag`` returns the tag of the step of a launch file, or None if the load of that step is not reported.
+    ``tag`` is a function that returns the tag of a launch file's step, or None if the step's load is not reported.
     """
 
     def __init__(self, tag: Callable[[str], str | None]) -> None:
@@ -43,7 +44,7 @@ class StepLoadSampler:
         self, processes: Iterable[Process], gpus: Sequence[Gpu] | None, now: float,
         tensor: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[Load, ...]:  # fmt: skip
-        """Return the load of each step since the last sample, without steps that are sampled for the first time.
+        """Return the load of each step since the last sample, except for steps that are sampled for the first time.
 
         Args:
             processes: the run's processes on this node.
@@ -72,7 +73,7 @@ class StepLoadSampler:
         return tuple(loads)
 
     def last_gpus(self, path: str) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that the step of a launch file used last, even after the step has ended."""
+        """Return the UUIDs of the GPUs that a launch file's step used last, even if the step has ended."""
         return self._last_gpus.get(path, ())
 
     def forget(self, path: str) -> None:
@@ -87,14 +88,14 @@ class StepLoadSampler:
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:
             return used
-        if not self._assigned.get(path):  # retried, because a wrapper may not have started the command yet
+        if not self._assigned.get(path):  # repeated, since a wrapper may not have started the command yet
             self._assigned[path] = next(filter(None, map(_assigned_gpus, pids)), ())
         names = self._assigned[path]
         return [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
 
 
 def gpu_use(gpus: Sequence[Gpu] | None, own: Collection[str]) -> GpuUse | None:
-    """Return how much the GPUs of an NVML reading are used; None without a reading or a GPU.
+    """Return how much the GPUs of an NVML reading are used; None if there is no reading or no GPU.
 
     Args:
         gpus: the GPUs of the newest NVML reading, or None if there is none.

@@ -56,15 +56,15 @@ _log = logging.getLogger("rrl.agent")
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two heartbeats and /proc scans, unless the environment sets another interval."""
 RECHECK_DELAY_S = 0.2
-"""Seconds before a missing exit record is searched again, because shared storage may show it late."""
+"""Seconds before a missing exit record is looked for again, because shared storage may show it late."""
 SWEEP_TIMEOUT_S = 10.0
 """Seconds to wait for processes to end after SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
-"""Seconds after the run's end for which the agent waits without a manager before it ends the remaining steps and
+"""Seconds for which an agent without a manager waits after the run's end. It then ends the remaining steps and
 exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
-"""Heartbeat intervals without a manager after which the agent removes the disk filler. A manager writes this file to
-fill the disk (an injected fault), and may have died before it removed the file."""
+"""Number of heartbeat intervals without a manager after which the agent removes the disk filler. A manager writes the
+disk filler to fill the disk (an injected fault), and may have ended before the removal."""
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ async def _run(launch: Launch, launch_file: str) -> None:
             await asyncio.to_thread(snapshot_server.start)
             async with node_monitor(supervisor) as monitor:
                 try:
-                    failure = await probe(supervisor)  # before the readers start: a probe kills all descendants
+                    failure = await probe(supervisor)  # runs before the readers start: a probe kills all descendants
                     await run_admission_checks(supervisor, monitor)
                     await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, failure))
                 finally:
@@ -127,8 +127,8 @@ class _Agent:
         )
         self._census = Census(supervisor.steps)
         self._launches: dict[str, Launch | None] = {}
-        """Launches by the path of the file; None for a launch of another node and for a file that is not a launch
-        file."""
+        """Launches by the path of their launch files. The value is None for a launch of another node, and for a file
+        that is not a launch file."""
         self._running_steps: dict[str, Process] = {}
         """First processes of the running steps on this node, by launch file."""
         self._vanished: dict[str, StepVanished] = {}
@@ -138,7 +138,7 @@ class _Agent:
         self._injector = Injector(supervisor, self._read_launch)
         self._load_sampler = StepLoadSampler(self._role_tag)
         self._unsent_loads: tuple[Load, ...] = ()
-        """The newest loads, until a heartbeat reports them."""
+        """The newest loads, if no heartbeat has reported them yet."""
         self._unsent_gpu_use: GpuUse | None = None
         self._own_gpus = tuple(filter(None, slurm_gpus().split(",")))
         supervisor.on_connect, supervisor.on_message = self._hello, self._on_message
@@ -169,7 +169,7 @@ class _Agent:
         while True:
             await self._poll()
             heartbeats_without_manager = 0 if self._supervisor.dialer.connected else heartbeats_without_manager + 1
-            # a new manager could not even start while the disk is full
+            # no new manager can start while the disk is full
             if heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER:
                 await asyncio.to_thread(_remove, self._supervisor.run.disk_filler)
             if self._supervisor.dialer.connected or not await asyncio.to_thread(self._run_is_over):
@@ -224,7 +224,7 @@ class _Agent:
         self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
 
     def _on_step_gone(self, path: str) -> None:
-        """Handle the end of a step's first process: kill its orphans, and report the step if it left no exit record."""
+        """Handle the end of a step's first process: kill its orphans, and report the step if it has no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
@@ -308,7 +308,7 @@ class _Agent:
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], matches: Callable[[Process], bool]) -> None:
-        """Kill the processes of the steps with the launch files ``paths`` for which ``matches`` is true."""
+        """Kill each process of the steps with the launch files ``paths`` for which ``matches`` returns True."""
 
         def find() -> list[Process]:
             return [
@@ -320,7 +320,7 @@ class _Agent:
             self._monitor.on_our_kill()
         if left:
             _log.error(
-                "processes did not end within %g s of SIGKILL (they may hang in the kernel): %s",
+                "these processes did not end within %g s of SIGKILL, and may hang in the kernel: %s",
                 SWEEP_TIMEOUT_S,
                 [process.pid for process in left],
             )
@@ -328,7 +328,8 @@ class _Agent:
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
         """Kill the step of a fenced incarnation, because the step itself may not receive the Fenced message.
 
-        The launch file of a promoted standby names another incarnation, so its step is found by its tag.
+        The launch file of a promoted standby names another incarnation. The step of a promoted standby is therefore
+        found by ``tag``.
         """
         paths = [
             path
@@ -345,7 +346,7 @@ class _Agent:
             return False
 
     async def _terminate_remaining(self) -> None:
-        """End the remaining steps after the run's end: SIGTERM, their grace, then a sweep."""
+        """End the remaining steps after the run's end: send SIGTERM, wait for their grace, then sweep."""
         for process in self._running_steps.values():
             send_signal(process, SIGTERM)
         grace = max((launch.grace for path in self._running_steps if (launch := self._launches[path])), default=0.0)
@@ -353,7 +354,8 @@ class _Agent:
         while self._running_steps and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RECHECK_DELAY_S)
 
-        # the own launch file also marks the readers, which must not be killed, because they may be inside a driver
+        # The agent's own launch file also marks its readers. They must not be killed, because they may be inside a
+        # driver.
         own = self._supervisor.launch_file
         await self._sweep([path for path, launch in self._launches.items() if launch and path != own], _is_not_agent)
 
@@ -377,7 +379,10 @@ def _removed(folder: Path, device: int) -> bool:
 
 
 def _listen_host(launch: Launch) -> str:
-    """Return the address at which other nodes reach this node; empty if there is none (the node probe reports this)."""
+    """Return the address at which other nodes reach this node.
+
+    The text is empty if there is none, which the node probe reports.
+    """
     try:
         return node_environment(launch)[ADDRESS_ENV]
     except NoAddress:
@@ -394,9 +399,9 @@ def _is_not_agent(process: Process) -> bool:
 
 
 def _is_orphan(process: Process) -> bool:
-    """Return whether a process was started by the first process of a step, which has ended.
+    """Return whether a process belongs to a step whose first process has ended.
 
-    A wrapper that will exec a first process does not carry a step's mark yet, so it is not an orphan.
+    A wrapper that will exec a first process has no mark of a step yet, so the wrapper is not an orphan.
     """
     if not process.step:
         return False

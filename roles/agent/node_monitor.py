@@ -62,7 +62,7 @@ RESTORE_TIMEOUT_S = 5.0
 """Timeout (s) for reading the inventory of an earlier agent, because hung storage must not delay the node's
 admission."""
 _MOUNTS = ("/tmp", "/dev/shm")
-"""Mount points that are read on every node, besides those of the run and of the site's rules."""
+"""Mount points that are read on every node, in addition to those of the run and of the site's rules."""
 
 
 class NodeMonitor:
@@ -91,7 +91,7 @@ class NodeMonitor:
         self._findings: dict[str, Finding] = {finding.key: finding for finding in self._rule_findings}
         """Findings of the newest evaluation, by key."""
         self._reported: dict[str, Finding] = {}
-        """Findings that the manager knows, by key."""
+        """Findings that the Hello contains or that were sent since, by key."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting = False
         """Whether :meth:`start` is waiting for the readings of the admission round."""
@@ -100,8 +100,8 @@ class NodeMonitor:
     async def start(self, within: float, node_is_free: bool) -> None:
         """Start the readers and run the admission round.
 
-        Returns when every reader has read and no check needs another reading. Raises nothing: without readers the agent
-        continues and reports a finding.
+        Returns when every reader has read and no check needs another reading. Raises nothing: if the readers cannot be
+        started, the agent continues and reports a finding.
 
         Args:
             within: maximum duration (s) of the call; 0 to skip the admission round.
@@ -118,7 +118,7 @@ class NodeMonitor:
         if not within:
             return
         self._admitting = True
-        own_gpus = tuple(filter(None, slurm_gpus().split(","))) or (ALL_GPUS,)  # other jobs may share the node
+        own_gpus = tuple(filter(None, slurm_gpus().split(","))) or (ALL_GPUS,)  # other jobs may use the other GPUs
         self._node_state.set_expected_free(own_gpus if node_is_free else ())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
@@ -144,7 +144,10 @@ class NodeMonitor:
     # ── for the agent ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The current findings other than OK, FAIL first. Their times are from the clock of :meth:`now`."""
+        """The current findings whose verdict is not OK, those with FAIL first.
+
+        Their times are by the clock of :meth:`now`.
+        """
         by_severity = sorted(self._reported.values(), key=lambda finding: finding.verdict is not Verdict.FAIL)
         return tuple(by_severity[:MAX_FINDINGS])
 
@@ -166,7 +169,7 @@ class NodeMonitor:
         return newest.data.gpus
 
     def on_our_kill(self) -> None:
-        """Record that rrl ended a step on this node just now, because GPU errors near this time are a consequence."""
+        """Record that rrl has just ended a step on this node, which explains GPU errors near this time."""
         self._node_state.on_our_kill(self.now())
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
@@ -177,7 +180,7 @@ class NodeMonitor:
         self._node_state.set_tenant(gpus, role, incarnation)
 
     def on_role_death(self, gpus: Collection[str]) -> None:
-        """Record that a role which used these GPUs (UUIDs) ended just now, and not because rrl ended it."""
+        """Record that a role that used these GPUs (UUIDs) has just ended without a request by rrl."""
         self._node_state.on_role_death(gpus, self.now())
 
     @staticmethod
@@ -228,7 +231,10 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules, with the job's number of GPUs if the site sets none and too few GPUs are visible."""
+        """Return the site's rules, completed with the job's number of GPUs if fewer GPUs are visible.
+
+        A number of GPUs in the site's rules takes precedence.
+        """
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:
@@ -255,7 +261,7 @@ class NodeMonitor:
 
 
 def monitor_finding(launch: Launch, detector: str, text: str, now: float) -> Finding:
-    """Return a finding with verdict WARN about the agent's own monitoring."""
+    """Return a finding with verdict WARN that says what is wrong with the agent's monitoring."""
     evidence = (Evidence("agent", text, now),)
     return Finding(detector, Verdict.WARN, Cause.SOFTWARE, Remedy.NONE, now, evidence, node=launch.node)
 

@@ -1,4 +1,4 @@
-"""Stop a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
+"""Stop a process for a limited time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
 
 SHARE is the share of the time in which the target still runs (0 stops it completely). SECONDS is the duration of the
 pause; 0 means forever. With MARK, the target's whole process group is stopped. The file MARK then names this helper
@@ -30,7 +30,7 @@ PERIOD_S = 0.1
 
 
 def main() -> int:
-    """Pause the target as the arguments say; return exit code 1 if the target has already ended."""
+    """Pause the target as the arguments say; return the exit code, which is 1 if the target had already ended."""
     name, share, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     mark = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     parent = os.getppid()
@@ -40,7 +40,7 @@ def main() -> int:
         sys.stderr.write(f"process {name.partition('.')[0]} has ended\n")  # the agent reports it as the reason
         return 1
     watched = [fd]
-    if target.pid != parent:  # when the target is the agent, only the target is watched
+    if target.pid != parent:  # the parent is the agent; if it is the target, it is watched already
         watched.append(os.pidfd_open(parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _mark_file(mark):
@@ -49,7 +49,7 @@ def main() -> int:
             + (f"; the target runs {100 * share:g} % of the time" if share else "")
         )
         if mark is None:
-            time.sleep(ANSWER_SENDING_S)  # the agent must report the line before it is stopped
+            time.sleep(ANSWER_SENDING_S)  # the agent is the target, and must report the line before it is stopped
         try:
             _pause_until(
                 target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched

@@ -27,7 +27,8 @@ MiB)."""
 PROC_SCAN_TIMEOUT_S = 2.0
 """Timeout (s) of the scan of /proc. A scan takes some ms, but may hang on a process that is stuck in exec or exit."""
 DUMP_TIMEOUT_S = 3.0
-"""Timeout (s) of one py-spy. For a role with torch, py-spy takes 0.01 s on an idle machine, and 5 MiB (measured)."""
+"""Timeout (s) of one py-spy process. For a role with torch, py-spy takes 5 MiB and, on an idle machine, 0.01 s
+(measured)."""
 TOTAL_TIMEOUT_S = 4.0
 """Timeout (s) of all dumps of a step. The manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
@@ -66,7 +67,7 @@ async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks,
 
 
 async def _dump_process(process: Process, py_spy: str, within: float) -> str:
-    """Return py-spy's dump of a process; if py-spy fails, the reason and the kernel's state of the process."""
+    """Return py-spy's dump of a process or, if py-spy fails, the reason and the kernel's state of the process."""
     if not _is_python(process.pid):
         why = "the process is not Python"
     else:
@@ -85,7 +86,7 @@ async def _dump_process(process: Process, py_spy: str, within: float) -> str:
 
 
 async def _run_py_spy(argv: list[str], within: float) -> CommandResult:
-    """Run py-spy for at most ``within`` seconds. Raises TimeoutError, or OSError if it cannot be started."""
+    """Run py-spy for at most ``within`` seconds. Raises TimeoutError, and OSError if py-spy cannot be started."""
     if within <= 0:
         raise TimeoutError
     env = {"PATH": os.defpath, "RUST_BACKTRACE": "0"}
@@ -118,7 +119,7 @@ def _largest_processes(launch_file: str) -> list[Process]:
 def _is_python(pid: int) -> bool:
     try:
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:  # the process has ended or belongs to another user: py-spy reports which
+    except OSError:  # the process has ended or belongs to another user; py-spy reports the reason
         return Path(f"/proc/{pid}").exists()
     return name.startswith(_PYTHON) or _embeds_python(pid)
 
@@ -130,12 +131,12 @@ def _embeds_python(pid: int) -> bool:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident pages of a process; 0 if it has ended."""
+    """Return the number of resident pages of a process; 0 if it has ended."""
     return int((_read(pid, "statm").split() or ["0", "0"])[1])
 
 
 def _kernel_state(pid: int) -> str:
-    """Return the state of the main thread, its system call and its position in the kernel, as far as readable.
+    """Return the state of the main thread, its system call and its position in the kernel, if they can be read.
 
     :func:`rrl.health.detection.attribution.stack_groups.parse` parses this text.
     """

@@ -28,15 +28,16 @@ from .user_program import ProgramFailed
 _log = logging.getLogger("rrl.agents")
 
 FAULTS_WINDOW = 32
-"""Number of newest attempts among which the faults of the agent's own code are counted. If more than half of them
-failed by such a fault, the code is at fault rather than a few episodes, and this process ends with the exception."""
+"""Number of newest attempts among which the faults of the agent's own code are counted. If more than half of these
+attempts failed by such a fault, the code is at fault rather than a few episodes. This process then ends with the
+exception."""
 
 
 class AttemptsStore(Protocol):
-    """The requests of attempts to the store."""
+    """The requests about attempts that are sent to the store."""
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode with its reward, durably; with ``later`` the reward comes from outside."""
+        """End an episode with its reward, durably; if ``later`` is true, the reward comes later from outside."""
         ...
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
@@ -65,11 +66,11 @@ class AgentContext(Struct, frozen=True):
     item_text: Callable[[int], str]
     """Returns the text of an item of the task."""
     folder: Path
-    """Folder of job.toml, relative to which files are named."""
+    """Folder of job.toml; reported files are named relative to it."""
 
 
 class _Failure(Exception):
-    """The attempt failed; the text is the reason."""
+    """The attempt failed. The exception's text is the reason."""
 
 
 class Attempts:
@@ -78,7 +79,7 @@ class Attempts:
     Args:
         context: The values that all attempts share.
         endpoint: The endpoint at which the agents reach the model.
-        store: Receives their results.
+        store: Receives the results of the attempts.
         on_change: Called whenever an attempt has ended.
     """
 
@@ -94,8 +95,8 @@ class Attempts:
         self.note = ""
         """A text for people about the newest failure; empty if there was none."""
         self.error: BaseException | None = None
-        """Why this process must end: the newest exception of an agent whose code fails most of the time, or an error
-        of rrl itself."""
+        """The error with which this process must end, or None. It is the newest exception of an agent whose code fails
+        in most attempts, or an error of rrl itself."""
 
     @property
     def episodes(self) -> tuple[int, ...]:
@@ -137,7 +138,7 @@ class Attempts:
             _log.info("episode %d: %s", item.episode, error)
 
     async def _run(self, item: EpisodeItem) -> float | None:
-        """Run the agent, and return the reward. Raises _Failure with the reason if it fails."""
+        """Run the agent, and return the reward. Raises _Failure with the reason if the attempt fails."""
         context = self._context
         limit = asyncio.timeout(context.settings.timeout)
         try:
@@ -183,7 +184,7 @@ class Attempts:
         raise self._failure(problem, item, None)
 
     def _failure(self, why: str, item: EpisodeItem, error: BaseException | None) -> _Failure:
-        """Log the first failure of its kind, update the note, and return the failure."""
+        """Log a failure that is the first of its kind, update the note, and return the failure."""
         self.note = f"the newest failed attempt: {why}"
         kind = why if error is None else type(error).__name__
         if kind not in self._reported:

@@ -1,7 +1,7 @@
 """The role ``agents`` (``python -m rrl.roles.agents.main``): runs the user's agent for each leased episode.
 
-The agents run in the event loop of the main thread. The endpoint that they call runs in a thread of its own, and the
-connection to the store in another one.
+The agents run in the event loop of the main thread. The endpoint that they call, and the connection to the store, each
+run in a thread of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_S = 0.2
 
 
 class StoreRequests:
-    """Requests to the store about attempts, each awaited in the event loop of the caller.
+    """Sends requests about attempts to the store; each is awaited in the event loop of the caller.
 
     Args:
         me: This process.
@@ -41,15 +41,15 @@ class StoreRequests:
         self._me = me
 
     async def lease_episodes(self, at_most: int, holding: Sequence[int]) -> tuple[EpisodeItem, ...]:
-        """Lease episodes; empty if there is none within :data:`LEASE_WAIT_S`."""
+        """Return newly leased episodes, or an empty tuple if there is none within :data:`LEASE_WAIT_S`."""
         return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """See :class:`.attempts.AttemptsStore`."""
+        """End an episode, as :meth:`.attempts.AttemptsStore.finish_episode` describes."""
         await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward, later))
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """See :class:`.attempts.AttemptsStore`."""
+        """Report a failed attempt, as :meth:`.attempts.AttemptsStore.fail_attempt` describes."""
         await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..models.tasks import FunctionMissing, import_function
 
 Agent = Callable[[str, str, str], Awaitable[Any]]
-"""Runs one episode: takes the task's text of the item, base URL and API key, and returns the reward or None."""
+"""Runs one episode. Takes the text of the task's item, a base URL and an API key, and returns the reward or None."""
 _SIGNATURE = "async def run(item, base_url, api_key)"
 
 
@@ -37,7 +37,7 @@ def load_agent(name: str, folder: Path) -> Agent:
         folder: Folder of job.toml, from which the module is imported.
 
     Raises:
-        AgentError: It cannot be imported, is not async, or does not take the three arguments.
+        AgentError: The function cannot be imported, is not async, or does not take the three arguments.
     """
     try:
         function = import_function(name, folder)

@@ -1,7 +1,7 @@
-"""The user's agent as a program: ``[roles.agents] command``, of which one process is started for each attempt.
+"""The user's agent as a program: ``[roles.agents] command``, which is started once for each attempt.
 
-The program needs no code for rrl: the endpoint and its key are in the environment variables that OpenAI's clients read,
-the item is in another one, and the program prints the reward.
+The program needs no code for rrl: OpenAI's clients read the endpoint and its key from environment variables, the text
+of the item is in ``RRL_ITEM``, and the program prints the reward.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ ITEM_ENV = "RRL_ITEM"
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
 """Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
 _TAIL_BYTES = 4096
-"""Bytes of the end of each output that are kept: the reward or the reason is in the last line."""
+"""Number of bytes that are kept of the end of each output, whose last line is the reward or the reason of a failure."""
 _LAST_READS = 16
-"""Maximum number of reads of 64 KiB after the end. One read empties the pipe, but other processes may still write."""
+"""Maximum number of reads (64 KiB each) from a pipe after the program's end. One read empties the pipe, but other
+processes may still write to it."""
 _MAX_REASON_CHARS = 300
 
 
@@ -33,7 +34,7 @@ class ProgramFailed(Exception):
     """A process of the agent's program has ended without a result.
 
     Args:
-        why: What happened to it, and the last line that it wrote to stderr.
+        why: How the process ended, and the last line that it wrote to stderr.
         environmental: True if something outside of the program may be the cause.
     """
 
@@ -88,7 +89,7 @@ def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subpr
 
 
 class _Tail:
-    """The end of what a process writes to a pipe, read as it comes so that the process never waits."""
+    """The last bytes that a process wrote to a pipe; the pipe is always emptied, so that the process never waits."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._content, self._loop = pipe, b"", asyncio.get_running_loop()
@@ -118,7 +119,7 @@ class _Tail:
 
 
 async def _ended(pid: int) -> None:
-    """Wait until a child process has ended; do not reap it."""
+    """Wait until a child process has ended, but do not reap the process."""
     loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
     ended: asyncio.Future[None] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""A checkpoint as files in a folder, and the manifest with which a commit record names each file and its digest.
+"""A checkpoint as files in a folder, and its manifest, in which a commit record names each file and its digest.
 
 The files may have any format. Only files that a manifest names are read.
 """
@@ -74,7 +74,7 @@ def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] =
     paths = sorted(files)
     folders = {path.parent for path in paths}
     if len(folders) != 1:
-        raise ValueError(f"the files of a checkpoint must be in one folder; these are in {len(folders)}")
+        raise ValueError(f"the files of a checkpoint must be in one folder; these are in {len(folders)} folders")
     if not (folder := folders.pop()).is_relative_to(run_dir):
         raise ValueError(
             f"the files of a checkpoint must be in the run directory, and these are in {folder}: write them into the"
@@ -115,7 +115,7 @@ def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | No
         except OSError as error:
             raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
         if digest != expected:
-            raise DamagedCheckpoint(f"{path}: has the digest {digest}, but {expected} was committed")
+            raise DamagedCheckpoint(f"{path} has the digest {digest}, but {expected} was committed")
     return files
 
 

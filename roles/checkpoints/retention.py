@@ -2,9 +2,9 @@
 
 The trajectory store deletes them, because only the store knows which steps are committed. It calls
 :meth:`CheckpointCleaner.update` only with durable facts. If the store dies between a commit and the deletion, the next
-store deletes the folder. The facts only grow, so a store that does not notice its successor deletes no folder that the
-successor needs. A trainer cannot lose the files of the newest commit while it restores them: its first request has
-fenced all older trainers, so that only it can make the next commit.
+store deletes the superseded folders. The facts only grow, so a store that does not notice its successor deletes no
+folder that the successor needs. A trainer cannot lose the files of the newest commit while it restores them: its first
+request has fenced all older trainers, so that only it can make the next commit.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CheckpointCleaner:
 
     Args:
         checkpoints: The run's folder of checkpoints.
-        keep_checkpoints: As for :func:`garbage`.
+        keep_checkpoints: Number of newest commits whose checkpoints are kept, at least 1.
     """
 
     def __init__(self, checkpoints: Path, keep_checkpoints: int) -> None:
@@ -103,7 +103,7 @@ class CheckpointCleaner:
             self._delete(status)
 
     def _delete(self, status: CommitStatus) -> None:
-        with contextlib.suppress(OSError):  # a folder that cannot be listed now is listed after the next commit
+        with contextlib.suppress(OSError):  # if the folder cannot be listed, the next commit tries again
             for name in garbage([entry.name for entry in self._checkpoints.iterdir()], status, self._keep_checkpoints):
                 self._delete_folder(self._checkpoints / name)
 

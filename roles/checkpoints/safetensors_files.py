@@ -1,7 +1,8 @@
 """Write tensors of a checkpoint as the safetensors files of a Hugging Face folder, block by block.
 
-The safetensors library needs all tensors of a file in memory. The format is simple enough to write it as it is read:
-eight bytes with the length of the header, the header (JSON), and the bytes of the tensors one after another.
+The safetensors library needs all tensors of a file in memory. This module writes each tensor while it is read, which
+the simple format permits. A file has eight bytes with the length of the header, the header (JSON), and the bytes of the
+tensors one after another.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .stored_tensors import StoredTensor, UnreadableTensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
-"""Size of a file in bytes above which the next tensor begins another file: the default of save_pretrained in version 4
-of transformers (5GB; 50GB in version 5)."""
+"""Size of a file in bytes above which the next tensor begins another file. It is the default of save_pretrained in
+version 4 of transformers; version 5 has 50 GB."""
 _FORMAT_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -33,7 +34,7 @@ _ALIGNMENT_BYTES = 8
 
 
 class _Output(Struct, frozen=True):
-    """A tensor as it is written."""
+    """A stored tensor, and the dtype in which it is written."""
 
     stored: StoredTensor
     dtype: str
@@ -56,7 +57,7 @@ def write_weights(
         tensors: The tensors, in the order in which they are distributed to files.
         source: The folder of the checkpoint's files.
         folder: The folder to write into.
-        dtype: The dtype of floating-point tensors in the files; other tensors keep theirs.
+        dtype: The dtype of floating-point tensors in the files; other tensors keep their dtype.
         max_file_bytes: Size of a file above which the next tensor begins another file.
 
     Raises:

@@ -1,10 +1,11 @@
 """Read the tensors of a sharded checkpoint block by block, without torch and in little memory.
 
 The files are those of torch.distributed.checkpoint. ``.metadata`` is a pickle that lists where each shard of each
-tensor is stored. A shard is stored as torch.save writes it: a ZIP archive inside of a data file, whose member
-``data/0`` has the elements, uncompressed. torch's own reader loads a tensor as a whole and needs torch (300 MB of
-memory when it is imported); exports also run where rrl is installed without torch, and in the manager's Slurm job,
-which has 1 GB. The unpickling here creates only :class:`_Recorded` objects, so it cannot run code from the file.
+tensor is stored. A shard is stored as torch.save writes it, as a ZIP archive inside of a data file. The archive's
+member ``data/0`` has the elements, uncompressed. torch's own reader loads a tensor as a whole, and needs torch, whose
+import takes 300 MB of memory. Exports also run where rrl is installed without torch, and in the manager's Slurm job,
+which has 1 GB of memory. The unpickling here creates only :class:`_Recorded` objects, so it cannot run code from the
+file.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ METADATA = ".metadata"
 """Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
 verified first."""
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of a tensor that are in memory at a time."""
+"""Maximum number of bytes of a tensor that are in memory at a time."""
 
 
 class UnreadableTensors(Exception):
-    """The files are not a checkpoint that this version of rrl can read; the text says why."""
+    """This version of rrl cannot read the files as a checkpoint. The exception's text is the reason."""
 
 
 class Shard(Struct, frozen=True):
@@ -37,7 +38,7 @@ class Shard(Struct, frozen=True):
     at: int
     """Offset (bytes) of the shard's archive in the file."""
     nbytes: int
-    """Size of the archive."""
+    """Size (bytes) of the shard's archive."""
     elements: int
 
 
@@ -49,10 +50,10 @@ class StoredTensor(Struct, frozen=True):
     """Name of the dtype as in torch, for example ``bfloat16``."""
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
-    """In the order of their rows; a shard without elements is left out."""
+    """The shards that have elements, in the order of their rows."""
 
     def blocks(self, folder: Path, itemsize: int) -> Iterator[bytes]:
-        """Yield the elements in order, in whole elements of ``itemsize`` bytes and at most ``BLOCK_BYTES`` at a time.
+        """Yield blocks of whole elements of ``itemsize`` bytes, in order; each has at most ``BLOCK_BYTES``.
 
         Raises:
             UnreadableTensors: A shard does not have the elements that ``.metadata`` promises.
@@ -67,7 +68,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the checkpoint files of ``folder`` by name.
 
     Raises:
-        UnreadableTensors: ``.metadata`` is not torch's, or the shards of a tensor are not its consecutive rows.
+        UnreadableTensors: torch has not written ``.metadata``, or the shards of a tensor are not its consecutive rows.
         OSError: ``.metadata`` could not be read.
     """
     path = folder / METADATA
@@ -88,7 +89,7 @@ def _stored_tensor(name: str, tensor: Any, positions: dict[tuple[str, tuple[int,
         if not (elements := math.prod(sizes)):
             continue
         if any(offsets[1:]) or sizes[1:] != shape[1:] or (offsets or (0,))[0] != following:
-            raise UnreadableTensors(f"{name} is stored in parts that are not its consecutive rows; rrl reads only rows")
+            raise UnreadableTensors(f"{name} is stored in parts that are not consecutive rows, which rrl cannot read")
         following += sizes[0] if sizes else 1
         stored = positions[name, offsets]
         shards.append(Shard(stored.relative_path, stored.offset, stored.length, elements))
@@ -99,7 +100,7 @@ def _stored_tensor(name: str, tensor: Any, positions: dict[tuple[str, tuple[int,
 
 # ── torch's pickle ─────────────────────────────────────────────────────────────────────────────────────────────────
 class _Recorded:
-    """Stands for an object of any class in torch's pickle, and has its state as attributes."""
+    """Replaces an object of any class in torch's pickle. The object's state becomes attributes."""
 
     def __new__(cls, *_: Any) -> Any:
         return super().__new__(cls)
@@ -112,7 +113,7 @@ class _Recorded:
 
 
 class _TensorProperties(_Recorded):
-    """The properties of a tensor, whose state is a tuple that begins with the dtype."""
+    """The properties of a tensor. Their pickled state is a tuple that begins with the dtype."""
 
     dtype = ""
 
@@ -155,7 +156,7 @@ def _blocks(file: BinaryIO, shard: Shard, expected_bytes: int, where: str) -> It
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+    """A part of a file that can be read like a whole file."""
 
     def __init__(self, file: BinaryIO, at: int, nbytes: int) -> None:
         self._file, self._at, self._nbytes, self._position = file, at, nbytes, 0
@@ -179,7 +180,7 @@ class _Part(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes from the position on; 0 at the end of the part."""
+        """Read bytes from the position on, and return their number; 0 at the end of the part."""
         view = memoryview(buffer)[: max(0, self._nbytes - self._position)]
         self._file.seek(self._at + self._position)
         count: int = self._file.readinto(view) if view else 0  # type: ignore[attr-defined]

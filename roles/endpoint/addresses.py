@@ -1,7 +1,7 @@
 """The addresses of the endpoint's replicas, each a file in the run directory.
 
 A replica writes its address when it listens. The file of a replica that has died remains until the next incarnation of
-the replica replaces it. So an address says where the replica listened last; nobody may listen there now.
+the replica replaces it. So an address says where the replica listened last; perhaps no process listens there now.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class EndpointAddress(Struct, frozen=True):
 
 
 def write_address(run: RunDir, replica: int, base_url: str) -> None:
-    """Write the address of a replica, durably and at once for every reader.
+    """Write the address of a replica, durably and atomically.
 
     Args:
         run: The run directory.
         replica: Index of the replica.
-        base_url: Where it listens.
+        base_url: Base URL at which the replica listens.
 
     Raises:
         OSError: The run directory cannot be written.
@@ -38,7 +38,7 @@ def read_addresses(run: RunDir) -> dict[int, str]:
     """Return the base URL of each replica that has written its address, by index; damaged files are skipped.
 
     Raises:
-        OSError: The folder cannot be read; a missing one is empty.
+        OSError: The folder of addresses cannot be read. A missing folder counts as empty.
     """
     found: dict[int, str] = {}
     try:

@@ -1,9 +1,9 @@
 """The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
 
-A call opens one turn for each answer and follows it until its last token is durable. A client repeats a
-call if its connection broke or the server was restarted; the repeated call continues the same turns, because everything
-that this process knows can be read from the store again. A call of an attempt that replays an earlier one takes over
-the turns that were recorded for the same call. A call waits for tokens however long the store or the rollouts are
+A call opens one turn for each answer and follows it until its last token is durable. A client repeats a call if its
+connection broke or the server was restarted; the repeated call continues the same turns, because everything that this
+process knows can be read from the store again. In an attempt that replays an earlier attempt, a call takes over the
+turns that were recorded for the same call. A call waits for tokens however long the store or the rollouts are
 unavailable. Meanwhile the agent gets white space before the JSON, or comments in a stream, so that its read timeout
 does not expire.
 """
@@ -50,7 +50,7 @@ _RETRY_HEADER = "x-stainless-retry-count"
 _RELAY_HEADER = "x-rrl-relay"
 """Header that a relay sends; the relay then gets the position of a stream after each event."""
 _CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
-"""Headers with which a relay repeats a call: the newest position that it received."""
+"""Headers of a call that a relay repeats: the call's number, and the newest position that the relay received."""
 
 
 class ServedRun(Struct, frozen=True):
@@ -61,7 +61,7 @@ class ServedRun(Struct, frozen=True):
     secret: bytes
     policy: Policy
     max_new: int
-    """Greatest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     max_length: float
     """Maximum number of tokens of context and answer together."""
 
@@ -80,13 +80,13 @@ def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
 
 
 class _Repeated(Struct, frozen=True):
-    """The headers of a request about its earlier tries."""
+    """The earlier tries of a request, as its headers report them."""
 
     repeated: bool = False
     number: int | None = None
-    """Number of the call among equal ones, if the client knows it."""
+    """Number of the call among the calls with the same body; None if the client does not know it."""
     sent: str = ""
-    """Position of the stream that broke."""
+    """Position that the broken stream had reached; empty if the client does not know it."""
 
 
 class Endpoint:
@@ -167,7 +167,7 @@ class Endpoint:
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, call: Call, chat: Chat, repeated: _Repeated) -> OpenedTurns:
-        """Open the turns of a call, or find those that an earlier try of it or a recorded attempt has opened."""
+        """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         episode = await self._known.read(key.episode)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
@@ -181,7 +181,7 @@ class Endpoint:
                 return await self._open_turns(key, call, chat, number, known)
             except FencedAttempt:
                 raise
-            except Refused as error:  # such as a limit that has changed since the recorded attempt
+            except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
         return await self._open_turns(key, call, chat, number, self._context(call, episode.turns, chat))
 
@@ -218,9 +218,10 @@ class Endpoint:
         return plain_context(prompt, turns)
 
     def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
-        """Return the number of the call that a repeated request continues; None if no turn of it was opened.
+        """Return the number of the call that a repeated request continues; None if that call has opened no turn.
 
-        Among several equal calls this is the one that the client names, else the newest that no connection waits for.
+        Among the calls with the same body it is the call that the client names. If the client names none, it is the
+        newest call that no connection waits for.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:
@@ -244,7 +245,7 @@ class Endpoint:
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
-        """Return a reply that is no stream: as a whole if it is complete soon, otherwise with white space before it."""
+        """Return a reply that is not a stream; if it takes long, send white space before it."""
         content = asyncio.ensure_future(self._complete(reply, served))
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
@@ -277,7 +278,7 @@ class Endpoint:
 
     @contextmanager
     def _waits(self, served: set[tuple[int, str]]) -> Iterator[None]:
-        """Count a call that waits for tokens inside the block."""
+        """Count a call as waiting for tokens inside the block."""
         self.waiting += 1
         self._on_change()
         try:
@@ -289,7 +290,7 @@ class Endpoint:
 
 
 def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
-    """Return the context of a call of which a turn exists, in this attempt or recorded in an earlier one."""
+    """Return the context of a call that has a turn in this attempt or a recorded turn; None if it has neither."""
     turns = *episode.turns, *episode.recorded
     for turn in turns:
         if turn.request in names:
@@ -299,12 +300,12 @@ def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | Non
 
 
 def _names(call: Call, number: int) -> tuple[str, ...]:
-    """Return the request of the turn of each answer to a call."""
+    """Return, for each answer to a call, the name of the request that opens its turn."""
     return tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
 
 
 def _number(turn: Turn) -> int:
-    """Return the number of the call that opened a turn among the calls with the same body."""
+    """Return the number that the call which opened a turn has among the calls with the same body."""
     return int(turn.request.split("/")[1])
 
 

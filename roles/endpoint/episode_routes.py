@@ -1,8 +1,8 @@
 """The routes with which agents outside of the run open episodes and end them.
 
-``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns its key. With that key, the paths
-``finish``, ``reward`` and ``fail`` below it end the episode. A request that opens an episode may be repeated with the
-same ``Idempotency-Key``, any other request with the same body.
+``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns the episode's key. With the episode's
+key, the paths ``finish``, ``reward`` and ``fail`` below ``/rrl/v1/episodes`` end the episode. A request that opens an
+episode may be repeated with the same ``Idempotency-Key``, any other request with the same body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPEN_WAIT_S = 5.0
 _RETRY_AFTER_S = 5.0
 """Seconds after which a client should repeat its request for an episode."""
 _MAX_REQUEST_CHARS = 200
-"""Characters of the longest ``Idempotency-Key``."""
+"""Maximum number of characters of an ``Idempotency-Key``."""
 _MAX_REASON_CHARS = 2000
 """Maximum number of characters of a failure's reason that are passed on."""
 
@@ -57,7 +57,7 @@ class EpisodeRoutes(Struct, frozen=True):
 
     async def _open(self, request: Request) -> Response:
         if bearer_key(request, self.run, self.secret).attempt:
-            message = "this key is that of an episode; open episodes with the key of the run (rrl endpoint RUN)"
+            message = "this is the key of an episode; open episodes with the key of the run (rrl endpoint RUN)"
             raise ApiError(403, message, "permission_error", "run_key_needed")
         name = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
         if len(name) > _MAX_REQUEST_CHARS:
@@ -112,7 +112,7 @@ class EpisodeRoutes(Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise ApiError(400, "the body must be a JSON object") from None
         if unknown := sorted(given.keys() - keys):
-            raise wrong(unknown[0], f"is unknown; the body has {', '.join(sorted(keys))}")
+            raise wrong(unknown[0], f"is unknown; the body may have {', '.join(sorted(keys))}")
         return key, given
 
 

@@ -31,7 +31,7 @@ class Abandoned(Exception):
 
 
 def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
-    """Return the content of a request's key.
+    """Return the content of a request's API key.
 
     Args:
         request: The request.
@@ -57,7 +57,7 @@ async def read_body(request: Request, take: Callable[[int], None] = lambda count
         take: Called with the number of bytes of each piece, before the piece is kept.
 
     Raises:
-        ApiError: It is too large or too slow.
+        ApiError: The body is too large, or arrives too slowly.
     """
     body = bytearray()
     try:

@@ -19,17 +19,18 @@ LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 20.0
 """Seconds in which a new connection must send the head of its first request."""
 _MAX_CONNECTIONS = 8192
-"""Concurrent connections; further ones get 503. An agent has one or two for each of its calls."""
+"""Maximum number of concurrent connections; further connections get 503. An agent has one or two connections for each
+of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
 """Maximum size (bytes) of a header that is buffered."""
 IDLE_S = 75.0
-"""Seconds in which a connection must send the next request: longer than clients keep idle connections, so that the
-server never closes one that a client is about to use."""
+"""Seconds in which a connection must send the next request. Clients keep idle connections for a shorter time, so the
+server never closes a connection that a client is about to use."""
 _SEND_BUFFER_BYTES = 128 * 2**10
-"""Bytes that the kernel buffers for a client that does not read, instead of megabytes; a stream has hundreds a
-second."""
+"""Number of bytes that the kernel buffers for a client that does not read. The kernel's default is megabytes, but a
+stream has only hundreds of bytes per second."""
 _STOP_TIMEOUT_S = 5.0
-"""Seconds for open calls to end once the server is stopped."""
+"""Seconds to wait for the end of open calls when the server is stopped."""
 
 
 class EndpointServer:
@@ -38,7 +39,7 @@ class EndpointServer:
     Args:
         application: The application.
         host: Address at which it listens.
-        port: Its port; 0: any free one.
+        port: Port at which it listens; 0 selects a free port.
 
     Raises:
         OSError: The port cannot be bound.
@@ -74,7 +75,8 @@ class EndpointServer:
 class _BoundedProtocol(H11Protocol):
     """A connection that is closed if the head of a request does not arrive in time, or if the server stops.
 
-    uvicorn itself has no deadline for the first request; its deadline for a later request ends with the first byte.
+    uvicorn itself has no deadline for the first request. Its deadline for a later request applies only until the first
+    byte arrives.
     """
 
     _head_deadline: asyncio.TimerHandle | None = None
@@ -90,7 +92,7 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Break a call that is not answered yet, so that its client repeats it; uvicorn would answer it with 500."""
+        """Abort the connection of an unanswered call, so that its client repeats it; uvicorn would answer 500."""
         if self.cycle is None or self.cycle.response_complete:
             super().shutdown()
         else:

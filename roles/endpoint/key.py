@@ -17,13 +17,14 @@ from msgspec import Struct
 PREFIX = "rrl-"
 """Beginning of every key, so that a person or a secret scanner recognises it."""
 _NUMBERS = struct.Struct(">QI")
-"""Episode and attempt."""
+"""Format of the numbers in a key: episode and attempt."""
 _SIGNATURE_BYTES = 16
 """Bytes of the signature: 128 bits cannot be guessed."""
 _PURPOSE = b"rrl: API key of an episode\0"
 """Text that precedes what is signed, so that no other signature with the secret of the run is a valid key."""
 _MAX_KEY_CHARS = 400
-"""Maximum number of characters of a key that is decoded: names of run directories are shorter than 256 bytes."""
+"""Maximum number of characters of a key. No valid key is longer, because names of run directories are shorter than 256
+bytes."""
 
 
 class EpisodeKey(Struct, frozen=True):

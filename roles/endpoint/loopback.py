@@ -1,6 +1,6 @@
 """The endpoint for the agents of one process, on the loopback address and in a thread of that process.
 
-The endpoint lives as long as the agents of its process, so its address never changes for an agent.
+The endpoint exists as long as the agents of its process, so its address never changes for an agent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class LoopbackEndpoint:
         self.stop()
 
     def stop(self) -> None:
-        """Close all connections, which breaks the calls that wait; may be called again, in any thread but its own."""
+        """Close all connections, which breaks the calls that wait.
+
+        May be called again, and in any thread except the endpoint's own.
+        """
         self._server.stop()
 
     @property

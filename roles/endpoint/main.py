@@ -1,8 +1,8 @@
 """The role ``endpoint`` (``python -m rrl.roles.endpoint.main``): serves agents outside of the run.
 
-It is the application that the process of the run's own agents also serves, with more routes: an agent opens and ends
-episodes by them. It listens at the address of the node in the run's network. Its address is in the run directory before
-it is ready.
+It serves the same application as a process with the run's own agents, and additional routes by which agents open and
+end episodes. It listens at the address of the node in the run's network, and writes its address into the run directory
+before it reports that it serves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
         chat: Tokenizer and chat template.
         routes: The routes of episodes.
         host: Address at which it listens.
-        port: Its port; 0: any free one.
+        port: Port at which it listens; 0 selects a free port.
 
     Raises:
         OSError: The port cannot be bound, or the run directory cannot be written.

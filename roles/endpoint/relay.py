@@ -1,14 +1,14 @@
 """The relay: an HTTP proxy beside an agent outside of the run, which holds its calls while the endpoint restarts.
 
 It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
-repeats the call, which the endpoint joins to the turn that the call has opened. Meanwhile it sends white space before a
-JSON answer, and comments in a stream, so that no read timeout of the agent expires. It does not interpret tokens: after
-each event of a stream the endpoint sends the number of the call and the number of tokens that the agent has by then
-(``: rrl CALL SENT``), and the relay repeats the call with both.
+repeats the call; the endpoint then continues the turn that the call has opened. Meanwhile the relay sends white space
+before a JSON answer, and comments in a stream, so that no read timeout of the agent expires. The relay does not
+interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens that
+the agent has by then (``: rrl CALL SENT``); the relay repeats a call with these two numbers.
 
-A relay keeps the body of each call, one event of each stream and each answer without a stream until it is complete, all
-within :data:`MAX_MEMORY_BYTES`. If an agent reads slowly, only its own answer is delayed, at the relay and at the
-endpoint.
+A relay keeps in memory the body of each call, one event of each stream, and each other answer until it is complete;
+together at most :data:`MAX_MEMORY_BYTES`. If an agent reads slowly, only its own answer is delayed, at the relay and at
+the endpoint.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _log = logging.getLogger("rrl.relay")
 MAX_EVENT_BYTES = 16 * 2**20
 """Maximum size (bytes) of an event of a stream: one event has at most the tokens of a prompt and of a segment."""
 MAX_MEMORY_BYTES = 512 * 2**20
-"""Maximum number of bytes that all calls together may keep; a call that needs more gets 503, which clients repeat
+"""Maximum number of bytes that all calls together may keep; a call that needs more gets 503, and its client repeats it
 later."""
 KEEP_ALIVE_S = 0.5
-"""Seconds between two signs of life of a waiting answer, as at the endpoint."""
+"""Seconds between two signs of life of a waiting answer; the endpoint sends them at the same interval."""
 SILENCE_S = 15.0
-"""Seconds without a byte of an answer after which the replica counts as lost: it sends a byte twice a second."""
+"""Seconds without a byte of an answer after which the replica counts as lost; a working replica sends two per
+second."""
 OPENING_SILENCE_S = 60.0
-"""The same for other requests, whose answers have no signs of life: opening an episode may take 30 s."""
+"""Value of SILENCE_S for requests whose answers have no signs of life: opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
-"""Seconds for a TCP connection to a replica; a node that is gone does not refuse connections."""
+"""Timeout (s) of connecting to a replica, because a node that is gone does not refuse connections."""
 RETRY_S = 0.3
 """Seconds between two attempts to reach the endpoint while it is unavailable."""
 LOOK_INTERVAL_S = 1.0
@@ -61,13 +62,13 @@ _NOT_PASSED = frozenset({
     "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
     "proxy-connection", "server", "te", "trailer", "transfer-encoding", "upgrade", "accept-encoding",
 })  # fmt: skip
-"""Headers of one connection, which the relay does not pass on; answers are not compressed."""
+"""Headers that the relay does not pass on, because they concern one connection or request compressed answers."""
 _EVENT_STREAM = "text/event-stream"
 _DONE = b"data: [DONE]"
 _POSITION = b": rrl "
 T = TypeVar("T")
 Take = Callable[[int], None]
-"""Reserves further bytes of the relay's memory for a call. Raises ApiError if there are too few."""
+"""Reserves further bytes of the relay's memory for a call. Raises ApiError if too few are left."""
 
 
 class _Streamed(Struct):
@@ -126,7 +127,7 @@ class _Call:
         self.repeated = False
         """True if a replica may have begun to work on the call."""
         self.position: tuple[str, str] | None = None
-        """Number of the call, and numbers of tokens that the agent has, as the endpoint wrote them."""
+        """Number of the call, and numbers of tokens that the agent has, as the endpoint last wrote them."""
         self.upstream: httpx2.Response | None = None
         """The newest answer of a replica."""
         self._task: asyncio.Future[Any] | None = None
@@ -143,7 +144,7 @@ class _Call:
 
     @property
     def is_completion(self) -> bool:
-        """True if the answer comes with signs of life, and is joined when the call is repeated."""
+        """True if the answer has signs of life, and a repeated call continues it."""
         return self.method == "POST" and self.path in _COMPLETIONS
 
     @property
@@ -155,7 +156,7 @@ class _Call:
             return False  # the endpoint refuses it
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Begin the work on the call, which ends with the call."""
+        """Start the work on the call; :meth:`close` cancels it."""
         self._task = task = asyncio.ensure_future(work)
         return task
 
@@ -232,7 +233,7 @@ class Relay:
         return Response(answer.content, answer.status, answer.headers)
 
     async def _padded(self, call: _Call, take: Take) -> Response:
-        """Return the answer to a completion: whole if it is complete soon, otherwise with white space before it."""
+        """Return the answer to a completion that is not a stream; if it takes long, send white space before it."""
         fetching = call.start(self._fetch(call, take))
         await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
         if fetching.done():
@@ -254,7 +255,7 @@ class Relay:
         return StreamingResponse(padded(), media_type="application/json")
 
     async def _stream(self, call: _Call, take: Take) -> Response:
-        """Return the answer to a completion that is a stream; after its beginning, errors are events of it."""
+        """Return the answer to a completion that is a stream; errors after its beginning are sent as events."""
         opening = call.start(self._open(call))
         await asyncio.wait([opening], timeout=KEEP_ALIVE_S)
         if opening.done() and opening.result().status_code != 200:
@@ -263,7 +264,7 @@ class Relay:
         return StreamingResponse(_with_comments(self._events(call, opening, take)), media_type=_EVENT_STREAM)
 
     async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream up to its end, whichever replicas it comes from."""
+        """Yield the events of a stream up to its end, even if several replicas send parts of it."""
         begun = False
         try:
             upstream = await opening
@@ -285,7 +286,7 @@ class Relay:
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
-        """Return the complete answer to a call, which ``upstream`` may have begun; repeat it until it is complete."""
+        """Return the complete answer to a call, of which ``upstream`` is the first try; repeat tries that break off."""
         if upstream is None:
             upstream = await self._open(call)
         while True:
@@ -326,14 +327,14 @@ class Relay:
                 call.upstream = upstream
                 if not _is_unavailable(upstream):
                     return upstream
-                call.repeated |= upstream.status_code != 503 or _is_json(upstream)  # else it has too many connections
+                call.repeated |= upstream.status_code != 503 or _is_json(upstream)  # else too many connections
                 await upstream.aclose()
             if self._over:
                 raise ApiError(410, "the run has ended", code="run_ended")
             await asyncio.sleep(RETRY_S)
 
     async def _roots(self, owner: int) -> Sequence[str]:
-        """Return the addresses of the replicas without path, first the replica that this owner's calls go to."""
+        """Return the addresses of the replicas without path; the replica that gets this owner's calls comes first."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
                 self._addresses, self._over = await asyncio.to_thread(self._look)
@@ -364,7 +365,7 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
-    """Yield the events of an upstream without its comments, each once the position after it is known.
+    """Yield the events of an upstream without its comments, each as soon as the position after it is known.
 
     An event without a position is yielded with the next one. If the upstream is lost, its events after the last
     position are not yielded, because they are sent again.
@@ -433,13 +434,13 @@ def _is_unavailable(upstream: httpx2.Response) -> bool:
 
 
 def _is_json(upstream: httpx2.Response) -> bool:
-    """Return whether the application itself has answered; its server answers with plain text."""
+    """Return whether the application itself has answered; the HTTP server below it answers with plain text."""
     content_type: str = upstream.headers.get("content-type", "")
     return content_type.startswith("application/json")
 
 
 def _with_base_url(answer: _Answer, base_url: str) -> _Answer:
-    """Return the answer that opens an episode, with the relay as the base URL of its agent."""
+    """Return the answer that opens an episode, with the relay's base URL in place of the endpoint's."""
     try:
         opened = msgspec.json.decode(answer.content, type=dict[str, Any])
     except msgspec.MsgspecError:

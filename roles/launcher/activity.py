@@ -1,8 +1,9 @@
 """Report to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
 The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role. A
-sample is one unit of progress if the command used the CPU or a GPU, or wrote something, in it. A command that waits in
-a busy loop seems to work; only a command that calls :func:`rrl.join` can report the difference.
+sample counts as one unit of progress if, since the previous sample, the command used the CPU or a GPU, or wrote
+something. A command that waits in a busy loop seems to work; only a command that calls :func:`rrl.join` can report the
+difference.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .first_process import StepSupervisor, log_failure
 from .gpus import Gpus, assigned_gpus_with_timeout
 
 BUSY_CORE_SHARE = 0.01
-"""Share of one core above which a command counts as working; a sleeping interpreter uses less than a tenth of it."""
+"""Share of one core above which a command counts as working; a sleeping interpreter uses less than 0.1 %."""
 SAMPLE_INTERVAL_S = 2.0
 """Seconds between two samples. A sample reads all of /proc."""
 GPU_QUERY_TIMEOUT_S = 5.0
-"""Timeout (s) of a query to the driver. A driver that hangs is not queried again; then only CPU time and output
-count."""
+"""Timeout (s) of a query to the driver. A driver that hangs is not queried again; from then on, only CPU time and
+output count."""
 
 ProcessKey = tuple[int, int]
 """Pid and start time of a process; the pid alone may be reused."""
@@ -132,7 +133,7 @@ class ActivityReporter:
         if self._gpus is None:
             return False
         try:
-            # not wait_for: in Python 3.11 it can lose a cancellation
+            # instead of wait_for, which can lose a cancellation in Python 3.11
             async with asyncio.timeout(GPU_QUERY_TIMEOUT_S):
                 return await asyncio.to_thread(self._gpus.any_busy)
         except TimeoutError:

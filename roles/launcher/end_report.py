@@ -1,4 +1,4 @@
-"""Report why this process ends: in an end report, which the launcher of its step copies into the exit record.
+"""Report why this process ends, in an end report that the launcher of its step copies into the exit record.
 
 The manager's decisions use this report, never the output of the process. Two reasons are reported: an invalid
 configuration of the job (:func:`exits_on_invalid_config`), and an uncaught exception
@@ -44,8 +44,8 @@ _ENVIRONMENTAL_ERRORS = frozenset({
     "http.client.HTTPException", "urllib3.exceptions.HTTPError", "aiohttp.client_exceptions.ClientError",
     "httpx.TransportError",
 })  # fmt: skip
-"""Names of further error classes with possible causes in memory, a GPU or the network. The classes are compared by
-name, so that this module need not import their packages."""
+"""Names of further error classes whose cause may be memory, a GPU or the network. The classes are compared by name, so
+that this module need not import their packages."""
 _MARK = "_rrl_environmental"
 """Attribute of an exception that was raised in a call of a service (:func:`mark_environmental`)."""
 
@@ -96,7 +96,7 @@ def report_uncaught_exceptions(launch: Launch) -> None:
 
 def mark_environmental(error: BaseException) -> None:
     """Record in an exception that a service outside of the run may have caused it."""
-    with suppress(Exception):  # a class of the user's may forbid it
+    with suppress(Exception):  # the user's exception class may forbid it
         setattr(error, _MARK, True)
 
 

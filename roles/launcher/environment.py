@@ -12,7 +12,7 @@ from ...core.role_environment import is_launcher_variable
 from ...transport.address import interface_on, own_address
 
 ADDRESS_ENV = "RRL_ADDRESS"
-"""Environment variable with the address on which a role listens, which the launcher of its step chooses."""
+"""Environment variable with the address on which a role listens. The launcher of the role's step chooses it."""
 GPUS_ENV = "RRL_GPUS"
 """Environment variable with the numbers of the GPUs that Slurm assigned to this step on this node, separated by commas;
 unset if there are none."""
@@ -52,7 +52,7 @@ def configured_readers(launch: Launch) -> tuple[str, ...]:
 
 
 def slurm_gpus() -> str:
-    """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty for none."""
+    """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty if there are none."""
     return next((os.environ[name] for name in _SLURM_GPU_VARIABLES if os.environ.get(name)), "")
 
 
@@ -61,12 +61,12 @@ def _addresses(launch: Launch) -> dict[str, str]:
 
     By default gloo and NCCL use the interface of the host name, which is the management network on many clusters.
     """
-    if not launch.network:  # the local cluster stays on this machine
+    if not launch.network:  # without Slurm, all roles run on this machine
         return {ADDRESS_ENV: own_address() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"}
     chosen = interface_on(launch.network)
     names = {
         "GLOO_SOCKET_IFNAME": chosen.name,
-        "NCCL_SOCKET_IFNAME": f"={chosen.name}",  # without "=" NCCL takes it as a prefix (NCCL's manual)
+        "NCCL_SOCKET_IFNAME": f"={chosen.name}",  # without "=" NCCL takes the name as a prefix (NCCL's manual)
     }
     if devices := ucx_devices(chosen.name):
         names["UCX_NET_DEVICES"] = devices

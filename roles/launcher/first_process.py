@@ -40,8 +40,8 @@ EXIT_REPORT_TIMEOUT_S = 2.0
 class StepSupervisor:
     """The first process of one step, and its communication with the manager.
 
-    ``stop_reason`` is None until there is a reason to exit. The first reason is kept; later stop requests can only
-    make ``deadline`` (a time of the loop's clock) earlier. ``wakeup`` is set at every change.
+    ``stop_reason`` is None until there is a reason to exit. The first reason is kept; later stop requests can only make
+    ``deadline`` (a time of the loop's clock) earlier. ``wakeup`` is set whenever one of these attributes changes.
     """
 
     def __init__(self, launch: Launch, launch_file: str) -> None:
@@ -51,16 +51,18 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """The folder of launch files, as the manager writes it, because marks are compared as text."""
+        """Path of the folder of launch files. It is spelled as the manager spells it, because marks are compared as
+        text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
         """Details of ``stop_reason``, a text for people."""
         self.deadline = float("inf")
         self.wakeup = asyncio.Event()
         self.on_connect: Callable[[], Sequence[Any]] = tuple
-        """Returns the messages that every new manager receives after the AdmissionRequest."""
+        """Function that returns the messages that every new manager receives after the AdmissionRequest."""
         self.on_message: Callable[[Any], None] = lambda message: None
-        """Handles the manager's messages, except Admitted, and except a Stop or Fenced of this incarnation."""
+        """Function that handles every message of the manager except Admitted, and except Stop and Fenced of this
+        incarnation."""
         self._exit_report: StepExit | None = None
         self._admitted = False
         self._is_duplicate = False
@@ -85,7 +87,7 @@ class StepSupervisor:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Handle signals, the death of the parent and messages of the manager inside the block."""
+        """Handle signals, the end of the parent process and messages of the manager inside the block."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,7 +106,7 @@ class StepSupervisor:
             await self.dialer.close()
 
     async def request_admission(self) -> bool:
-        """Request admission; return False if the step must not start (:attr:`stop_reason`)."""
+        """Request admission; return False, and set ``stop_reason``, if the step must not start."""
         pending = asyncio.create_task(self.dialer.request(self._admission_request(), ADMISSION_TIMEOUT_S))
         pending.add_done_callback(lambda task: self.wakeup.set())
         await self.wait_for(pending.done)
@@ -121,7 +123,7 @@ class StepSupervisor:
         return self.stop_reason is None
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition()`` is true or a stop is requested; ``wakeup`` triggers the next check."""
+        """Wait until ``condition()`` is true or a stop is requested; both are checked whenever ``wakeup`` is set."""
         while not condition() and self.stop_reason is None:
             self.wakeup.clear()
             await self.wakeup.wait()
@@ -182,7 +184,7 @@ class StepSupervisor:
                 if not message.ok:
                     self._is_duplicate = message.duplicate
                     self.request_stop(ExitReason.NOT_ADMITTED, 0.0, message.reason)
-            # after a promotion, messages name an incarnation that this launcher does not know; the tag stays
+            # after a promotion, messages name another incarnation than the launch file, but the same tag
             case Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag):
                 self.request_stop(ExitReason.FENCED, 0.0, message.reason)
             case Stop(incarnation=self.launch.incarnation) | Stop(tag=self.launch.tag):
@@ -193,8 +195,8 @@ class StepSupervisor:
     def _watch_launcher(self) -> None:
         """Request a stop when the parent process ends.
 
-        A pidfd shows the end. A parent-death signal would be sent as soon as the parent's thread that forked this
-        process ends.
+        A pidfd shows the end. A parent-death signal could come too early, because it is sent as soon as the parent's
+        thread that forked this process ends.
         """
         loop = asyncio.get_running_loop()
         parent = os.getppid()

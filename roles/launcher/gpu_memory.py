@@ -24,7 +24,7 @@ FREE_TIMEOUT_S = 50.0
 POLL_INTERVAL_S = 2.0
 """Seconds between two checks (NVRx: 2 s)."""
 MAX_USED_BYTES = 512 * 2**20
-"""Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB), without the driver's reserve."""
+"""Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB). The driver's reserve does not count."""
 NVML_TIMEOUT_S = 20.0
 """Timeout (s) of NVML's calls, in addition to :data:`FREE_TIMEOUT_S`. The agent's readers report a driver that
 hangs."""
@@ -33,7 +33,7 @@ CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 
 
 async def wait_until_free(supervisor: StepSupervisor) -> str:
-    """Wait until the GPUs of this step are free; return why they are not, or an empty text.
+    """Wait until the GPUs of this step are free; return why they are still occupied, or an empty text.
 
     The text is also empty if NVML does not answer, or if a stop is requested during the wait.
     """
@@ -63,7 +63,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 
 
 def main() -> None:
-    """Wait in the checker process for free GPU memory, and print why it is not free; print nothing if NVML fails."""
+    """Wait, in the checker process, for free GPU memory; print why it is not free, or nothing if NVML fails."""
     pynvml = open_nvml()
     if pynvml is None:
         return
@@ -84,7 +84,7 @@ def _occupied_gpus(pynvml: Any, gpus: dict[str, Any]) -> list[str]:
     for name, gpu in gpus.items():
         try:
             used = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2).used
-        except (pynvml.NVMLError, AttributeError):  # older drivers count their own reserve as used
+        except (pynvml.NVMLError, AttributeError):  # only version 2 excludes the driver's reserve
             continue
         if used > MAX_USED_BYTES:
             descriptions.append(f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(pynvml, gpu)}")

@@ -17,7 +17,7 @@ DRIVER_TIMEOUT_S = 5.0
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return :func:`assigned_gpus`, or an empty tuple if the driver does not answer in time."""
+    """Return the result of :func:`assigned_gpus`, or an empty tuple if the driver does not answer in time."""
     try:
         async with asyncio.timeout(DRIVER_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
             return await asyncio.to_thread(assigned_gpus, environ)
@@ -71,7 +71,7 @@ def _uuid(pynvml: Any, name: str) -> str:
 def handle(pynvml: Any, name: str) -> Any:
     """Return NVML's handle of the GPU ``name``: a UUID, or a number among the GPUs that this process may open.
 
-    Raises NVMLError.
+    Raises NVMLError if NVML does not find the GPU.
     """
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
@@ -79,7 +79,7 @@ def handle(pynvml: Any, name: str) -> Any:
 
 
 class Gpus:
-    """The GPUs of this step, queried through nvidia-ml-py if it and a driver are installed. Every call may hang."""
+    """The GPUs of this step, queried through nvidia-ml-py if it is installed with a driver. Every call may hang."""
 
     def __init__(self) -> None:
         self._nvml: Any = None

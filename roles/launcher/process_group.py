@@ -1,10 +1,10 @@
 """Start the role's command in a process group of its own, and list the run's processes on a node.
 
-A standby process imports and builds beside working roles. Its session therefore gets a low priority (the autogroup of
-sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its promotion. SCHED_IDLE is
-no alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process with this policy
-never becomes ready beside roles that use every core. If each step has its own CPU cgroup, the kernel divides the cores
-among the cgroups, and the priority has no effect.
+A standby process imports packages and builds its model or engine beside working roles. Its session therefore gets a low
+priority (the autogroup of sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its
+promotion. The policy SCHED_IDLE is not an alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites
+give, and a process with this policy never becomes ready beside roles that use every core. If each step has its own CPU
+cgroup, the kernel divides the cores among the cgroups, and the priority has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
-"""Age in seconds up to which a process is read again at each census: a wrapper may still exec a first process."""
+"""Age in seconds up to which a process is read again at each census, because it may still exec a first process."""
 _CENSUSES_PER_FULL_SCAN = 10
 """Number of censuses after which all processes are read again, because a pid may have been reused."""
 
@@ -49,7 +49,7 @@ def adopt_orphans() -> None:
 
 
 class ProcessGroup:
-    """A command in a new session, whose process group id is its pid. The kernel kills it when this process dies.
+    """A command in a new session, whose process group id is its pid. The kernel kills the command if this process ends.
 
     Must be started on the main thread, because PR_SET_PDEATHSIG refers to the thread that forked.
     """
@@ -59,8 +59,8 @@ class ProcessGroup:
         self._popen = popen
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Done when the command has ended. The command stays a zombie until :meth:`reap`, so that its group id is not
-        reused."""
+        """A future that is done when the command has ended. The command stays a zombie until :meth:`reap`, so that its
+        group id is not reused."""
         self._pidfd = os.pidfd_open(popen.pid)
         loop.add_reader(self._pidfd, self._on_end)
         loop.add_signal_handler(signal.SIGCHLD, _reap_orphans, self.pid)
@@ -84,7 +84,7 @@ class ProcessGroup:
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: one prctl; only libzmq has other threads
+            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: it only calls prctl; only libzmq has threads
         ))  # fmt: skip
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -104,7 +104,7 @@ class ProcessGroup:
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Signal a process group; return False if it does not exist. Raises PermissionError."""
+    """Signal a process group; return False if it does not exist. Raises PermissionError if that is forbidden."""
     try:
         os.killpg(group, number)
         return True
@@ -116,7 +116,7 @@ def end_descendants(me: Process, within: float) -> list[Process]:
     """Kill every process that this process ``me`` has started, in any session.
 
     Must be called after the command itself is reaped. Descendants are found both by their parent
-    (:func:`adopt_orphans`) and by the mark in their environment, because each way misses some.
+    (:func:`adopt_orphans`) and by the mark in their environment, because each of these two ways misses some.
 
     Returns:
         The processes that did not end within ``within`` seconds.
@@ -136,8 +136,8 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Most processes do not belong to the run. The pid of such a process is stored once the process is old, and it is not
-    read again. For an old process of the run, only the start time is read again.
+    Most processes do not belong to the run. Once such a process is old, its pid is stored and the process is not read
+    again. For an old process of the run, only the start time is read again.
     """
 
     def __init__(self, steps: str) -> None:
@@ -224,7 +224,7 @@ _RETRY_INTERVAL_S = 0.03
 """Seconds between two tries to change the priority. The kernel accepts ten changes per second from all users
 together."""
 _RETRY_TIMEOUT_S = 1.0
-"""Seconds after which the priority is left as it is."""
+"""Seconds for which a change of the priority is tried."""
 
 
 def lower_priority(leader: int) -> None:
@@ -266,11 +266,12 @@ def select_gpus(
 ) -> tuple[str, ...]:
     """Restrict a promoted standby to its GPUs, by changing ``environ``.
 
-    A trainer's standby sees all GPUs of its node and must not have touched one before. A rollout's standby has its GPUs
-    from its start and keeps them.
+    A trainer's standby sees all GPUs of its node, and must not have used any of them before. A rollout's standby has
+    its GPUs from its start and keeps them.
 
     Args:
-        chosen: the GPUs of the promotion, named as by :func:`rrl.roles.launcher.gpus.assigned_gpus`; empty for all.
+        chosen: the GPUs of the promotion, named as by :func:`rrl.roles.launcher.gpus.assigned_gpus`; empty if the
+            process keeps its GPUs.
         current: the GPUs that the process has.
         environ: the environment to change.
 

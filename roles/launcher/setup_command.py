@@ -24,7 +24,7 @@ _DRAIN_TIMEOUT_S = 1.0
 
 
 class SetupCommand:
-    """One command and its prelude. After the end, :meth:`failure_reason` returns why the command was not started."""
+    """One command and its prelude. If the prelude failed, :meth:`failure_reason` returns why no command was started."""
 
     def __init__(self, text: str, command: Sequence[str], env: dict[str, str], cwd: str, out: int) -> None:
         """Start the prelude ``text``, which then starts ``command``.
@@ -77,7 +77,7 @@ class SetupCommand:
             return
         try:
             data = os.read(self._report, 4096)
-        except BlockingIOError:  # nothing to read, and a process started by the prelude holds the other end
+        except BlockingIOError:  # no report yet: the prelude, or a process that it started, holds the other end
             return
         self._reported += data
         if self._reported == STARTED:

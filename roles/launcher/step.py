@@ -76,7 +76,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
         command = setup.group
         async with report_activity(supervisor, command.pid, setup.started):
             await _wait_until_ended(supervisor, command)
-        command.kill(SIGKILL)  # the rest of its group, before reaping frees the leader's pid
+        command.kill(SIGKILL)  # ends the rest of the group, before reaping frees the leader's pid
         code, number = command.reap()
         left = end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_REPORT_S)
         if (failure := setup.failure_reason()) and supervisor.stop_reason is None:
@@ -85,7 +85,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
             await _report_end(supervisor, log, code, number)
         if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
             _log.error(
-                "processes did not end on SIGKILL, and are left to the agent of this node: %s",
+                "these processes did not end after SIGKILL, and are left to the agent of this node: %s",
                 [process.pid for process in left],
             )
         await asyncio.to_thread(log.finish)
@@ -100,7 +100,7 @@ async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None
         await supervisor.finish(code, None, ExitReason.INVALID_CONFIG, report.message)
         return
     exception = report.exception if isinstance(report, Raised) else None
-    folder = Path(supervisor.launch.cwd) if exception is None else None  # a reported exception names its place itself
+    folder = Path(supervisor.launch.cwd) if exception is None else None  # a reported exception already names its place
     last_line = await asyncio.to_thread(log.last_line, folder) if code else ""
     reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
     await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line, exception)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
 GOODBYE_TIMEOUT_S = 60.0
-"""Seconds that a worker which has finished its work waits for the manager's stop request."""
+"""Seconds for which a worker that has finished its work waits for the manager's stop request."""
 
 _Data = TypeVar("_Data")
 
@@ -66,7 +66,7 @@ class Worker:
         )
         self._data = StepData(self._connection, self.job.sampling, lambda: self.phase("wait_data"))
         self.uncommitted = self._data.uncommitted
-        """The steps of which this trainer has the data, and that are not committed."""
+        """The uncommitted steps whose data this trainer has."""
         self._loaded: Version | None = None
         self._leased = LeasedTrajectories()
         """Trajectories returned by :meth:`work` or :meth:`lease`."""
@@ -77,8 +77,8 @@ class Worker:
     def __enter__(self) -> Worker:
         """Wait until the manager has welcomed this incarnation.
 
-        A standby process waits here, for minutes or days, until it is promoted. If its stop is requested before that,
-        this raises SystemExit.
+        A standby process waits here, for minutes or days, until it is promoted. If its stop is requested before the
+        promotion, this raises SystemExit.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
@@ -168,7 +168,7 @@ class Worker:
         return self._connection.status.clock.idle(cause)
 
     def progress(self, units: int = 1) -> None:
-        """Report ``units`` more of finished work: tokens, samples or steps, but always the same unit."""
+        """Report that ``units`` more tokens, samples or steps are finished; a role must always use the same unit."""
         self._connection.progress(units)
 
     def note(self, text: str) -> None:
@@ -176,23 +176,23 @@ class Worker:
         self._connection.status.note = text
 
     def log(self, **values: float) -> None:
-        """Report numbers that belong to no training step, for metrics and trackers; of each name the newest counts."""
+        """Report numbers that belong to no training step; metrics and trackers get the newest value of each name."""
         self._connection.status.log(values)
 
     def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Report, as the store, the result of the evaluation of a step's weights; may be repeated."""
+        """Report, in the store, the result of evaluating a step's weights; may be repeated."""
         self._connection.send(Evaluated(self.launch.incarnation, step, metrics))
 
     def confirm_untaken_data(self) -> None:
-        """Report for the next seconds that this role, the store, has data which the trainer does not request."""
+        """Report, in the store, that the store has data that the trainer does not request; valid for 5 s."""
         self._connection.status.confirm_untaken_data()
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.
 
         The handler does a small piece of real work and returns a short text about it. If the handler raises, or does
-        not return in time, the role is restarted. It runs in the thread that registers it: at that thread's next call
-        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`), or while that thread
+        not return in time, the role is restarted. The handler runs in the thread that registers it: at that thread's
+        next call of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`), or while it
         waits for the store or for its first weights. So a role that hangs elsewhere does not answer.
         """
         self._connection.probes.on_probe(handler)
@@ -218,7 +218,7 @@ class Worker:
 
     @property
     def peers(self) -> Peers | None:
-        """The newest peer directory, or None before the first one."""
+        """The newest peer directory, or None if none has arrived yet."""
         return self._connection.peers
 
     def on_peers(self, callback: Callable[[Peers], None]) -> None:
@@ -269,11 +269,11 @@ class Worker:
     def parts(self, after: int | None = None) -> Iterator[Part]:
         """Yield the batch of each step after step ``after`` in parts: training begins before the batch is complete.
 
-        With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; without, each
+        With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; otherwise each
         step is one part. ``part.number`` is the step and ``part.index`` the number of the part in it, from 0;
-        ``part.last`` is True for the part that completes the step, which then needs its :meth:`commit`. Sums over the
-        parts of a step are sums over its batch. After a restart, steps that were not committed get the same parts
-        again, from part 0. The iteration ends after the job's last step or when a stop is requested.
+        ``part.last`` is True for the part that completes the step, which must then be committed (:meth:`commit`). Sums
+        over the parts of a step are sums over its batch. After a restart, steps that were not committed get the same
+        parts again, from part 0. The iteration ends after the job's last step or when a stop is requested.
         """
         number, index = (after or 0) + 1, 0
         while number <= self.job.steps:
@@ -287,7 +287,7 @@ class Worker:
             number, index = (number + 1, 0) if part.last else (number, index + 1)
 
     def packed_part(self, number: int, index: int) -> PackedPart | None:
-        """Return one part of a step in its encoded form (8 bytes per token), for a caller that forwards it.
+        """Return one part of a step in encoded form (8 bytes per token), for a caller that forwards the part.
 
         Returns None when a stop is requested.
         """
@@ -301,12 +301,12 @@ class Worker:
         self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
         digests: Mapping[str, Digest] | None = None,
     ) -> None:  # fmt: skip
-        """Commit a step: one record makes its checkpoint valid and the batches of all steps up to it consumed.
+        """Commit a step: one record makes its checkpoint valid, and marks the batches up to this step as consumed.
 
-        Steps must be committed in order, at least each ``checkpoint_every``-th one of job.toml; ``uncommitted.trained``
-        adds metrics to a step without a commit. Another thread may call this method while :meth:`batches` or
-        :meth:`parts` continues. ``uncommitted`` in job.toml limits how many finished steps may wait for the commit of
-        an earlier one; at the limit, the iteration waits.
+        Steps must be committed in order, at least every ``checkpoint_every``-th step (job.toml);
+        ``uncommitted.trained`` adds metrics to a step without a commit. Another thread may call this method while
+        :meth:`batches` or :meth:`parts` continues. ``uncommitted`` in job.toml limits how many finished steps may wait
+        for the commit of an earlier step; at the limit, the iteration waits.
 
         Args:
             number: the step, as in ``batch.number``.
@@ -316,7 +316,7 @@ class Worker:
                 durable, and only rank 0 commits.
 
         Raises:
-            ValueError: this step was not returned, or not its last part, or it is already committed.
+            ValueError: the step or its last part was not returned, or the step is already committed.
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
@@ -360,13 +360,13 @@ class Worker:
     ) -> None:  # fmt: skip
         """Serve weights like :meth:`publish_each` without copying them.
 
-        ``writes`` has, for each tensor in the same order, a function that writes it into the memory that it is given.
+        ``writes`` has, for each tensor in the same order, a function that writes the tensor into the given memory.
         """
         publication.publish(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
     def new_weights(self) -> NewWeights | None:
-        """Return the newest complete version, or None if the previous call already returned it; never block."""
+        """Return the newest complete version, or None if the previous call returned it already. Never blocks."""
         self._connection.probes.answer()
         stored = self._connection.weights.current()
         if stored is None or stored.manifest.version == self._loaded:
@@ -392,10 +392,10 @@ class Worker:
         """Lease further trajectories, for a rollout that takes new work before it has finished its earlier work.
 
         Extend them with :meth:`append` until they are complete. Do not mix this with :meth:`work`, which ignores the
-        leases made here. Nothing is leased before the first complete weight version has arrived.
+        leases of this method. Nothing is leased before the first complete weight version has arrived.
 
-        With ``wait``, the call waits up to :data:`STORE_WAIT_S` for work, in phase ``wait_work``; without, it returns
-        at once and the phase does not change. Returns an empty tuple if there is no work, or if a stop is requested.
+        With ``wait``, the call waits up to :data:`STORE_WAIT_S` for work, in phase ``wait_work``; otherwise it returns
+        at once and keeps the phase. Returns an empty tuple if there is no work, or if a stop is requested.
         """
         if not self._have_weights():
             return ()
@@ -417,7 +417,7 @@ class Worker:
         return PendingLease(self._connection, self._leased, at_most, STORE_WAIT_S)
 
     def _have_weights(self) -> bool:
-        """Wait for the first complete weight version; return False if a stop is requested before.
+        """Wait for the first complete weight version; return False if a stop is requested first.
 
         Raises RuntimeError outside of the ``with`` block: without a connection no version would ever arrive.
         """
@@ -444,18 +444,18 @@ class Worker:
         """Yield episodes for agents of this process until a stop is requested.
 
         Each has ``item``, ``base_url``, ``api_key`` and ``attempt``, and must be ended by its ``finish(reward)`` or
-        ``fail(why)``, which any thread may call. While ``at_most`` are not ended, the iteration waits. Phases and
-        progress are reported meanwhile. In a job with ``[roles.agents] per = "replica"``.
+        ``fail(why)``, which any thread may call. While ``at_most`` episodes are not ended, the iteration waits. It
+        reports phases and progress meanwhile. The job must have ``[roles.agents] per = "replica"``.
 
         Args:
-            at_most: Number of episodes at the same time; None: ``concurrency`` of the job.
+            at_most: Maximum number of episodes at the same time; None selects ``concurrency`` of the job.
         """
         from .episode_work import EpisodeWork  # imported here: the packages of the endpoint are optional
 
         return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
 
     def episode_status(self) -> EpisodeStatus:
-        """Return the report of phase and progress of a program that makes attempts at episodes in its own way."""
+        """Return an object that reports phase and progress of a program that makes attempts itself."""
         return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
 
     async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
@@ -482,8 +482,8 @@ def join() -> Worker:
 
     With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits
     at ``with``. The code before ``with`` (imports, building the model or the engine) then runs in advance. In this code
-    a trainer must not touch a GPU, because its GPUs are assigned at the promotion; a rollout has its GPUs from the
-    start. Before ``with``, ``me.launch.standby`` tells whether this process is a standby.
+    a trainer must not use a GPU, because its GPUs are assigned at the promotion; a rollout has its GPUs from the start.
+    Before ``with``, ``me.launch.standby`` tells whether this process is a standby.
 
     Outside of a run, this prints one line and ends the process with exit code 2.
     """

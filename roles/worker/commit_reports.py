@@ -1,9 +1,9 @@
 """Reports the trainer's committed steps to the current manager: each step once, in order, with its metrics.
 
 Steps may be committed while no manager runs, and the trainer that committed them may be dead when the next manager
-starts. Therefore a manager's Welcome names the newest step that the manager knows of, and the trainer reports all later
-steps. The metrics of the steps that this process has committed itself are in its memory; the metrics of the other steps
-are fetched from the store, which keeps the metrics of its newest commits.
+starts. Therefore a manager's Welcome names the newest step that the manager has recorded, and the trainer reports all
+later steps. The metrics of the steps that this process has committed itself are in its memory. The metrics of the other
+steps are fetched from the store, which keeps those of its newest commits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..trajectories.types import StepMetrics
 MAX_BUFFERED_COMMITS = 1024
 """Number of commits kept in memory while no manager can receive them; older commits are fetched from the store."""
 WELCOME_TIMEOUT_S = 2.0
-"""Seconds to wait for a Welcome after a Hello before commits are reported without a Welcome: a manager that is ending
-the run sends no Welcome, but records the trainer's last step."""
+"""Seconds to wait for a Welcome after a Hello. After this time, commits are reported without a Welcome, because a
+manager that is ending the run sends no Welcome, but records the trainer's last step."""
 
 
 class CommitReports:
-    """The commits that the manager may not know of yet.
+    """The commits that the manager may not have recorded yet.
 
     ``send`` reports one step with its metrics and the newest step of its commit, ``connected`` returns whether a
     manager would receive the report now, and ``fetch_commits`` returns the store's committed steps after a step. All
@@ -36,20 +36,20 @@ class CommitReports:
     ) -> None:
         self._send, self._connected, self._fetch_commits = send, connected, fetch_commits
         self._known: int | None = None
-        """Newest step that the manager knows of; None between the Hello and its Welcome."""
+        """Newest step that the manager has recorded; None between the Hello and its Welcome."""
         self._newest = 0
         self._commits: dict[int, tuple[dict[str, float], int]] = {}
-        """Metrics of the steps that are not reported yet, and the newest step of the same commit, by step."""
+        """For each unreported step: its metrics, and the newest step of its commit."""
         self._changed, self._welcomed = asyncio.Event(), asyncio.Event()
 
     def on_hello(self) -> None:
-        """Forget the newest step that the manager knows of: the Hello may go to another manager."""
+        """Forget which steps the manager has recorded, because the Hello may go to another manager."""
         self._known = None
         self._welcomed.clear()
         self._changed.set()
 
     def on_welcome(self, step: int) -> None:
-        """Record that the manager knows of all steps up to ``step``."""
+        """Note that the manager has recorded all steps up to ``step``."""
         self._known = step
         self._commits = {number: commit for number, commit in self._commits.items() if number > step}
         self._welcomed.set()
@@ -101,7 +101,7 @@ class CommitReports:
             self._report()
 
     def _report(self) -> None:
-        """Report the buffered steps that follow, without a gap, the newest step that the manager knows of."""
+        """Report the buffered steps that follow, without a gap, the newest step that the manager has recorded."""
         while self._known is not None and self._connected() and self._known + 1 in self._commits:
             self._known += 1
             self._send(self._known, *self._commits.pop(self._known))

@@ -6,8 +6,8 @@ weight transfers and the heartbeats. The worker API uses the thread through bloc
 
 A standby process has only the connection to the manager and the heartbeats; a rollout's standby with an engine also has
 an open weight transport. When a standby is promoted, it takes over the new incarnation, sends a Hello as this
-incarnation with the tag of its own step, and opens the rest. Its process and its connection to the manager remain; no
-heartbeat is skipped.
+incarnation with the tag of its own step, and opens the other connections. Its process and its connection to the manager
+remain; no heartbeat is skipped.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _log = logging.getLogger("rrl.worker")
 FENCED_EXIT = 81
 """Exit code of a worker that was fenced."""
 PHASE_REPORT_DELAY_S = 0.25
-"""Seconds that a phase must last before it is reported in a message of its own; only heartbeats report shorter ones."""
+"""Seconds that a phase must last before it is reported in its own message; heartbeats may report shorter phases."""
 WELCOME_TIMEOUT_S = 600.0
 """Seconds for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)."""
 STOPPING_STORE_TIMEOUT_S = 0.5
-"""Seconds that a role whose stop was requested still waits for the store."""
+"""Seconds for which a role still waits for the store after its stop was requested."""
 MAX_DROPPED_VERSIONS = 2
-"""Number of dropped versions in a row, partly received, after which the next version comes first from the publisher."""
+"""Number of successive dropped pulls after which the next version is pulled from the publisher first."""
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
@@ -118,7 +118,7 @@ class ManagerConnection:
         """Start the thread and wait for the manager's Welcome; in a standby, for the Welcome after its promotion.
 
         Raises Stopping if a standby is stopped before its promotion, TimeoutError after :data:`WELCOME_TIMEOUT_S`, or
-        the error that kept the connection from starting.
+        the error with which the connection could not be started.
         """
         self._thread.start()
         while self.launch.standby and not self._standby_over.wait(STANDBY_POLL_S) and not self.stopping.is_set():
@@ -126,7 +126,7 @@ class ManagerConnection:
         if self.launch.standby and self._failure is None:
             raise Stopping
         if not self._welcomed.wait(WELCOME_TIMEOUT_S):
-            raise TimeoutError(f"not accepted by a manager in {WELCOME_TIMEOUT_S:g} s; see rrl status {self.run.id}")
+            raise TimeoutError(f"no manager answered in {WELCOME_TIMEOUT_S:g} s; see rrl status {self.run.id}")
         if self._failure is not None:
             raise self._failure
 
@@ -158,7 +158,7 @@ class ManagerConnection:
                         raise Stopping from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in the connection's loop, and return its future result."""
+        """Start a coroutine in the connection's loop, and return a future of its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
@@ -177,7 +177,7 @@ class ManagerConnection:
         self.count(units)
 
     def count(self, units: int) -> None:
-        """Add ``units`` of finished work, as :meth:`progress`, in a thread that is not the role's."""
+        """Add ``units`` of finished work like :meth:`progress`, but in a thread that is not the role's."""
         if self.status.add_done(units):
             self.send(msg.FirstWorkDone(self.launch.incarnation))
 
@@ -195,7 +195,7 @@ class ManagerConnection:
         self.call_soon(self._commits.on_commit, steps)
 
     def on_commit_found(self, step: int) -> None:
-        """Report a step that the store lists as committed, because the manager may not know of the commit yet."""
+        """Report a step that the store lists as committed, because the manager may not have recorded it yet."""
         self.call_soon(self._commits.on_found, step)
 
     def announce_version(self, version: Version) -> None:
@@ -259,10 +259,10 @@ class ManagerConnection:
         self._spawn(self._dialer.run(), self._receive_loop(), self._heartbeat_loop(), self._commits.run())
 
     async def _open_weight_transport(self) -> None:
-        """Open the transport that pulls weights from other replicas and serves those of this process.
+        """Open the transport that pulls weights from other replicas and serves this process's weights.
 
         A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
-        opens it after the promotion, because it has no GPUs before.
+        opens it after the promotion, because it has no GPUs until then.
         """
         role, standby = self.launch.role, self.launch.standby
         if role not in ("trainer", "rollout") or self.launch.shares_node:
@@ -292,7 +292,7 @@ class ManagerConnection:
             self._tasks.append(task)
 
     async def _promote(self, promotion: msg.Promote) -> None:
-        """Take the incarnation of ``promotion``: every later message carries it. Ignore a repeated promotion."""
+        """Take over the incarnation of ``promotion``, which later messages name; ignore a repeated promotion."""
         if not self.launch.standby or (promotion.standby, promotion.tag) != (self.launch.incarnation, self.launch.tag):
             return
         _log.info("%s is promoted to %s", self.launch.incarnation, promotion.incarnation)
@@ -315,7 +315,7 @@ class ManagerConnection:
 
     async def _close(self) -> None:
         if self._dialer.connected and not self.launch.standby:
-            await self._send_clock()  # so that the clock's whole lifetime is reported
+            await self._send_clock()  # so that the clock is reported up to its end
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -349,7 +349,7 @@ class ManagerConnection:
         return store_address(self.peers)
 
     def _weights_step(self) -> int | None:
-        """Return the training step of the newest complete weights of this process, or None."""
+        """Return the training step of the newest complete weights of this process, or None if it has none."""
         stored = self.weights.current()
         return stored.manifest.version.step if stored else None
 
@@ -379,7 +379,7 @@ class ManagerConnection:
                 self.probes.on_request(message, self.launch.incarnation)
 
     def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
-        if self.peers is not None:  # read now, not at the registration: no callback may get older peers after newer
+        if self.peers is not None:  # read in this thread, so that no callback gets older peers after newer ones
             callback(self.peers)
 
     def _update_peers(self, peers: msg.Peers) -> None:
@@ -396,7 +396,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats while connected. Heartbeats that arrive late would give phases a wrong duration."""
+        """Send heartbeats while connected; heartbeats that arrive late would give phases a wrong duration."""
         while True:
             if self._dialer.connected:
                 heartbeat = self.status.heartbeat(self.launch.incarnation)

@@ -1,7 +1,7 @@
-"""The episodes that a program of the user's own plays: ``for episode in me.episodes(): ...``.
+"""The episodes that the user's own program works on: ``for episode in me.episodes(): ...``.
 
-The endpoint for them is served by a thread of this process (:mod:`rrl.roles.endpoint.loopback`), so that answers keep
-coming and phases are reported while the program's own code runs.
+The endpoint for them is served by a thread of this process (:mod:`rrl.roles.endpoint.loopback`), so that calls are
+answered and phases are reported while the program's own code runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("rrl.worker")
 _LEASE_WAIT_S = 1.0
 """Seconds that a request for an episode waits at the store before it is repeated."""
 _POLL_S = 0.2
-"""Seconds between two checks for a stop request and for attempts that take too long, while all places are taken."""
+"""Seconds between two checks for a stop request and for overdue attempts, while ``at_most`` attempts are at work."""
 _Request = Callable[[TrajectoryClient], Coroutine[Any, Any, None]]
 
 
@@ -43,11 +43,11 @@ class _Attempt(Struct, eq=False):
 
     leased: EpisodeItem
     deadline: float
-    """Monotonic time (s) at which it has lasted too long."""
+    """Monotonic time (s) after which the attempt has lasted too long."""
     ended: bool = False
-    """True once its end is being reported."""
+    """True if the end of the attempt has been reported or is being reported."""
     overdue: bool = False
-    """True if it ended because it lasted too long."""
+    """True if the attempt was ended because it lasted too long."""
 
 
 class Episode:
@@ -68,19 +68,19 @@ class Episode:
         """End the episode, durably.
 
         Args:
-            reward: The episode's reward. None: it comes from outside if the job has a ``reward_timeout``, and otherwise
-                [task] scores the last answer.
+            reward: The episode's reward. If it is None, the reward comes from outside if the job has a
+                ``reward_timeout``; otherwise [task] scores the last answer.
             later: True if the reward comes from outside in any case.
 
         Returns:
-            False if the attempt is over already, because it took too long or another one replaced it.
+            False if the attempt is over already, because it took too long or another attempt replaced it.
 
         Raises:
             ValueError: The reward is not a finite number, or the attempt was ended before.
         """
         if reward is not None:
             if later:
-                raise Misuse("finish(): give a reward, or later=True for one that comes from outside")
+                raise Misuse("finish(): got a reward and later=True; give one of them")
             try:
                 reward = float(reward)
             except (TypeError, ValueError, OverflowError):
@@ -98,7 +98,7 @@ class Episode:
             why: The reason, which ``rrl status`` shows.
 
         Returns:
-            False if the attempt is over already, or if a stop of this process is requested: then it did not fail.
+            False if the attempt is over already, or if a stop of this process is requested, which is not a failure.
 
         Raises:
             ValueError: The attempt was ended before.
@@ -114,7 +114,7 @@ class EpisodeWork:
         job: The job.
         status: Where phase and progress are reported.
         ask: How the endpoint sends requests to the store.
-        at_most: Number of attempts at the same time; None: ``[roles.agents] concurrency``.
+        at_most: Maximum number of attempts at the same time; None selects ``[roles.agents] concurrency``.
 
     Raises:
         ValueError: The job has no agents, or ``at_most`` is less than 1.
@@ -140,10 +140,10 @@ class EpisodeWork:
         self._changed = threading.Event()
         """Set when an attempt has ended."""
         self._attempts: dict[int, _Attempt] = {}
-        """The attempts of which the store does not know the end yet, by episode."""
+        """The attempts whose end the store has not confirmed yet, by episode."""
 
     def lease(self) -> Iterator[Episode]:
-        """Yield episodes; while ``at_most`` are at work, wait until one of them has ended."""
+        """Yield episodes; while ``at_most`` attempts are at work, wait until one of them has ended."""
         store, stopping = self._connection.store, self._connection.stopping
         threading.Thread(target=self._break_calls_on_stop, name="episodes-stop", daemon=True).start()
         with self._status, self._endpoint:
@@ -169,14 +169,14 @@ class EpisodeWork:
 
     def fail(self, attempt: _Attempt, why: str) -> bool:
         """End an attempt; see :meth:`Episode.fail`."""
-        if self._connection.stopping.is_set():  # then its calls fail; others make the next attempt
+        if self._connection.stopping.is_set():  # the stop made its calls fail; another process makes the next attempt
             return False
         self._connection.status.note = f"the newest failed attempt: {why}"
         of = attempt.leased
         return self._end(attempt, lambda store: store.fail_attempt(of.episode, of.attempt, why))
 
     def _break_calls_on_stop(self) -> None:
-        """Close the endpoint once a stop is requested, so that code which waits for an answer comes to its end."""
+        """Close the endpoint once a stop is requested, so that code that waits for an answer gets an error."""
         self._connection.stopping.wait()
         self._endpoint.stop()
 
@@ -199,7 +199,7 @@ class EpisodeWork:
         self.fail(attempt, f"the program did not end the episode within {duration_text(self._settings.timeout)}")
 
     def _end(self, attempt: _Attempt, request: _Request) -> bool:
-        """Report the end of an attempt, and return whether it was not over yet."""
+        """Report the end of an attempt; return False if the attempt was over already."""
         of = attempt.leased
         with self._lock:
             if attempt.ended:

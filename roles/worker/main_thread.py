@@ -46,13 +46,13 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """Perform the fault if it is an exit; store any other fault for :meth:`trigger`.
+        """Perform a requested fault if it is an exit; store any other fault for :meth:`trigger`.
 
         Called in the connection's thread.
         """
         fault = injection.fault
         if injection.tag != self.launch.tag:
-            self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")
+            self._answer(fault, False, f"the fault is for step {injection.tag}, but this is step {self.launch.tag}")
         elif fault.kind is FaultKind.EXIT:
             self._answer(fault, True, f"the role exits with code {fault.amount:g}")
             self._call_later(ANSWER_SENDING_S, lambda: os._exit(int(fault.amount)))
@@ -96,7 +96,7 @@ Handler = Callable[[], object]
 """A function that does a small piece of real work and may return a short text about it. An exception means that the
 probe failed."""
 _MAX_ANSWER_CHARS = 300
-"""Characters of a handler's text that are sent to the manager."""
+"""Maximum number of characters of a handler's text that are sent to the manager."""
 
 
 class ProbeResponder:
@@ -107,7 +107,7 @@ class ProbeResponder:
         self._handler: Handler | None = None
         self._thread = 0
         self._pending: deque[Probe] = deque(maxlen=1)
-        """The newest unanswered probe, put by the connection's thread and taken by the role's."""
+        """The newest unanswered probe, which the connection's thread adds and the role's thread removes."""
 
     def on_probe(self, handler: Handler) -> None:
         """Register ``handler`` for probes; it runs in the calling thread, inside :meth:`answer`."""
@@ -134,7 +134,7 @@ class ProbeResponder:
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # cleared before the handler, which may call the API itself
+        probe = self._pending.popleft()  # removed before the handler runs, which may itself call the API
         try:
             result = self._handler()
         except Exception as error:

@@ -19,15 +19,15 @@ Write = Callable[[memoryview], None]
 """Writes a whole tensor into the memory that it is given."""
 _COPY_SLICE_BYTES = 8 * 2**20
 """Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
-1 GiB: 0.36 s in slices of this size, with no thread blocked for more than 9 ms; up to 1.4 s without slices, during
-which all threads were blocked."""
+1 GiB: in slices of this size the copy took 0.36 s, and no thread was blocked for more than 9 ms. Without slices it took
+up to 1.4 s, during which all threads were blocked."""
 
 
 def publish(
     connection: ManagerConnection, chunk_bytes: int, number: int, described: Sequence[TensorDescription],
     writes: Iterable[Write],
 ) -> None:  # fmt: skip
-    """Serve weights as the version of step ``number``. May be called in any thread, but in one at a time.
+    """Serve weights as the version of step ``number``. May be called in any thread, but only in one at a time.
 
     Args:
         connection: The connection of the worker.
@@ -38,7 +38,7 @@ def publish(
             is requested.
 
     Raises:
-        ValueError: The number of functions differs from that of the descriptions.
+        ValueError: The number of functions differs from the number of descriptions.
     """
     specs, nbytes = layout(described)
     flat = connection.weights.allocate(nbytes)

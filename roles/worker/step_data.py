@@ -36,10 +36,10 @@ class StepData:
     ) -> None:
         self._connection, self._stream, self._wait_data = connection, sampling.stream, wait_data
         self.uncommitted = UncommittedSteps(sampling.staleness)
-        """The steps of which data were returned and that are not committed yet."""
+        """The uncommitted steps whose data were returned."""
 
     def part(self, number: int, index: int) -> PackedPart | None:
-        """Return one part of a step, which is the whole step without ``stream``; None when a stop is requested."""
+        """Return one part of a step, or the whole step without ``stream``; None when a stop is requested."""
         if not self._stream:
             batch = self.batch(number)
             return None if batch is None else whole_part(batch)

@@ -24,7 +24,7 @@ class UncommittedStep(Struct, frozen=True):
 
 
 class UncommittedSteps:
-    """The steps of which all parts were received and that are not committed, by number.
+    """The uncommitted steps of which all parts were received, by number.
 
     The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
 
@@ -38,7 +38,7 @@ class UncommittedSteps:
         self._complete: dict[int, UncommittedStep] = {}
 
     def add(self, part: PackedPart) -> None:
-        """Add a part that was received; with part 0 its step begins, perhaps again."""
+        """Add a part that was received; part 0 begins its step, or begins it again."""
         if part.index == 0:
             self._begun = _BatchMetrics()
         self._begun.add(part)
@@ -46,7 +46,7 @@ class UncommittedSteps:
             self._complete[part.number] = UncommittedStep(part.digest, self._begun.of_step(part, self._staleness))
 
     def get(self, number: int) -> UncommittedStep:
-        """Return a step.
+        """Return the uncommitted step ``number``.
 
         Raises:
             ValueError: The step is committed, or not all of its parts were received.

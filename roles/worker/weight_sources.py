@@ -1,10 +1,10 @@
-"""Selects the weight version that a rollout pulls next and its sources, from reports of the manager and the store.
+"""Selects from reports of the manager and the store which weight version a rollout pulls next, and from where.
 
 The manager's ``Peers`` message names every replica that serves weights (the relay chains are derived from this list)
-and shows which incarnations are fenced. The store names a version as soon as the trainer has published it, and a few
-replicas that serve it. The store's report is used if it is newer than the manager's: if it names a newer version of the
-same trainer incarnation, or any version of a later incarnation. An incarnation that the manager has fenced is never a
-source.
+and shows which incarnations are fenced. The store names a version as soon as the trainer has published it, together
+with a few replicas that serve the version. The store's report is used if it is newer than the manager's: if it names a
+newer version of the same trainer incarnation, or any version of a later incarnation. An incarnation that the manager
+has fenced is never a source.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightSources:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that the manager or an unfenced source of the store reported, or None."""
+        """The newest version that the manager or an unfenced source of the store reported; None if there is none."""
         versions = [self._from_manager.newest if self._from_manager is not None else None]
         if self._from_store is not None and self._current_sources():
             versions.append(self._from_store.version)
@@ -74,7 +74,7 @@ def _order(source: WeightSource) -> tuple[int, Version]:
 
 
 _NO_VERSION = Version(-1, -1)
-"""A version older than every real one."""
+"""A version that is older than every published version."""
 
 
 async def unless_set(event: asyncio.Event, request: Coroutine[Any, Any, T]) -> T | None:

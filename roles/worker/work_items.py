@@ -17,10 +17,10 @@ from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
 
 _MAX_ENDED = 65_536
-"""Number of ended trajectories that are remembered, of those that this process had leased: a rollout may append to a
-trajectory once more before it reads that the trajectory is lost. A number takes about 100 bytes."""
+"""Maximum number of ended trajectories of this process that are remembered. A rollout may append to a trajectory once
+more before it reads that the trajectory is lost. A remembered trajectory takes about 100 bytes."""
 _MAX_NAMED = 5
-"""Number of trajectories that a message names."""
+"""Maximum number of trajectories that an error message names."""
 
 
 class NewWeights:
@@ -45,7 +45,7 @@ class _Leased(Struct):
     length: int
     """Number of tokens after the prompt, those of earlier incarnations included."""
     limit: int
-    """Largest allowed length."""
+    """Maximum value of ``length``."""
     segments: dict[int, int]
     """For each segment so far, by offset, the hash of its tokens."""
 
@@ -53,16 +53,16 @@ class _Leased(Struct):
 class LeasedTrajectories:
     """The trajectories leased to this process, and how far it has extended each of them.
 
-    Checks what a role appends to them. The store cannot tell a mistake in the role's code from a segment that comes too
-    late, because another rollout has continued the trajectory: in both cases it only answers that the trajectory is not
-    leased to the sender.
+    Checks what a role appends to them. A segment may arrive too late, because another rollout has continued its
+    trajectory. The store cannot tell this case from a mistake in the role's code: it only answers that the trajectory
+    is not leased to the sender.
     """
 
     def __init__(self) -> None:
         self._leased: dict[int, _Leased] = {}
         self._ended: dict[int, bool] = {}
-        """The newest trajectories that have ended, in order: True if this process has listed them as complete, False if
-        they are lost or have as many tokens as are allowed."""
+        """The newest ended trajectories, in the order of their end. The value is True if this process has listed the
+        trajectory as complete, False if it is lost or has the maximum number of tokens."""
 
     @property
     def ids(self) -> list[int]:
@@ -72,7 +72,8 @@ class LeasedTrajectories:
     def add_new(self, items: Iterable[Item]) -> tuple[Item, ...]:
         """Add trajectories that were leased, and return those that this process does not have yet.
 
-        While a :class:`PendingLease` waits, an append may lease what the store has just given to the waiting request.
+        While a :class:`PendingLease` waits, an append may lease trajectories that the store has just leased to the
+        waiting request.
         """
         new = tuple(item for item in items if item.trajectory not in self._leased)
         self.add(new)
@@ -89,7 +90,7 @@ class LeasedTrajectories:
     def check(self, segments: Sequence[Segment], finished: Sequence[int]) -> None:
         """Check what a role wants to append.
 
-        A segment that was appended before, and one of a trajectory that is lost, is left to the store.
+        Segments that were appended before, and segments of lost trajectories, are not checked: the store handles them.
 
         Raises:
             Misuse: a segment is malformed or does not continue its trajectory; a trajectory was never leased to this
@@ -125,10 +126,10 @@ class LeasedTrajectories:
         for trajectory in finished:
             leased = self._find(trajectory, "finished")
             if leased is not None and not lengths.get(trajectory, leased.length):
-                raise Misuse(f"finished: trajectory {trajectory} (group {leased.group}) has no tokens; append its end")
+                raise Misuse(f"finished: trajectory {trajectory} (group {leased.group}) has no tokens; append one")
 
     def appended(self, segments: Sequence[Segment], finished: Sequence[int], lost: Sequence[int]) -> None:
-        """Record what was appended, and the trajectories that are complete or lost with it."""
+        """Record the appended segments, and the trajectories that have become complete or lost."""
         ended = dict.fromkeys(finished, True) | dict.fromkeys(lost, False)
         for segment in segments:
             leased = self._leased.get(segment.trajectory)
@@ -144,13 +145,13 @@ class LeasedTrajectories:
             del self._ended[next(iter(self._ended))]
 
     def _find(self, trajectory: int, where: str) -> _Leased | None:
-        """Return a leased trajectory, or None if it has ended and is not known to be complete, else raise Misuse."""
+        """Return a leased trajectory, or None if it is lost or has all its tokens. Raises Misuse for any other."""
         if isinstance(trajectory, int) and (trajectory in self._leased or trajectory in self._ended):
             if self._ended.get(trajectory, False):
                 raise Misuse(f"{where}: trajectory {trajectory} is complete already: it was in finished before")
             return self._leased.get(trajectory)
         named = ", ".join(map(str, self.ids[:_MAX_NAMED])) + (", ..." if len(self._leased) > _MAX_NAMED else "")
-        leased = f"leased are {named}" if named else "none is"
+        leased = f"the leased trajectories are {named}" if named else "no trajectory is leased"
         raise Misuse(
             f"{where}: {shortened(trajectory)} is not the id of a trajectory that was leased to this process"
             f" (item.trajectory); {leased}"
@@ -189,7 +190,7 @@ class PendingAppend:
     are appended to a trajectory that is lost.
 
     Raises:
-        ValueError: as :meth:`WorkLease.append`.
+        ValueError: as for :meth:`WorkLease.append`.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ class PendingAppend:
     def finish(self) -> Appended:
         """Wait until the tokens are durable, count them as progress, and return what is lost and what is leased.
 
-        To be called once. Tokens that were generated since the append for a trajectory that is lost must not be
-        appended. A lost trajectory may be among those that are leased, with another prefix.
+        To be called once. If a trajectory is lost, tokens that were generated for it since this append must not be
+        appended. A lost trajectory may be leased again by the same call, with another prefix.
         """
         appended = self._connection.await_store(self._answer)
         self._leased.appended((), (), appended.lost)
@@ -224,8 +225,8 @@ class PendingAppend:
 class PendingLease:
     """A request for work that waits at the store while the rollout generates; created by ``me.start_lease``.
 
-    For a rollout with free places for work that may appear at any moment, as turns of agents do. ``at_most`` is the
-    number of trajectories that it requests. Appends may lease others meanwhile.
+    It serves a rollout that has free places for work that may appear at any moment, such as turns of agents.
+    ``at_most`` is the number of trajectories that it requests. Appends may lease other trajectories meanwhile.
     """
 
     def __init__(self, connection: ManagerConnection, leased: LeasedTrajectories, at_most: int, wait_s: float) -> None:
@@ -254,7 +255,7 @@ class ScoringLease:
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None, faulty: Sequence[int] = ()) -> int:
-        """Record scores durably, and report them as progress unless the role has already reported it itself.
+        """Record scores durably, and report as progress those that the role has not reported itself.
 
         Args:
             scores: one score per trajectory.
@@ -263,8 +264,8 @@ class ScoringLease:
             faulty: trajectories in ``failed`` for which the code of the scorer is at fault, not a service that it uses.
 
         Returns:
-            0; or, if such faults have dropped more than half of the run's newest groups, the number of these groups:
-            the role should then end.
+            The number of the run's newest groups that were dropped for faults of the scorer's code, if these are more
+            than half; the role should then end. Otherwise 0.
         """
         faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
         self._posted += len(scores) + len(failed or {})

@@ -38,13 +38,14 @@ from .sockets import (
 )
 
 Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
-"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the answered request (None: the message is not
-a reply)."""
+"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that the message answers. The id is
+None if the message is not a reply."""
 
 ADDRESS_POLL_S = 1.0
 """Seconds between two calls of ``find_address`` while there is no connection."""
 CONNECTED_ADDRESS_POLL_S = 5.0
-"""Seconds between two calls of ``find_address`` while connected: a manager that lost its lease may still reply."""
+"""Seconds between two calls of ``find_address`` while connected. The calls go on, because a manager that has lost its
+lease may still reply on the connection."""
 MAX_QUEUED_MESSAGES = 1000
 """Maximum number of messages that are queued for a peer; beyond it, the oldest are dropped."""
 _CONNECT_MS = 2000
@@ -75,7 +76,10 @@ class Address(Struct, frozen=True):
 
 
 class Incoming(Struct, frozen=True):
-    """One message at a listener. A reply goes to ``peer`` with the same ``request_id`` (None: no reply is expected)."""
+    """A message that a listener received.
+
+    A reply must be sent to ``peer`` with the same ``request_id``. If ``request_id`` is None, no reply is expected.
+    """
 
     peer: bytes
     request_id: int | None
@@ -196,7 +200,7 @@ class Listener:
                 raise
 
     async def close(self) -> None:
-        """Stop listening, after up to ``_FLUSH_MS`` for the delivery of sent messages. Repeatable."""
+        """Stop listening, after up to ``_FLUSH_MS`` for the delivery of sent messages; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -224,9 +228,9 @@ class Dialer:
     """The dialling end. If the connection is lost, it connects again to the listener or its successor.
 
     ``find_address`` returns the newest address, or None; an OSError counts as None. It is called in a thread, since it
-    may read shared storage: at once after a loss, and then every :data:`ADDRESS_POLL_S` seconds. ``hello`` returns the
-    messages that are sent first on every connection. ``dropped`` counts messages beyond the bound of a queue, frames
-    that could not be decoded, and frames of an older listener than the newest known address.
+    may read shared storage. After a loss it is called at once, and then every :data:`ADDRESS_POLL_S` seconds. ``hello``
+    returns the messages that are sent first on every connection. ``dropped`` counts messages beyond the bound of a
+    queue, frames that could not be decoded, and frames from a listener that is older than the newest known address.
     """
 
     def __init__(
@@ -316,7 +320,10 @@ class Dialer:
         return await self._pushes.get()
 
     async def close(self) -> None:
-        """Disconnect, after up to ``_FLUSH_MS`` for sent messages. Open requests raise ConnectionError. Repeatable."""
+        """Disconnect, after up to ``_FLUSH_MS`` for the delivery of sent messages; may be called again.
+
+        Open requests raise ConnectionError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -336,9 +343,9 @@ class Dialer:
         if address is None or address == self._address or self._closed:
             return
         if self._address is not None and address.epoch < self._address.epoch:
-            return  # written by a manager that has a successor
+            return  # an older manager has written this address
         if self._address is not None and address.endpoint == self._address.endpoint:
-            self._address = address  # the same socket serves a new epoch
+            self._address = address  # the connected listener has a new epoch
             return
         self._disconnect()
         self._address = address
@@ -390,7 +397,7 @@ class Dialer:
         self._send_queue.append((request_id, message))
         if len(self._send_queue) > MAX_QUEUED_MESSAGES:
             oldest = next((i for i, (request_id, _) in enumerate(self._send_queue) if request_id is None), None)
-            if oldest is not None:  # requests stay: each has a deadline of its own
+            if oldest is not None:  # requests are never dropped: each has a deadline of its own
                 del self._send_queue[oldest]
                 self.dropped += 1
         self._flush()
@@ -402,7 +409,7 @@ class Dialer:
                 return
             request_id, message = queue[0]
             entry = None if request_id is None else self._pending.get(request_id)
-            if request_id is None or entry is not None:  # otherwise it has been answered or given up
+            if request_id is None or entry is not None:  # otherwise the request was answered or has timed out
                 if not self._socket.send([encode_frame(self._address.epoch, request_id, message)]):
                     return  # process_events() calls this again when the socket is writable
                 if entry is not None:

@@ -18,11 +18,11 @@ from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
 """Maximum number of unauthenticated connections. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower
-limit delays processes that dial at the same time: of 900 processes the last was accepted after 0.4 s without a limit,
+limit delays processes that dial at the same time. The last of 900 processes was accepted after 0.4 s without a limit,
 0.6 s with a limit of 128, 1.0 s with 64, and 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
-"""A connection that has sent fewer bytes cannot have authenticated: a handshake sends 567 bytes (CURVE, ZMTP 3.1;
-measured)."""
+"""A connection that has sent fewer bytes than this cannot have authenticated. A handshake sends 567 bytes (CURVE, ZMTP
+3.1; measured)."""
 _EVENT = struct.Struct("=Hi")
 """First frame of a monitor: event, value (zmq_socket_monitor(3))."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -43,7 +43,7 @@ class HandshakeLimiter:
         self._unauthenticated: dict[int, float] = {}
         """Time (s) of acceptance of each connection that may still be in its handshake, by descriptor."""
         self._authenticated_at: list[float] = []
-        """Times (s) at which connections authenticated. zmq does not report which connection it was."""
+        """Times (s) at which connections authenticated. zmq does not report which connection has authenticated."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 
@@ -57,7 +57,7 @@ class HandshakeLimiter:
         self._monitor_socket.close()
 
     def _on_events(self) -> None:
-        """Process all events before closing anything, since a descriptor may have been reused in between."""
+        """Process all events, then close surplus connections; an unread event may say that a descriptor was reused."""
         now = time.monotonic()
         while (frames := self._monitor_socket.receive()) is not None:
             event, value = _EVENT.unpack_from(frames[0])
@@ -73,7 +73,7 @@ class HandshakeLimiter:
             self._cut_off_excess(now)
 
     def _cut_off_excess(self, now: float) -> None:
-        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # an older connection has authenticated, or libzmq has closed it
+        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # libzmq closes an unauthenticated connection at this age
         self._unauthenticated = {fd: since for fd, since in self._unauthenticated.items() if since > oldest}
         self._authenticated_at = [since for since in self._authenticated_at if since > oldest]
         if (surplus := len(self._unauthenticated) - len(self._authenticated_at) - MAX_UNAUTHENTICATED) <= 0:

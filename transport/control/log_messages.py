@@ -18,8 +18,8 @@ from .sockets import Bounds
 MAX_TEXT_BYTES = 64 * 2**10
 """Maximum number of bytes of new log text in one message."""
 TAIL_BYTES = 64 * 2**10
-"""Bytes of the newest lines of an incarnation that its launcher and the manager each keep: some 700 lines, and 128 MiB
-for 2,000 incarnations."""
+"""Maximum number of bytes of an incarnation's newest lines that its launcher and the manager each keep. This is some
+700 lines; the lines of 2,000 incarnations take 128 MiB."""
 LOG_BOUNDS = Bounds(256 * 2**10, 16)
 """Limits of the socket for log lines. A message contains at most :data:`TAIL_BYTES` of lines that were sent before and
 :data:`MAX_TEXT_BYTES` of new lines; 16 messages of the largest size are 4 MiB per peer."""

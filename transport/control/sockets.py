@@ -19,8 +19,8 @@ from ..messages import PROTOCOL_VERSION
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
-"""Milliseconds without traffic from a peer's zmq thread after which it is disconnected; a peer whose Python code is
-busy is not affected."""
+"""Milliseconds without traffic from a peer's zmq thread after which the peer is disconnected; a peer whose Python code
+is busy is not affected."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Milliseconds after which a connection that has not authenticated is closed."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -38,7 +38,7 @@ class Bounds(Struct, frozen=True):
 
 
 CONTROL_BOUNDS = Bounds(256 * 2**20, 1000)
-"""Default limits, which suffice for a batch of trajectories, the largest message of the control plane."""
+"""Default limits. They suffice for the largest message of the control plane, a batch of trajectories."""
 MANAGER_BOUNDS = Bounds(2**20, 1000)
 """Limits of the manager, whose largest messages are a step's metrics and a finding's evidence. They are low, because
 even an unauthenticated peer can make the manager allocate one frame of the maximum size."""
@@ -78,8 +78,9 @@ def _int_option(socket: zmq.Socket[bytes], option: int) -> int:
 class AsyncSocket:
     """A non-blocking zmq socket on the running loop.
 
-    zmq's descriptor only signals that *something* changed, and any operation may consume that signal: so EVENTS is read
-    after every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each operation.)
+    zmq's descriptor only signals that *something* changed, and any operation may consume that signal. Therefore EVENTS
+    is read after every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each
+    operation.)
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class AsyncSocket:
         """Send a message. Return False if the peer's queue is full.
 
         Raises:
-            zmq.ZMQError: EHOSTUNREACH for a peer that a ROUTER does not know.
+            zmq.ZMQError: The socket is a ROUTER and is not connected to the peer (EHOSTUNREACH).
         """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -130,7 +131,7 @@ class AsyncSocket:
         return True
 
     def close(self, flush_ms: int = 0) -> None:
-        """Close the socket, after up to ``flush_ms`` milliseconds for the delivery of sent messages. Repeatable."""
+        """Close the socket, after up to ``flush_ms`` ms for the delivery of sent messages; may be called again."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)

@@ -15,8 +15,8 @@ from typing import Protocol
 CONNECT_TIMEOUT_S = 1.0
 """Timeout (s) of one connection attempt. An attempt to reach a dead port sometimes hangs (docs/sources.md, UCX)."""
 HANDSHAKE_TIMEOUT_S = 1.0
-"""Timeout (s) of the handshake, after which a peer that sends nothing is dropped. Measured p99: 13.6 ms to connect, 3.3
-ms for the rest of the handshake."""
+"""Timeout (s) of the handshake, after which a peer that sends nothing is dropped. Measured (p99): 13.6 ms for the
+connection, 3.3 ms for the rest of the handshake."""
 TIMER_SLACK_S = 0.05
 """Seconds by which a timer may be late on a busy machine. If it is later, the event loop was blocked, for example by a
 computation of the role."""
@@ -31,7 +31,7 @@ same for weights and snapshots. Control messages do not use this handshake; they
 
 
 class TransportError(Exception):
-    """The peer is unreachable, gone, hung, or not of this run. The connection to it has been aborted."""
+    """The peer is unreachable, gone or hung, or does not belong to this run. The connection to it has been aborted."""
 
 
 class Connection(Protocol):
@@ -59,7 +59,7 @@ class Connection(Protocol):
 
 @contextmanager
 def deadline(connection: Connection, timeout: float) -> Generator[None]:
-    """Return a context manager in which operations on ``connection`` fail after ``timeout`` s.
+    """Return a context manager within which operations on ``connection`` fail after ``timeout`` s.
 
     On any exception the connection is aborted before the exception leaves the context, so that the caller may free its
     buffers (docs/sources.md, UCX). If the event loop itself was late, it has not processed data that arrived meanwhile,
@@ -90,7 +90,7 @@ def deadline(connection: Connection, timeout: float) -> Generator[None]:
 
 
 async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) -> None:
-    """Prove to each other that both ends know ``secret``.
+    """Prove to the other end that this end knows ``secret``, and require the same proof.
 
     Both ends send a nonce. The MACs contain the direction, so that an end cannot authenticate by returning the peer's
     MAC.

@@ -1,7 +1,8 @@
 """Messages and bulk data on an authenticated connection between processes of a run.
 
-A message is sent as its length and msgpack. Bulk data is sent unencoded after a message that announces it; the receiver
-verifies the data by its digest. Every chunk has its own deadline, which a hung peer misses and a slow peer does not.
+A message is sent as its length, followed by its msgpack encoding. Bulk data is sent unencoded after a message that
+announces it; the receiver verifies the data by its digest. Every chunk has its own deadline, which a hung peer misses
+and a slow peer meets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .connection import Connection, TransportError, deadline
 CHUNK_BYTES = 4 * 2**20
 """Number of bytes that are sent or received under one deadline."""
 CHUNK_TIMEOUT_S = 10.0
-"""Timeout (s) of one chunk: below 0.4 MB/s a peer counts as hung."""
+"""Timeout (s) of one chunk. A peer that is slower than 0.4 MB/s therefore counts as hung."""
 ANSWER_TIMEOUT_S = 10.0
 """Timeout (s) of a reply without bulk data."""
 _MAX_MESSAGE_BYTES = 256 * 2**10
@@ -50,7 +51,7 @@ async def receive_message(connection: Connection, kind: Any, timeout: float | No
     Args:
         connection: The connection.
         kind: Type of the message.
-        timeout: Seconds until the message must begin to arrive; None: no limit.
+        timeout: Seconds until the message must begin to arrive; None if there is no limit.
 
     Raises:
         TransportError: Nothing arrived in time, the connection failed, or the message is invalid, which aborts the

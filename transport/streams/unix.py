@@ -144,7 +144,7 @@ def abstract_address(name: str) -> str:
         ValueError: The name is too long.
     """
     if len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{name!r} is longer than {_MAX_NAME_BYTES} bytes")
+        raise ValueError(f"the socket name {name!r} is longer than {_MAX_NAME_BYTES} bytes")
     return "\0" + name
 
 

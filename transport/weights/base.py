@@ -21,8 +21,9 @@ STARVATION_TIMEOUT_S = 3.0
 """Seconds for which a source may reply only NOT_READY. A source that is itself receiving may have to wait until its own
 first and second source have timed out. A process that pulls from it must not give it up during this time."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
-"""Python packages of each transport that needs one; one of them must be installed, which the extra with the transport's
-name does. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one of them.)"""
+"""For each transport that needs a Python package, the alternative packages, of which one must be installed. The extra
+with the transport's name installs one. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one
+of them.)"""
 
 
 class VersionUnavailable(TransportError):
@@ -78,7 +79,7 @@ class WeightTransport(Protocol):
         """Drop the connection to an address, because the source sent wrong bytes or is gone."""
 
     async def close(self) -> None:
-        """Stop serving and drop every connection. Repeatable."""
+        """Stop serving and drop every connection; may be called again."""
 
 
 def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
@@ -95,5 +96,5 @@ def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
 
 
 def installed_package(kind: WeightTransportName) -> str | None:
-    """Return the name of the transport's Python package that is installed here, or None. Imports nothing."""
+    """Return the transport's Python package that is installed here, without importing it; None if there is none."""
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)

@@ -30,7 +30,7 @@ for the role."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """One tensor: ``nbytes`` bytes from ``offset`` of the flat buffer. ``dtype`` is a name that both ends know."""
+    """One tensor: ``nbytes`` bytes from ``offset`` of the flat buffer on. ``dtype`` is a name that both ends know."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """``nbytes`` bytes from ``offset`` of the flat buffer; ``digest`` is blake2b of 16 bytes."""
+    """``nbytes`` bytes of the flat buffer from ``offset`` on; ``digest`` is their blake2b digest of 16 bytes."""
 
     offset: int
     nbytes: int
@@ -90,7 +90,7 @@ class ManifestBuilder:
         """Start the threads. Raises ValueError if the buffer does not have the size of the tensors."""
         specs, nbytes = layout(tensors)
         if flat.nbytes != nbytes:
-            raise ValueError(f"{version}: the buffer has {flat.nbytes} bytes, its tensors need {nbytes}")
+            raise ValueError(f"{version}: the buffer has {flat.nbytes} bytes, but its tensors need {nbytes}")
         self._version, self._specs, self._flat, self._secret = version, specs, flat, secret
         self._chunks = [(start, flat[start : start + chunk_bytes]) for start in range(0, nbytes, chunk_bytes)]
         self._digests: list[Future[bytes]] = []
@@ -177,7 +177,7 @@ def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest
             raise ValueError(f"{version}: chunks are not contiguous at byte {end}")
         end += chunk.nbytes
     if end != manifest.nbytes:
-        raise ValueError(f"{version}: chunks end at {end}, the buffer at {manifest.nbytes}")
+        raise ValueError(f"{version}: the chunks end at byte {end}, but the buffer at byte {manifest.nbytes}")
     if any(spec.offset < 0 or spec.nbytes < 0 or spec.offset + spec.nbytes > end for spec in manifest.tensors):
         raise ValueError(f"{version}: a tensor is outside the buffer")
     return manifest

@@ -1,8 +1,8 @@
 """The nixl transport, on NVIDIA NIXL: control messages over plain TCP, data by one-sided reads of the source's memory.
 
 NIXL's wheel contains the RDMA modules that the wheel of UCX lacks (docs/rdma.md). NIXL has neither a handshake nor
-deadlines, and does not report the progress of a read to the source. rrl implements these on the TCP connection, which
-is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
+deadlines, and does not report the progress of a read to the source. rrl implements these three functions on the TCP
+connection, which is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
 
 A send of more than INLINE_BYTES goes through slots, which are registered buffers. The source copies a part into a slot
 and announces the slot's address. The receiver reads the slot and confirms; then the slot is free again. (Reasons for
@@ -34,8 +34,8 @@ INLINE_BYTES = 64 * 2**10
 """Maximum size in bytes of a send whose data goes directly over TCP, which is faster than announcing an address."""
 _FRAME = struct.Struct("<BQ")  # kind, bytes
 _KIND_BYTES, _KIND_METADATA, _KIND_PIECE, _KIND_READ = 1, 2, 3, 4
-"""Kinds of frames: data; NIXL's metadata; the address of a piece that the peer can read; the confirmation that the
-oldest piece was read."""
+"""Kinds of frames, in this order: data, NIXL's metadata, the address of a piece that the peer can read, and the
+confirmation that the oldest piece was read."""
 _ADDRESS = struct.Struct("<Q")
 _NAME_BYTES, _MAC_BYTES = 16, 32
 _METADATA_LABEL = b"rrl-nixl-1 reach"
@@ -48,7 +48,7 @@ _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
 """Maximum number of requests that are stored while a connection waits for a slot, and maximum size of a request in
 bytes (usually 33). Both limit the memory that a peer can make this process use."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds for which NIXL's ports accept connections after the metadata for connecting was sent to a peer."""
+"""Seconds for which NIXL's ports accept connections after a peer was sent the metadata that it needs to connect."""
 _MAX_THREADS = 16
 """Maximum number of copies and reads that run in parallel."""
 
@@ -73,18 +73,21 @@ class _SharedRuntime:
 
     def release_remote(self, remote: Remote) -> None:
         """Release a remote in a thread."""
-        with contextlib.suppress(TransportError):  # the transport is closed, which has released all remotes
+        with contextlib.suppress(TransportError):  # a closed transport has released all remotes
             self.start(self.runtime.release_remote, remote)
 
     def expect_connection(self, connection: _NixlConnection) -> None:
-        """Open NIXL's ports for a limited time, in which the connection's peer may connect; a late peer tries again."""
+        """Open NIXL's ports for a limited time, in which the connection's peer may connect.
+
+        A peer that connects too late tries again.
+        """
         if not self._connecting:
             self.runtime.set_ports_open(True)
         self._connecting[connection] = None
         asyncio.get_running_loop().call_later(_CONNECT_TIMEOUT_S, self.on_connected, connection)
 
     def on_connected(self, connection: _NixlConnection) -> None:
-        """Stop expecting the peer of a connection: it has connected, or will not."""
+        """Stop waiting for the peer of a connection, which has connected or will not connect."""
         if connection in self._connecting:
             del self._connecting[connection]
             if not self._connecting:
@@ -103,7 +106,7 @@ class _NixlConnection:
         self._claim = BufferClaim()
         self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reachable = 0
-        """Number of slots that the peer knows."""
+        """Number of slots in the metadata that the peer has received."""
         self._offered: deque[Slot] = deque()
         """Slots that the peer has not read yet, in order."""
         self._stash: deque[bytes] = deque()
@@ -167,7 +170,7 @@ class _NixlConnection:
             self._nixl.runtime.give_back(filling.result())
 
     async def _receive_frame(self) -> None:
-        """Receive a frame; called while the peer has yet to read all slots of this connection."""
+        """Receive a frame while this end waits for a slot, and stash it if it is a request of the peer."""
         kind, nbytes = await self._head()
         if kind == _KIND_READ:
             self._on_slot_read()
@@ -226,7 +229,7 @@ class _NixlConnection:
         except BaseException:
             adding.add_done_callback(self._release_remote)
             raise
-        if self._remote is not None:  # the new metadata has more slots
+        if self._remote is not None:  # replaced by the newer metadata, which have more slots
             self._nixl.release_remote(self._remote)
         self._remote = remote
 
@@ -254,8 +257,8 @@ class _NixlConnection:
     async def _await_thread(self, work: Future[T]) -> T:
         """Return the result of ``work``, which runs in a thread.
 
-        If this raises, the caller must free the result of ``work``, because the abort frees only what the connection
-        owned.
+        If this raises, the caller must free the result of ``work``. The abort frees only what the connection owns
+        already.
 
         Raises:
             TransportError: This connection is aborted before ``work`` has ended.
@@ -272,8 +275,8 @@ class _NixlConnection:
 class NixlTransport:
     """A :class:`rrl.transport.weights.base.WeightTransport` with addresses ``nixl://host:port``.
 
-    NIXL starts in a thread when the first connection needs it. The transport must be closed: otherwise reads may keep
-    the process from ending.
+    NIXL starts in a thread when the first connection needs it. The transport must be closed, because reads may
+    otherwise keep the process from ending.
 
     Args:
         secret: HMAC secret of the run.
@@ -310,7 +313,7 @@ class NixlTransport:
         return f"nixl://{host}:{port}"
 
     async def close(self) -> None:
-        """Stop serving, drop every connection and end NIXL. Repeatable."""
+        """Stop serving, drop every connection and end NIXL; may be called again."""
         if self._closed:
             return
         self._closed = True

@@ -36,13 +36,13 @@ SLOT_BYTES = 4 * 2**20
 """Size of a slot in bytes: the largest piece of a transfer that a peer can announce."""
 SETTINGS = {
     **UCX_SETTINGS,
-    "UCX_TCP_CONN_NB": "y",  # otherwise all of NIXL blocks while it connects to an unreachable peer: 134 s
-    "UCX_TCP_SYN_CNT": "2",  # the kernel then gives up a connection attempt after 7 s, and the slot of the read is free
+    "UCX_TCP_CONN_NB": "y",  # otherwise a connection to an unreachable peer blocks all of NIXL for 134 s
+    "UCX_TCP_SYN_CNT": "2",  # the kernel gives up connecting after 7 s, which frees the slot of the read
     # a TransportError reports a dead peer; the logs of UCX and NIXL would repeat that for every read without a reply
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
 }
-"""Variables set before NIXL starts, unless the environment has a value of its own."""
+"""Environment variables that are set before NIXL starts, unless they are already set."""
 _FRAGMENT_BYTES = 2**18
 """Number of bytes that one read takes from a slot. Over TCP the source's UCX replies in segments of
 UCX_TCP_TX_SEG_SIZE. If a segment is sent to a peer that was killed, the next segment ends the whole process of the
@@ -52,8 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds for which NIXL's thread sleeps unless UCX wakes it. An idle thread then takes 0.7 % of a core (66 % with
 the default, 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Shortest and longest pause (s) between two polls of a read: about a tenth of the time that a slot takes at 10 GB/s,
-and a sixteenth of the time that it takes at 2 Gbit/s."""
+"""Shortest and longest pause (s) between two polls of a read. They are about a tenth of the time that a slot takes at
+10 GB/s, and a sixteenth of the time that a slot takes at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -89,7 +89,7 @@ class BufferClaim:
 
 
 class Remote:
-    """A peer whose slots can be read. ``users`` counts connections to the peer and unfinished reads from it.
+    """A peer whose slots can be read. ``users`` counts the connections to the peer and the unfinished reads from it.
 
     The peer is removed from NIXL once it has no user. Reads count as users, because NIXL continues to write into the
     memory of this process if a peer is removed before a read ends.
@@ -104,12 +104,13 @@ class NixlRuntime:
     """NIXL's runtime for one transport. Its creation blocks for 0.5 s, or longer if network cards have to be opened.
 
     Args:
-        trusted_host: Address at which NIXL's UCX may listen for TCP; None: UCX must not use TCP.
+        trusted_host: Address at which NIXL's UCX may listen for TCP, or None if UCX must not use TCP.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:
         ImportError: NIXL is not installed.
-        TransportError: NIXL does not start, listens at another address, or the kernel refuses to block its ports.
+        TransportError: NIXL does not start, NIXL listens at an address that is not permitted, or the kernel refuses to
+            block NIXL's ports.
     """
 
     def __init__(self, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
@@ -130,8 +131,8 @@ class NixlRuntime:
         self._lock = threading.Lock()
         """Protects slots, counts of users and stalled reads. NIXL is never called while this lock is held."""
         self._remotes_lock = threading.Lock()
-        """Protects remotes and calls of NIXL that may block. Must be taken before ``_lock``, and never by a task that
-        must not wait."""
+        """Protects remotes and calls of NIXL that may block. A thread that needs both locks must take this lock before
+        ``_lock``. A task that must not wait never takes this lock."""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._remotes: dict[bytes, Remote] = {}
@@ -149,9 +150,9 @@ class NixlRuntime:
             self._call(self._agent.createBackend, "UCX", {})
         except TransportError as error:
             limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMIT_VARIABLES if key in os.environ)
-            hint = limits or "set UCX_LOG_LEVEL=info for the reason"
+            hint = limits or "set UCX_LOG_LEVEL=info to see the reason"
             raise TransportError(f"NIXL's UCX finds no usable transport ({hint})") from error
-        metadata = self._agent.getLocalMD()  # contains NIXL's ports; other threads may have opened ports meanwhile
+        metadata = self._agent.getLocalMD()  # NIXL's ports are in it; other threads may have opened ports too
         new_ports = listening_addresses() - before
         opened = sorted((host, port) for host, port in new_ports if port.to_bytes(2, "big") in metadata)
         self.ports = frozenset(port for _, port in opened)
@@ -189,7 +190,7 @@ class NixlRuntime:
         return slots, self._call(self._agent.getLocalMD)
 
     def fill(self, data: memoryview) -> Slot:
-        """Return a slot that contains ``data``; the caller gives it back. Raises TransportError."""
+        """Return a slot filled with ``data``, which the caller must give back. Raises TransportError."""
         slot = self._acquire_slot()
         _copy(data, slot.view[: data.nbytes])
         return slot
@@ -224,7 +225,7 @@ class NixlRuntime:
             if remote.users:
                 return
         with self._remotes_lock:
-            # in between, another thread may have added the peer again, and even released it
+            # before this lock was taken, another thread may have added the peer again, and even released it
             if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
                 try:
@@ -270,7 +271,7 @@ class NixlRuntime:
             raise TransportError(outcome)
 
     def _add_user(self, remote: Remote) -> None:
-        """Make the read a user of its peer, which may lose its connection while the read continues."""
+        """Count a read as a user of its peer, because a read may continue after the connection to the peer is lost."""
         with self._lock:
             if not remote.users:
                 raise TransportError("the connection was aborted")
@@ -285,7 +286,7 @@ class NixlRuntime:
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:
         """Wait for a read. Return an empty text on success, the reason of a failure, or None if it was given up."""
-        outcome = self._poll(self._agent.postXferReq, read)  # within a machine this may copy everything in this call
+        outcome = self._poll(self._agent.postXferReq, read)  # if the peer is on this machine, this may copy it all
         interval = _MIN_POLL_S
         while outcome is None and not claim.revoked:
             time.sleep(interval)
@@ -323,7 +324,7 @@ class NixlRuntime:
         """Return a free slot, or register another one.
 
         Raises:
-            TransportError: The memory cannot be registered: RDMA locks it, which may be limited.
+            TransportError: The memory cannot be registered, for example because RDMA would lock more than the limit.
         """
         if not self._free:
             self._sweep()
@@ -349,5 +350,5 @@ class NixlRuntime:
 
 
 def _copy(data: memoryview, into: memoryview) -> None:
-    """Copy bytes while other threads run, unlike a memoryview's own copy."""
+    """Copy bytes while other threads run; a copy between memoryviews would block them."""
     numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(data, numpy.uint8))

@@ -1,4 +1,4 @@
-"""The negotiation whether two ends use UCX, on an authenticated TCP connection.
+"""Negotiate on an authenticated TCP connection whether the two ends use UCX.
 
 The end that dialled sends an offer. An empty offer means that it has no UCX, and the negotiation ends. Otherwise the
 other end replies with its own offer, which is empty if its UCX cannot reach the dialling end. The dialling end then

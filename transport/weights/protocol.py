@@ -45,8 +45,9 @@ NOT_READY_INTERVAL_S = 0.05
 """Seconds between two NOT_READY replies. Several fit into the shortest timeout of a client
 (pull.MIN_CHUNK_TIMEOUT_S)."""
 UNKNOWN_VERSION_TIMEOUT_S = 1.0
-"""Seconds for which a request for a manifest waits while the source does not know the version, because the manager
-announces a version to one process after the other. Chunks are requested only from sources that sent the manifest."""
+"""Seconds for which a request for a manifest waits if the source does not know the version yet. The manager announces a
+version to one process after the other, so a source may be requested before the announcement reaches it. Chunks are
+requested only from sources that sent the manifest."""
 _MAX_UNAUTHENTICATED = 128
 """Maximum number of unauthenticated connections; when another one arrives, the oldest is closed."""
 
@@ -58,7 +59,7 @@ _log = logging.getLogger("rrl.weights")
 class Acceptor:
     """Serves each accepted connection in a task, and limits the number of unauthenticated connections.
 
-    A connection that authenticates is passed to ``serve``; when that returns or raises TransportError, it is closed.
+    A connection that authenticates is passed to ``serve``, and closed when ``serve`` returns or raises TransportError.
     """
 
     def __init__(self, secret: bytes, serve: Callable[[Connection], Awaitable[None]]) -> None:
@@ -71,8 +72,8 @@ class Acceptor:
     def accept(self, connection: Connection) -> asyncio.Task[None]:
         """Start a task that serves a new connection until either end closes it, and return the task.
 
-        If there are too many unauthenticated connections, the oldest is closed: a member of the run authenticates
-        within milliseconds.
+        If there are too many unauthenticated connections, the oldest is closed, because a process of the run
+        authenticates within milliseconds.
         """
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
             next(iter(self._unauthenticated)).abort()
@@ -88,7 +89,7 @@ class Acceptor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._unauthenticated:  # their tasks were cancelled before they began
+        for connection in self._unauthenticated:  # connections whose tasks were cancelled before they began
             connection.abort()
         self._unauthenticated.clear()
 
@@ -147,9 +148,9 @@ class WeightServer:
         return True
 
     async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
-        """Return the result of ``read`` once it is ready; send NOT_READY until then.
+        """Return the result of ``read`` once it is ready, and send NOT_READY repeatedly until it is.
 
-        Return None if the version is evicted, or still unknown after ``unknown_timeout`` s.
+        Return None if the version has been evicted, or is still unknown after ``unknown_timeout`` s.
         """
         now = asyncio.get_running_loop().time
         since = now()
@@ -206,7 +207,7 @@ class _ClientConnection:
                 await asyncio.shield(previous)
             body = await self._answer(into, timeout, starvation_timeout)
         except BaseException:
-            self.connection.abort()  # also if cancelled: the next request would receive the reply to this one
+            self.connection.abort()  # otherwise the next request would receive the reply to this one
             raise
         finally:
             done.set_result(None)
@@ -228,7 +229,7 @@ class _ClientConnection:
                 raise TransportError(f"the source replied only NOT_READY for {starvation_timeout:.3g} s")
 
     async def _body(self, into: memoryview | None) -> bytearray | _Unavailable | None:
-        """Return one reply; None if it is NOT_READY."""
+        """Return the body of the next reply, or None if the reply is NOT_READY."""
         head = bytearray(_ANSWER.size)
         await self.connection.receive(memoryview(head))
         status, nbytes = _ANSWER.unpack(head)

@@ -38,7 +38,7 @@ would share one NIC."""
 def select_sources(
     me: ReplicaId, all_sources: Sequence[WeightSource], version: Version, chain: int, direct: bool = False
 ) -> tuple[WeightSource, ...]:
-    """Return the sources from which ``me`` requests ``version``, in order.
+    """Return the sources from which ``me`` requests ``version``, in the order in which they are tried.
 
     The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version (each receiver
     begins with a different one of them); the receivers further up the chain of ``me``; the publisher.
@@ -90,7 +90,7 @@ def _upstream(index: int, chain: int) -> list[int]:
 
 
 def _predecessor(index: int, chain: int) -> int | None:
-    """Return the index of the receiver that the receiver at ``index`` pulls from, or None if it is the publisher."""
+    """Return the index of the receiver from which the one at ``index`` pulls; None if it pulls from the publisher."""
     if index % chain:
         return index - 1
     number = index // chain
@@ -106,7 +106,7 @@ MIN_CHUNK_TIMEOUT_S = 0.2
 """Shortest timeout (s) of a chunk. A source is not given up before four NOT_READY replies
 (protocol.NOT_READY_INTERVAL_S) are missing."""
 _TIMEOUT_FACTOR = 4
-"""Timeout as a multiple of the usual duration of a chunk, which varies by a factor of two if a NIC is shared."""
+"""Timeout as a multiple of the usual duration of a chunk. The duration varies by a factor of two if a NIC is shared."""
 _SMOOTHING = 0.25
 """Weight of a new sample in the smoothed duration of a chunk."""
 
@@ -125,7 +125,7 @@ class AdaptiveTimeout:
     def observe(self, seconds: float) -> None:
         """Add the duration of a chunk, in seconds.
 
-        It is counted from the chunk's request or from the previous chunk's arrival, whichever was later.
+        The duration begins with the chunk's request or the previous chunk's arrival, whichever was later.
         """
         self._typical = seconds if self._typical is None else self._typical + _SMOOTHING * (seconds - self._typical)
 
@@ -135,7 +135,7 @@ class AdaptiveTimeout:
 
 
 MAX_CHUNK_TIMEOUT_S = 10.0
-"""Longest timeout (s) of a chunk: 8 MiB at less than 1 MB/s."""
+"""Longest timeout (s) of a chunk. A chunk of 8 MiB takes longer only at less than 1 MB/s."""
 PULL_TIMEOUT_S = 120.0
 """Seconds without a chunk after which a pull fails. This only happens if no source can be reached, or if all sources
 send wrong bytes."""
@@ -151,11 +151,11 @@ _MAX_CORRUPT_CHUNKS = 3
 """Number of wrong chunks after which a source is not used again for this version. A wrong chunk costs no more than its
 own transfer."""
 _DIGEST_IN_THREAD_BYTES = 2**20
-"""Minimum size in bytes of a chunk whose digest is computed in a thread (0.7 ms)."""
+"""Minimum size in bytes of a chunk whose digest is computed in a thread; a digest of this size takes 0.7 ms."""
 
 
 class PullFailed(Exception):
-    """The version could not be completed. The text lists the failure of each source."""
+    """The version could not be completed. The exception's text lists the failure of each source."""
 
 
 async def pull(
@@ -292,7 +292,7 @@ class _Pull:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
-                worker.cancel()  # one that raised leaves the others running
+                worker.cancel()  # gather() leaves the others running if one raises
             await asyncio.wait(workers)
             await asyncio.gather(*progress.checks)
 
@@ -319,7 +319,7 @@ class _Pull:
                 self._quarantine(progress.source, str(error))
                 return
             except Superseded as error:
-                self._superseded = error  # a worker that is still fetching writes to memory that nothing reads
+                self._superseded = error  # other workers may still write, but nothing reads that memory
                 return
             except BaseException:
                 heapq.heappush(self._missing, index)
@@ -328,7 +328,7 @@ class _Pull:
             self._adaptive_timeout.observe(progress.on_chunk(requested, now))
             self._deadline = now + self._pull_timeout
             previous, checking = checking, asyncio.create_task(self._verify(index, chunk.nbytes, progress.source))
-            progress.checks.add(checking)  # before the next await, so that a cancelled worker loses no chunk
+            progress.checks.add(checking)  # added before any await: a cancelled worker must lose no chunk
             checking.add_done_callback(progress.checks.discard)
             if previous is not None:
                 await asyncio.wait([previous])
@@ -351,7 +351,7 @@ class _Pull:
             self._transport.disconnect(source.address)
 
     def _quarantine(self, source: WeightSource, reason: str) -> None:
-        if source.address not in self._quarantined:  # the first reason causes all later ones on the same connection
+        if source.address not in self._quarantined:  # later failures of the connection follow from the first
             self._failures[f"{source.incarnation} at {source.address}"] = reason
             self._quarantined.add(source.address)
 
@@ -380,6 +380,6 @@ class _SourceProgress:
         self._last = 0.0
 
     def on_chunk(self, requested: float, now: float) -> float:
-        """Return the time (s) of a chunk until ``now``, from its request or, if later, the previous chunk's arrival."""
+        """Return the duration (s) of a chunk that arrived at ``now``, as :meth:`AdaptiveTimeout.observe` counts it."""
         since, self._last = max(requested, self._last), now
         return now - since

@@ -100,11 +100,11 @@ def open_transport(
         secret: HMAC secret of the run.
         host: Address at which this process serves. If UCX may use TCP, it listens only at this address.
         trusted_network: ``[transport] trusted_network``.
-        capabilities: Packages and RDMA ports of this machine; None: they are detected.
+        capabilities: Packages and RDMA ports of this machine. If None, they are detected.
 
     Raises:
         ImportError: A transport that was requested by name is not installed.
-        TransportError: A transport that was requested by name cannot be used here.
+        TransportError: A transport that was requested by name cannot be used on this machine.
     """
     from .tcp import TcpTransport
     from .ucx import UcxTransport
@@ -122,13 +122,13 @@ def open_transport(
             except (TransportError, ImportError) as error:
                 if kind == "ucx":
                     raise
-                _log.warning("weight transport: tcp, not UCX over %s: %s", ", ".join(capabilities.rdma_ports), error)
+                _log.warning("weight transport: tcp; UCX over %s fails: %s", ", ".join(capabilities.rdma_ports), error)
                 return TcpTransport(secret)
         case "nixl":
-            from .nixl import NixlTransport  # needs numpy, which comes with NIXL
+            from .nixl import NixlTransport  # imported here: it needs numpy, which comes with NIXL
 
             transport = NixlTransport(secret, trusted_host, capabilities.rdma_ports)
-        case _:  # mypy reports a transport without a case
+        case _:  # so that mypy reports a transport without a case
             assert_never(choice.kind)
     level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and capabilities.rdma_ports else logging.INFO
     _log.log(level, "weight transport: %s: %s", choice.kind, choice.reason)

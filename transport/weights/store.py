@@ -23,7 +23,7 @@ from ...core.types import Version
 from .manifest import Manifest, digest
 
 MAX_VERSIONS = 2
-"""Maximum number of versions in memory, including the arriving version. Each takes the size of the model."""
+"""Maximum number of versions in memory, including the arriving version. Each version is as large as the model."""
 READER_IDLE_TIMEOUT_S = 1.0
 """Seconds without a request after which a reader counts as gone. Between two requests a reader verifies a chunk, which
 takes milliseconds."""
@@ -99,7 +99,7 @@ class _Reader:
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
         self.sending = False
-        """True if the connection has requested bytes and not received all of them yet."""
+        """True if the connection has requested bytes and has not received all of them yet."""
 
 
 class WeightStore:
@@ -156,7 +156,7 @@ class WeightStore:
                 self._awaited = None
 
     def begin(self, manifest: Manifest) -> list[int]:
-        """Prepare to receive a version, and return the indexes of its missing chunks; none if it is complete already.
+        """Prepare to receive a version, and return the indexes of its missing chunks: none if the version is complete.
 
         If this version has been received in part, its verified chunks are kept. If another version has been received in
         part, that version is dropped.
@@ -166,7 +166,7 @@ class WeightStore:
             if stored is not None and stored.manifest == manifest:
                 return []
             if self._arriving is None or self._arriving.manifest != manifest:
-                if self._arriving is not None:  # free its buffer before the next one is allocated
+                if self._arriving is not None:  # its buffer must be free before the next buffer is allocated
                     self._recycle(self._arriving.flat)
                     self._arriving = None
                 self._evict(MAX_VERSIONS - 1)
@@ -226,7 +226,7 @@ class WeightStore:
             return next(reversed(self._complete.values()), None)
 
     def get(self, version: Version) -> StoredVersion | None:
-        """Return a complete version, or None."""
+        """Return a version if it is complete, else None."""
         with self._lock:
             return self._complete.get(version)
 
@@ -246,7 +246,9 @@ class WeightStore:
             raise self._unavailable(version)
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
-        """Return verified bytes of a complete or arriving version as a read-only view, valid while a reference exists.
+        """Return verified bytes of a complete or arriving version as a read-only view.
+
+        The view stays valid as long as it is referenced.
 
         Args:
             version: The version.
@@ -338,7 +340,7 @@ class WeightStore:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:
-        """Return whether a reader has begun and not finished the version. Idle and too slow readers do not count."""
+        """Return whether a reader has begun the version and not finished it; idle and too slow readers do not count."""
         now = time.monotonic()
         return any(
             reading.version == version
@@ -373,7 +375,10 @@ class WeightStore:
         self._spare = flat.obj if isinstance(flat.obj, mmap.mmap) else None
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """Return the memory of the version that was dropped last, if it fits and is unused, or else fresh memory."""
+        """Return the memory of the version that was dropped last if it has the right size and is unused.
+
+        Otherwise return fresh memory.
+        """
         pages, self._spare = self._spare, None
         if pages is not None and len(pages) == max(1, nbytes) and _unused(pages):
             return memoryview(pages)[:nbytes]

@@ -14,14 +14,14 @@ from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
 _SLICE_BYTES = 256 * 2**10
-"""Maximum number of bytes passed to asyncio's transport in one call, since asyncio copies the part that the kernel does
-not take (Python 3.11)."""
+"""Maximum number of bytes passed to asyncio's transport in one call. asyncio copies the bytes that the kernel does not
+take at once (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
-"""Size in bytes of the buffer for data that arrives while nothing is being received. A request has 33 bytes, and an
-unauthenticated peer must not cost much memory."""
+"""Size in bytes of the buffer for data that arrives while nothing is being received. It is small, because an
+unauthenticated peer must not cost much memory; a request has 33 bytes."""
 _MAX_ACCEPTS_PER_TURN = 16
-"""Maximum number of connections that asyncio accepts in one iteration of the loop; asyncio uses its backlog argument
-for it."""
+"""Maximum number of connections that asyncio accepts in one iteration of the loop. asyncio takes this number from its
+``backlog`` argument."""
 _BACKLOG = 1024
 """Maximum number of connections that the kernel holds until they are accepted, since many processes pull a new version
 at once."""
@@ -33,7 +33,7 @@ _NOTHING = memoryview(b"")
 
 
 class TcpConnection(asyncio.BufferedProtocol):
-    """One connection; the kernel writes directly into the buffer that is being received.
+    """One connection; the kernel writes directly into the buffer that is being filled.
 
     Data that arrives while nothing is being received goes to a small spare buffer, and then reading pauses.
     """
@@ -98,7 +98,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio omits it if the caller made the listener
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio omits it for a listener made elsewhere
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -200,7 +200,7 @@ class TcpTransport:
         return f"tcp://{host}:{port}"
 
     async def close(self) -> None:
-        """Stop serving and drop every connection. Repeatable."""
+        """Stop serving and drop every connection; may be called again."""
         await self._client.close()
         for server, weight_server in self._served:
             server.close()

@@ -1,8 +1,9 @@
 """The UCX transport, based on ucxx: fast with RDMA; over TCP as fast as the plain TCP transport.
 
-Settings and rules were measured (docs/sources.md, UCX): thread progress with Python futures (everything else spins a
-core); endpoint error handling always on (otherwise the survivor of a dead peer hangs); an abort before a buffer is
-freed (otherwise UCX continues to write into it); rrl's own deadlines everywhere (UCX never notices a stopped peer).
+The settings and rules follow from measurements (docs/sources.md, UCX). Progress is made in a thread, with Python
+futures; every other mode spins a core. Endpoint error handling is always on; otherwise the survivor of a dead peer
+hangs. A transfer is aborted before its buffer is freed; otherwise UCX continues to write into it. Every operation has a
+deadline of rrl, because UCX never notices a stopped peer.
 
 UCX's own listener is not used: it binds 0.0.0.0, authenticates nothing, and permanently keeps a descriptor of each
 connection that sends it garbage. Instead, a connection begins at a TCP port of rrl. Both ends prove there that they
@@ -65,7 +66,7 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
     while True:
         now = asyncio.get_running_loop().time()
         silent = [connection for connection in accepted_connections(ports()).items() if _is_silent(connection[0])]
-        # (descriptor, port) → first time at which the connection was silent
+        # by descriptor and port: when the connection was first found silent
         silent_since = {connection: silent_since.get(connection, now) for connection in silent}
         oldest_first = sorted(silent_since, key=lambda connection: silent_since[connection])
         surplus = max(0, len(silent_since) - MAX_SILENT_CONNECTIONS)
@@ -77,7 +78,7 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
 
 def _is_silent(fd: int) -> bool:
     received = bytes_received(fd)
-    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may be a member of the run
+    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may be of this run
 
 
 _TAG_BYTES = 8
@@ -157,7 +158,7 @@ class _UcxConnection:
         self._tcp_watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
     async def open(self) -> None:
-        """Do nothing: the negotiation was done before."""
+        """Do nothing: both ends have negotiated before this object was made."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -234,8 +235,8 @@ class UcxTransport:
 
     Args:
         secret: HMAC secret of the run.
-        trusted_host: Address at which UCX's TCP transport may listen; None: UCX may not use TCP, and must have a
-            transport for one of ``rdma_ports``, if there are any.
+        trusted_host: Address at which UCX's TCP transport may listen. If it is None, UCX may not use TCP, and must have
+            a transport for one of ``rdma_ports`` if there are any.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:
@@ -272,7 +273,7 @@ class UcxTransport:
         return f"ucx://{host}:{await listener.open(host)}"
 
     async def close(self) -> None:
-        """Stop serving, drop every connection and end UCX. Repeatable."""
+        """Stop serving, drop every connection and end UCX; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -293,7 +294,7 @@ class UcxTransport:
         """Return a new worker. Raises TransportError."""
         try:
             worker = _Worker(self._context)
-        except Exception as error:  # no descriptor, no lockable memory ...
+        except Exception as error:  # for example no free descriptor, or no lockable memory
             raise TransportError(f"ucx: {type(error).__name__}: {error}") from error
         self._workers.add(worker)
         if forbidden := sorted(pair for pair in worker.ports if pair[0] != self._trusted_host):
@@ -405,7 +406,7 @@ def _open_context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
     try:
         settings = ucx_limits(os.environ, rdma_ports, interfaces(), trusted_host)
         context = UCXContext({name.removeprefix("UCX_"): value for name, value in settings.items()})
-    except Exception as error:  # ValueError; UCX finds no device, no lockable memory ...
+    except Exception as error:  # for example UCX finds no device or no lockable memory
         raise TransportError(f"UCX does not start: {type(error).__name__}: {error}") from error
     available = resources(context.info)
     if trusted_host is None and any(resource.transport == "tcp" for resource in available):

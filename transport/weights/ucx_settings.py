@@ -18,12 +18,12 @@ from msgspec import Struct
 from ..address import Interface
 
 SETTINGS = {
-    "UCX_TCP_RX_SEG_SIZE": "512K",  # with the defaults of 64K and 8K transfers are 3.5 to 4 times slower
+    "UCX_TCP_RX_SEG_SIZE": "512K",  # with the defaults (64K, 8K), transfers are 3.5 to 4 times slower
     "UCX_TCP_TX_SEG_SIZE": "512K",
-    "UCX_TCP_KEEPIDLE": "5s",  # a cut link is noticed in 5 + 3 s (measured: 3.6 s with 1s here, 28 s by default)
+    "UCX_TCP_KEEPIDLE": "5s",  # a cut link is noticed in 5 + 3 s (measured: 3.6 s if this is 1s, 28 s by default)
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
-    "UCX_POSIX_ERROR_HANDLING": "y",  # otherwise shared memory is silently disabled
+    "UCX_POSIX_ERROR_HANDLING": "y",  # otherwise UCX disables shared memory without a message
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "error",  # a warning about every stranger that disconnects would flood the role's log (stdout)
 }
@@ -63,7 +63,7 @@ def without_tcp(transports: str) -> str:
     """Return a value of ``UCX_TLS`` with the same transports except TCP.
 
     Args:
-        transports: The value; empty: UCX's default, which is all transports.
+        transports: The value. If it is empty, UCX's default applies, which is all transports.
 
     Raises:
         ValueError: No transport would be left.
@@ -90,7 +90,7 @@ def ucx_limits(
         environment: Environment of the process. Its values of these variables are narrowed, not replaced.
         rdma_ports: Active RDMA ports of this machine.
         interfaces: Interfaces of this machine.
-        trusted_host: Address at which UCX's TCP transport may listen; None: it is disabled.
+        trusted_host: Address at which UCX's TCP transport may listen, or None if the transport is disabled.
 
     Raises:
         ValueError: No transport would be left, or no interface has the address ``trusted_host``.
@@ -108,7 +108,7 @@ def ucx_limits(
 
 
 def resources(context_info: str) -> tuple[Resource, ...]:
-    """Parse the text of ``ucp_context_print_info``."""
+    """Return the resources that a text of ``ucp_context_print_info`` lists."""
     return tuple(Resource(*match) for match in _RESOURCE.findall(context_info))
 
 

@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 _MAX_STOPS = 16
 """Maximum number of stop texts: each is searched for after every token. OpenAI allows 4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
-"""Characters of the longest stop text."""
+"""Maximum number of characters of a stop text."""
 _DIGEST_CHARS = 32
 """Hexadecimal digits of the digest of a body (128 bits)."""
 
@@ -29,7 +29,8 @@ class Policy(Struct, frozen=True):
 
     temperature: float
     foreign: str = "refuse"
-    """``context``: serve calls that would sample in another way, as turns that are not trained; or ``refuse``."""
+    """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained,
+    ``refuse`` refuses them."""
 
 
 class Call(Struct, frozen=True):
@@ -44,7 +45,7 @@ class Call(Struct, frozen=True):
     """The plain prompt, as text or tokens."""
     choices: int = 1
     max_new: int | None = None
-    """Maximum number of tokens to sample; None: the job's limit."""
+    """Maximum number of tokens to sample; None if the job's limit applies."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
     tools: str = ""
@@ -52,10 +53,10 @@ class Call(Struct, frozen=True):
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     sampling: Sampling | None = None
-    """The sampling of a foreign call; None: the sampling of the job."""
+    """The sampling of a foreign call; None if the call is not foreign."""
     stream: bool = False
     include_usage: bool = False
-    """True if a stream ends with the numbers of tokens."""
+    """True if a stream must end with the numbers of tokens of the request and its answers."""
     logprobs: bool = False
     return_token_ids: bool = False
 
@@ -89,7 +90,7 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
 
 
 def parse_completion(body: bytes, policy: Policy) -> Call:
-    """Return the request in the body of ``/v1/completions``; it has the arguments and errors of :func:`parse_chat`."""
+    """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
     given = _table(body)
     prompt = given.pop("prompt", None)
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
@@ -121,7 +122,7 @@ def _digest(body: bytes) -> str:
 
 
 def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Return the keys that both kinds of requests have as arguments of :class:`Call`; every other key is refused."""
+    """Return the keys that both kinds of requests have, as arguments of :class:`Call`; refuse every other key."""
     model, options = given.pop("model", None), given.pop("stream_options", None) or {}
     if not isinstance(model, str):
         raise wrong("model", "must be a text; every name means the model that is trained")

@@ -15,7 +15,7 @@ class ApiError(Exception):
         kind: OpenAI's type of the error.
         code: OpenAI's code of the error, which programs compare.
         param: Key of the body that is wrong.
-        retry_after: Seconds after which OpenAI's clients repeat the request; None: as they choose.
+        retry_after: Seconds after which OpenAI's clients repeat the request; None if they may choose the time.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def parse_message(given: Any, index: int) -> Message:
 
     Args:
         given: The message as it was sent.
-        index: Its number in the conversation, for the text of an error.
+        index: Number of the message in the conversation, for the text of an error.
 
     Raises:
         ApiError: The message is invalid.

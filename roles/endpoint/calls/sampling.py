@@ -1,7 +1,7 @@
 """The keys of a body that determine how an answer is sampled.
 
-The policy that is trained must be the policy that sampled. A call that asks for another one is *foreign*: it is refused
-with the name of the key or, if the job allows it, sampled as requested and never trained.
+The policy that is trained must be the policy that sampled. A call that asks for another policy is *foreign*. It is
+refused with the name of the key or, if the job allows foreign calls, sampled as requested and never trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,), "best_of": (1,),
     "echo": (False,), "suffix": ("",), "seed": (),
 }  # fmt: skip
-"""Keys that would change how the model samples, and their values that change nothing."""
+"""Keys that can change how the model samples, each with the values that change nothing."""
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: 0 <= value <= 100, "must be a number from 0 to 100"),
     "top_p": (lambda value: 0 < value <= 1, "must be a number above 0 and at most 1"),
@@ -45,10 +45,10 @@ _WHOLE = {
 
 
 def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: bool) -> Sampling | None:
-    """Return how a foreign call is sampled; None if it is sampled as the job says.
+    """Return how a foreign call is sampled; None if the call is not foreign.
 
     Args:
-        given: The keys of the body that no other part has read.
+        given: The keys of the body that are not read elsewhere.
         temperature: Temperature of the job.
         refused: True if foreign calls are refused.
 

@@ -15,7 +15,7 @@ class SampledAnswer:
 
     Args:
         call: The request.
-        index: Number of the answer among those to the request.
+        index: Number of the answer among the answers to the request.
         turn: Number of its turn.
         context: The tokens before it.
         chat: Format of the conversation, with its tools.
@@ -34,7 +34,7 @@ class SampledAnswer:
         self._stopped = False
         self._reported, self._end_reported = resumed, ended
         self._sent: str | None = None if resumed else ""
-        """Text that the stream has sent; None until the tokens that an earlier stream has sent have arrived."""
+        """Text that the stream has sent; None until all tokens that an earlier stream has sent were added."""
         self.finished = False
 
     @property
@@ -139,12 +139,12 @@ class SampledAnswer:
 
 
 def answer_format(call: Call) -> AnswerFormat:
-    """Return how the answers to a call are shown."""
+    """Return the format in which the agent gets the answers to a call."""
     return AnswerFormat(call.stop, call.may_call)
 
 
 def _content(shown: Message) -> dict[str, Any]:
-    """Return content and reasoning of a message; OpenAI's content is null if there are only calls."""
+    """Return content and reasoning of a message; as in OpenAI's API, the content is null if there are only calls."""
     content: dict[str, Any] = {"content": None if shown.tool_calls and not shown.content else shown.content}
     return content | ({"reasoning_content": shown.reasoning} if shown.reasoning else {})
 

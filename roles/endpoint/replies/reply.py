@@ -1,4 +1,4 @@
-"""The reply to a call: its answers grow as their turns do."""
+"""The reply to a call, whose answers grow with their turns."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Reply:
 
     Args:
         call: The call.
-        opened: Its turns.
-        grow: Follows a turn.
+        opened: The turns of the call.
+        grow: Adds the tokens of a turn to an answer.
         relayed: True if the client is a relay, which gets the position of a stream after each event.
         resumed: Position after which a stream continues, as the earlier stream sent it; empty for a new stream.
     """
@@ -125,7 +125,7 @@ class Reply:
 
 
 def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:
-    """Return for each answer how far an earlier stream was; None if it had not begun, or the text is invalid."""
+    """Return the position of an earlier stream in each answer; None if ``resumed`` is empty or invalid."""
     parts = resumed.split(",")
     numbers = [part.removesuffix(".") for part in parts]
     if len(parts) != choices or not all(number.isascii() and number.isdecimal() and len(number) < 10

@@ -1,7 +1,7 @@
 """A cache of an episode's turns: a complete turn is fetched from the store only once.
 
 The cache only saves work: everything can be read from the store again. It is bounded in size, and is valid for one
-attempt at an episode, because other turns count in the next attempt.
+attempt at an episode, because the next attempt has other turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ...trajectories.episodes.requests import EpisodeTurns, Turn
 from .shown_answer import AnswerFormat, end_at_stop
 
 MAX_WEIGHT = 2**20
-"""Bound of :func:`_weight` over all turns that are kept. A token takes up to 40 bytes, so this is 40 MB."""
+"""Maximum sum of :func:`_weight` over all turns that are kept. A token takes up to 40 bytes, so all turns take up to 40
+MB."""
 _HASH_WEIGHT = 4
 """Weight of a hash of a message, in tokens."""
 
@@ -85,7 +86,7 @@ class KnownTurns:
             self.weight -= kept.weight
 
     def _is_complete(self, turn: Turn) -> bool:
-        """Return whether nothing of a turn can change: a stop text in it is at its end."""
+        """Return whether a turn cannot change: it is finished, and no token follows a stop text in it."""
         end = end_at_stop(turn.sampled, AnswerFormat.decode(turn.options).stop, self._tokenizer)
         return turn.finished and (end is None or end.length == len(turn.sampled))
 

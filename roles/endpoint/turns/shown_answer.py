@@ -26,7 +26,7 @@ class AnswerFormat(Struct, frozen=True, omit_defaults=True):
     """True if the agent gets tool calls as ``tool_calls``; False if it gets them as text."""
 
     def encode(self) -> str:
-        """Return the options of a turn."""
+        """Return the format as the options of a turn."""
         return "" if self == AnswerFormat() else msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -69,7 +69,7 @@ def _stable(text: str) -> str:
 
 
 def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Return the text of an unfinished answer that no further token changes, and that no stop text cuts off."""
+    """Return the beginning of an unfinished answer's text that no further token can change, even by a stop text."""
     text = _stable(tokenizer.decode(tokens))
     held = max((_overlap(text, end) for end in stop), default=0)
     return text[: len(text) - held]

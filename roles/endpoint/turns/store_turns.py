@@ -33,7 +33,7 @@ class Turns(Protocol):
         ...
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """Return the sampled tokens from ``offset`` on; None if within ``wait`` seconds there are none."""
+        """Return the sampled tokens from ``offset`` on; None if there are none within ``wait`` seconds."""
         ...
 
     async def end_turn(self, turn: int, length: int) -> None:
@@ -42,7 +42,7 @@ class Turns(Protocol):
 
 
 class Episodes(Protocol):
-    """The episodes of agents outside of the run; errors as of :class:`Turns`."""
+    """The episodes of agents outside of the run; its methods raise the errors of :class:`Turns`."""
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
         """Lease an episode; None if there is none within ``wait`` seconds. The same request gets the same episode."""
@@ -65,12 +65,12 @@ class AskStore(Protocol):
     """Sends a request to the store, and returns its answer to the event loop of the caller."""
 
     async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
-        """Send the request that ``request`` makes."""
+        """Send the request that the function ``request`` makes."""
         ...
 
 
 class _Asking:
-    """Sends the requests of this process; once the process is fenced, every request raises that the attempt is over."""
+    """Sends the requests of this process; once the process is fenced, every request raises FencedAttempt."""
 
     def __init__(self, ask: AskStore) -> None:
         self._send = ask
@@ -83,7 +83,7 @@ class _Asking:
 
 
 class StoreTurns:
-    """Requests to the store of the run, each awaited in the event loop of the caller; see :class:`Turns`.
+    """Sends the requests of :class:`Turns` to the store; each is awaited in the event loop of the caller.
 
     Args:
         ask: Sends a request: :meth:`rrl.Worker.ask_store`.
@@ -93,14 +93,14 @@ class StoreTurns:
         self._ask = _Asking(ask)
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """See :class:`Turns`."""
+        """Return an episode, as :meth:`Turns.get_episode` describes."""
         return await self._ask(lambda store: store.get_episode(episode, holding))
 
     async def open_turn(
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
     ) -> int:  # fmt: skip
-        """See :class:`Turns`."""
+        """Open a turn, as :meth:`Turns.open_turn` describes."""
         return await self._ask(
             lambda store: store.open_turn(
                 episode, attempt, request, parent, offset, given, max_new, messages, options, sampling
@@ -108,16 +108,16 @@ class StoreTurns:
         )
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """See :class:`Turns`."""
+        """Return sampled tokens, as :meth:`Turns.follow` describes."""
         return await self._ask(lambda store: store.follow(turn, offset, wait))
 
     async def end_turn(self, turn: int, length: int) -> None:
-        """See :class:`Turns`."""
+        """End an answer, as :meth:`Turns.end_turn` describes."""
         await self._ask(lambda store: store.end_turn(turn, length))
 
 
 class StoreEpisodes:
-    """Requests to the store of the run about whole episodes; see :class:`Episodes`.
+    """Sends the requests of :class:`Episodes` to the store of the run.
 
     Args:
         ask: Sends a request: :meth:`rrl.Worker.ask_store`.
@@ -127,17 +127,17 @@ class StoreEpisodes:
         self._ask = _Asking(ask)
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
-        """See :class:`Episodes`."""
+        """Lease an episode, as :meth:`Episodes.open_episode` describes."""
         return await self._ask(lambda store: store.open_episode(request, wait))
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """See :class:`Episodes`."""
+        """End an episode, as :meth:`Episodes.finish_episode` describes."""
         await self._ask(lambda store: store.finish_episode(episode, attempt, reward, later))
 
     async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
-        """See :class:`Episodes`."""
+        """Post a reward, as :meth:`Episodes.post_reward` describes."""
         await self._ask(lambda store: store.post_reward(episode, attempt, reward))
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """See :class:`Episodes`."""
+        """Report a failed attempt, as :meth:`Episodes.fail_attempt` describes."""
         await self._ask(lambda store: store.fail_attempt(episode, attempt, why))

@@ -24,7 +24,7 @@ from ..calls.messages import canonical_arguments
 from .shown_answer import AnswerFormat, shown_answer
 
 _HASH_CHARS = 32
-"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""
+"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same hash by chance."""
 
 
 class Context(Struct, frozen=True):
@@ -76,7 +76,7 @@ class Paths:
         return self.before(begun.parent, begun.offset, begun.given)
 
     def before(self, parent: int | None, offset: int, given: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens of a context from its parts."""
+        """Return the tokens of a context: the kept tokens of the parent's path, and the given tokens."""
         return given if parent is None else self.path(parent)[:offset] + given
 
 
@@ -114,7 +114,8 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat,
         messages: The conversation.
         turns: Turns of the attempt.
         chat: The chat format, which already contains the tools.
-        tools: The same tools as OpenAI's JSON, so that conversations with other tools differ; may be empty.
+        tools: The same tools as OpenAI's JSON. It is hashed, so that conversations with other tools have other hashes;
+            may be empty.
 
     Raises:
         ValueError: The conversation cannot be encoded.

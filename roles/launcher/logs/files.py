@@ -1,6 +1,6 @@
 """The log file of one step: rotation by size, a rate limit, and a timestamp for each line of the role's output.
 
-The functions never raise: on a full or failing disk, lines are lost and the run continues.
+The functions never raise an exception: if the disk is full or fails, lines are lost and the run continues.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ this rate write 100 MiB/s to the storage."""
 BURST_BYTES = 16 * 2**20
 """Number of bytes that may be written in one burst, for example tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10
-"""Size in bytes above which a line is split, as by Docker's json-file driver."""
+"""Size in bytes above which a line is split, as Docker's json-file driver does."""
 PARTIAL_LINE_TIMEOUT_S = 1.0
 """Seconds after which an unfinished line is written without its end."""
 _RESUME_SHARE = 1 / 16
-"""Share of the burst that must be available before a limited role's output is written again. Without this share, single
-scattered lines of a flood would be written."""
+"""Share of the burst that must be available before the output of a role that exceeded the limit is written again.
+Without this share, single scattered lines of a flood would be written."""
 
 
 class RotatingLog:
@@ -44,7 +44,7 @@ class RotatingLog:
         self._size = 0
 
     def append(self, data: bytes) -> int:
-        """Write whole lines; return the number of bytes written, not all if the disk is full or unreachable."""
+        """Write whole lines; return the number of written bytes, which is lower if the disk is full or unreachable."""
         done = 0
         try:
             if self._size and self._size + len(data) > self._file_bytes:
@@ -101,7 +101,7 @@ class RateLimiter:
         self._within_dropped_line = False
 
     def admit(self, data: bytes) -> bytes:
-        """Return the lines at the beginning of ``data`` that may be written; each line counts with its timestamp."""
+        """Return the lines at the beginning of ``data`` that may be written; their timestamps count as bytes, too."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
@@ -137,9 +137,9 @@ class RateLimiter:
 class LineTimestamper:
     """Splits a byte stream into lines and puts a timestamp before each line.
 
-    If carriage returns overwrite a line (a progress bar), only the line's newest state is written: at its end, or every
-    ``PARTIAL_LINE_TIMEOUT_S``. The clock returns ns since the epoch. Timestamps never decrease; if the clock is set
-    back, they advance by 1 us per line.
+    If carriage returns overwrite a line (a progress bar), only the line's newest state is written, at the end of the
+    line or every ``PARTIAL_LINE_TIMEOUT_S`` seconds. The clock returns ns since the epoch. Timestamps never decrease;
+    if the clock is set back, they advance by 1 us per line.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:

@@ -71,7 +71,7 @@ class LogPump:
 
     @property
     def stuck(self) -> bool:
-        """Whether the file could not be written for :data:`STUCK_AFTER_S`."""
+        """Whether the file could not be written for :data:`STUCK_AFTER_S` seconds."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > STUCK_AFTER_S
 
@@ -208,8 +208,8 @@ class RoleLog:
 def place_in_traceback(lines: Sequence[str], folder: Path) -> str:
     """Return ``file:line`` in the user's code if output ends with a traceback of Python, else an empty text.
 
-    A process that ends before it has joined the run, for example because of a syntax error, leaves no end report. The
-    result is only shown to people.
+    It is used for a process that leaves no end report because it ended before it joined the run, for example by a
+    syntax error. The result is only shown to people.
     """
     places: list[tuple[str, int]] = []
     for line in reversed(lines[:-1]):

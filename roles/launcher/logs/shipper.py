@@ -1,8 +1,8 @@
 """Send the newest lines of a role's output to the manager, so that they survive the loss of the node.
 
 The lines are sent by a separate thread on a separate socket, so that neither a flood of lines nor a hung run directory
-delays other messages. At most ``RATE_BYTES_PER_S`` are sent; during a flood, only the newest lines. A new manager
-receives the newest lines again.
+delays other messages. On average at most ``RATE_BYTES_PER_S`` bytes are sent per second; during a flood, only the
+newest lines are sent. A new manager receives the newest lines again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Bytes that the rate limit adds to the text of each message, so that on average at most eight messages are sent per
 second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Smallest size limit (bytes) of a message in a flood. A small message keeps the manager's lines newer: 100 lines every
-0.4 s instead of 1,000 lines every 2 s."""
+"""Lowest limit (bytes) to which the rate limit reduces the size of a message in a flood. Small messages keep the
+manager's lines newer: 100 lines arrive every 0.4 s instead of 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0

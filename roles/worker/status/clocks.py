@@ -3,10 +3,10 @@
 A process is in exactly one phase at a time, whichever of its threads entered the phase, and waits for at most one
 cause. So each moment of its lifetime is counted once, also if phases are nested or other threads enter phases, and all
 times add up to the lifetime. Time in which the process was stopped (SIGSTOP) or its machine suspended counts to the
-phase in which that happened.
+phase in which the stop happened.
 
-The journal's phases are too coarse for this: a phase that lasts less than 0.25 s is not reported. What is counted here
-is shown to people only; no detector and no plan reads it.
+The journal's phases are too coarse for these times: a phase that lasts less than 0.25 s is not reported. The counted
+times are shown to people only; no detector and no plan reads them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: Takes a time of ``now``; returns for how long (ns) until then threads of this process have waited for
-            services outside of the run. This time counts as :data:`rrl.core.phases.WAIT_EXTERNAL` instead of
-            the phase in which the wait happened.
+        external: A function of a time (ns) of ``now``. It returns how long (ns), until that time, at least one thread
+            of this process has waited for services outside of the run. These waits count as
+            :data:`rrl.core.phases.WAIT_EXTERNAL` instead of the phase in which the wait happened.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class PhaseClock:
         self._start(name)
 
     def restart(self, name: str) -> None:
-        """Begin again in phase ``name``, as for a new process: a standby process was promoted."""
+        """Begin again in phase ``name``, as for a new process, after the promotion of a standby process."""
         with self._lock:
             self._start(name)
 
     def enter(self, name: str, idle_cause: str = "") -> None:
-        """Enter a phase; ``idle_cause`` names what the process waits for in this phase; empty if it works."""
+        """Enter a phase; ``idle_cause`` names what the process waits for in this phase, or is empty if it works."""
         with self._lock:
             self._count()
             self._phase, self._idle_cause, self._thread = name, idle_cause, threading.get_ident()
@@ -93,17 +93,17 @@ class PhaseClock:
         self._times: dict[tuple[str, str], int] = {}
 
     def _count(self) -> None:
-        """Add the time since the last count to what the process did in it."""
+        """Add the time since the last count to the process's phase and idle cause."""
         now = self._now()
         passed, self._counted_until = now - self._counted_until, now
-        # The external waits are measured with another lock: at most what has passed is counted now, the rest later.
+        # The external waits are measured under another lock, and may exceed the passed time: the rest is counted later.
         external = min(passed, max(0, self._external(now) - self._external_counted))
         self._external_counted += external
         self._add(WAIT_EXTERNAL, phase(WAIT_EXTERNAL).idle_cause, external)
         self._add(self._phase, self._idle_cause or self._cause_of_wait(), passed - external)
 
     def _cause_of_wait(self) -> str:
-        """Return what the thread of the current phase has waited for most recently; empty if it does not wait."""
+        """Return the cause of the newest wait of the thread that entered the phase; empty if it does not wait."""
         return next((cause for thread, cause in reversed(self._waits) if thread == self._thread), "")
 
     def _add(self, name: str, cause: str, ns: int) -> None:

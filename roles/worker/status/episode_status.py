@@ -1,8 +1,8 @@
 """Phase and progress of a process that makes attempts at episodes.
 
-Attempts begin and end in the process's own code, calls wait and are answered in the thread of its endpoint. Each
-reports its part. So the phase is right also while the code of an agent blocks its thread: as soon as no call waits for
-tokens, the phase is ``act``, and without progress the process is overdue like any other.
+The process's own code reports how many attempts are at work; the thread of its endpoint reports how many calls wait and
+were answered. So the phase is right even if the code of an agent blocks its thread. As soon as no call waits for
+tokens, the phase is ``act``, in which a process without progress becomes overdue.
 """
 
 from __future__ import annotations

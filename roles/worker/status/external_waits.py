@@ -1,7 +1,7 @@
 """Waits of this process for services that are not part of the run, such as a judge model behind an HTTP interface.
 
-A service that limits the rate of its clients (HTTP 429) makes them wait for a quarter of an hour. A role that waits in
-such a back-off looks like one that hangs. Therefore it reports the wait as a phase of its own
+A service that limits the rate of its clients (HTTP 429) may make them wait for a quarter of an hour. A role that waits
+in such a back-off looks like a hung role. Therefore it reports the wait as a phase of its own
 (:data:`rrl.core.phases.WAIT_EXTERNAL`), which may last much longer than the phase in which the role calls the service.
 """
 
@@ -26,8 +26,8 @@ _services = Counter[str]()
 _waiting_since = 0.0
 """Time (s, monotonic clock) since which at least one thread has waited."""
 _began_ns, _waited_ns = 0, 0
-"""Start (ns, :func:`rrl.roles.worker.clocks.boot_time_ns`) of the present wait, and total duration of the earlier
-waits. A wait lasts while at least one thread waits."""
+"""Start (ns, :func:`rrl.roles.worker.status.clocks.boot_time_ns`) of the present wait, and total duration of the
+earlier waits. A wait lasts while at least one thread waits."""
 _lock = threading.Lock()
 
 
@@ -68,7 +68,7 @@ def awaited_service() -> str:
 def waited_ns(now: int) -> int:
     """Return for how long (ns) until ``now`` (:func:`boot_time_ns`) at least one thread of this process has waited.
 
-    Also waits that are too short to be reported count.
+    Waits that are too short to be reported count, too.
     """
     with _lock:
         return _waited_ns + (max(0, now - _began_ns) if _services else 0)

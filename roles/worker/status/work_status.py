@@ -1,6 +1,7 @@
-"""What this process does now: its phase, what it waits for, its progress and its clock.
+"""The current status of this process: its phase, what it waits for, its progress and its clock.
 
-The worker's threads change it, the thread of the connection reports it. It decides nothing: the manager does.
+The worker's threads change the status, and the thread of the connection reports it. Only the manager draws conclusions
+from it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
-"""Age (s) up to which :meth:`WorkStatus.confirm_untaken_data` counts. The store confirms it several times a second in
-the loop that serves requests: if that loop hangs, the trainer cannot take its data."""
+"""Seconds for which a call of :meth:`WorkStatus.confirm_untaken_data` counts. The store calls this method several times
+a second in the loop that serves requests. A hang of that loop therefore ends the report, because the trainer cannot get
+data during the hang."""
 
 
 class CurrentPhase(NamedTuple):
@@ -38,7 +40,8 @@ class CurrentPhase(NamedTuple):
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
     """Return phase ``name``, in which a process waits for a role or replica.
 
-    None stands for the role that the phase declares. The replica of a role is named only if the role has no other.
+    If ``waits_for`` is None, the process waits for the role that the phase declares. The result names a role's replica
+    only if the role has no other replica.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)
@@ -58,7 +61,7 @@ class WorkStatus:
         self.blocked_on: ReplicaId | None = None
         """The replica that this process waits for in any phase; if None, heartbeats name the replica of the phase."""
         self.note = ""
-        """The text shown beside this replica in `rrl status`; empty for none."""
+        """The text shown beside this replica in `rrl status`; empty if there is none."""
         self.done = 0
         """Units of work that this process reported as progress."""
         self._untaken_at = -inf
@@ -78,7 +81,7 @@ class WorkStatus:
     def enter(self, name: str, waits_for: ReplicaId | None, cause: str | None = None) -> None:
         """Enter a phase that waits for a replica.
 
-        ``cause`` is its idle cause; None: the idle cause of phase and replica.
+        ``cause`` is the phase's idle cause. If it is None, the idle cause follows from phase and replica.
         """
         self.phase = CurrentPhase(name, waits_for, idle_cause(name, waits_for) if cause is None else cause)
         self.clock.enter(name, self.phase.idle_cause)
@@ -130,7 +133,7 @@ class WorkStatus:
         return taken
 
     def confirm_untaken_data(self) -> None:
-        """Report for the next ``UNTAKEN_CONFIRMED_WITHIN_S`` that this store has data which the trainer does not take.
+        """Report for ``UNTAKEN_CONFIRMED_WITHIN_S`` s that this store has data that the trainer does not request.
 
         See :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
         """

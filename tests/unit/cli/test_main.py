@@ -363,7 +363,7 @@ def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
     Path(job_toml).write_text(JOB.replace('"local"', '"slurm"') + "[slurm]\nnodes = 3\n")
     assert main.run([command, job_toml]) == 2
     reported = capsys.readouterr().err
-    assert "'nodes' is set by rrl itself" in reported
+    assert "'nodes' is reserved" in reported
     assert reported.count("\n") == 1
     assert not root.exists()
 

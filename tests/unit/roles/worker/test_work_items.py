@@ -50,14 +50,14 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
          " appended (item.max_new less the tokens appended since the lease)"),
         (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
         (segment(1, 0, 2), [], "a segment: 1 is not the id of a trajectory that was leased to this process"
-         " (item.trajectory); leased are 4, 7"),
+         " (item.trajectory); the leased trajectories are 4, 7"),
         (Segment(4, 0, (2, 3), (-0.5,), V0), [], "segment of trajectory 4: 2 tokens have 1 log-probabilities"),
         (Segment(4, 0, (2,), (float("nan"),), V0), [], "segment of trajectory 4: a log-probability is not finite"),
         (segment(4, 0, 2**31), [], "segment of trajectory 4: "),
         (Segment(4, 0, (2.5,), (-0.5,), V0), [], "segment of trajectory 4: "),  # type: ignore[arg-type]
         (segment(4, 0, 2), [2], "finished: 2 is not the id of a trajectory that was leased to this process"),
         (segment(4, 0, 2), ["4"], "finished: '4' is not the id of a trajectory"),
-        (segment(7, 2, 2), [4], "finished: trajectory 4 (group 1) has no tokens; append its end"),
+        (segment(7, 2, 2), [4], "finished: trajectory 4 (group 1) has no tokens; append one"),
     ],
 )  # fmt: skip
 def test_mistake_in_an_append_is_one_line_that_names_the_trajectory(
