@@ -177,7 +177,7 @@ class Learner:
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
-        """Like :meth:`_policy_losses`, but the loss is the cross entropy, averaged over the batch's answer tokens."""
+        """Yield the loss of each micro-batch: its cross entropy, divided by the number of the batch's answer tokens."""
         answers = sum(len(answer) for _, answer in batch)
         for micro_batch in self._micro_batches(batch):
             chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
@@ -433,7 +433,7 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
 
 
 def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the index of the first sample of each episode; without agents, of every trajectory."""
+    """Return the index of the first sample of each episode; in a job without agents, the index of each trajectory."""
     first: dict[int, int] = {}
     for index, trajectory in enumerate(trajectories):
         first.setdefault(trajectory.id, index)
@@ -441,7 +441,7 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
-    """Return the values of the trained tokens, from one value per token of a trajectory."""
+    """Return those of ``values``, one per token of a trajectory, that belong to trained tokens."""
     if not trajectory.masked:
         return values
     trained = [True] * len(values)
@@ -471,7 +471,7 @@ def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     """Return the logits that predict the tokens from position ``first`` on: [B, L - first, vocabulary]."""
     needed = tokens.shape[1] - first
-    kept = max(1, needed)  # logits_to_keep=0 means all; a lone answer without tokens needs none
+    kept = max(1, needed)  # 0 would keep all logits, but answers without tokens need none
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
     surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
     return logits[:, surplus:].contiguous() if surplus else logits

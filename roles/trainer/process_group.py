@@ -140,11 +140,11 @@ class Gang:
 
 
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
-    """Meet the other members, and return the gang.
+    """Create the process group together with the other members, and return the gang.
 
     Ends the process if the members do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process lacks its assigned
-    GPU. A single process needs a group too if it does not compute in float32, the dtype of its parameters, because FSDP
-    casts them.
+    GPU. A single process needs a group too, unless it computes in float32: its parameters are float32, and only FSDP
+    casts them to another dtype.
 
     Raises:
         Stopping: The manager has requested a stop.

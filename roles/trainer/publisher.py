@@ -87,7 +87,7 @@ class ThreadState:
             self._fail(error)
 
     def is_settled(self, ready: Callable[[], bool]) -> bool:
-        """Return whether :meth:`wait` would return, or raise the thread's error, at once."""
+        """Return whether :meth:`wait` would not wait: the condition is true, or the thread has failed."""
         with self.changed:
             return self._error is not None or ready()
 
@@ -96,7 +96,7 @@ class ThreadState:
 
         Args:
             ready: The condition; evaluated with ``changed`` held.
-            missing: Returns a text about what did not happen in time, for the error message.
+            missing: Returns the beginning of the error message, which says what did not happen in time.
 
         Raises:
             TimeoutError: ``ready`` did not become true within ``COLLECTIVE_TIMEOUT_S``.
@@ -146,7 +146,7 @@ class Publisher:
         self._wanted: object = None
         """The memory for which the training thread waits, or into which it is copying."""
         self._newest = self._published = -1
-        """Newest steps whose copies were handed over and whose versions are published."""
+        """Newest step whose copy was handed over, and newest step whose version is published; -1 before the first."""
         self._blocked_s = 0.0
         self._ended = False
         self._state = ThreadState(fail)
@@ -233,7 +233,7 @@ class Publisher:
                 while (copy := self._next()) is not None:
                     self._publish(copy)
                     self._on_published(copy.number)
-                    del copy  # its memory belongs to the training thread again
+                    del copy  # releases the copy's memory for the training thread
         except BaseException as error:
             self._state.on_error(error)
 
@@ -244,7 +244,7 @@ class Publisher:
             return None
         with self._changed:
             self._copies = {step: copy for step, copy in self._copies.items() if step >= number}
-            self._changed.notify_all()  # before the wait: the training thread may need the memory of a skipped copy
+            self._changed.notify_all()  # before the wait: the training thread may wait for a skipped copy's memory
             self._changed.wait_for(lambda: number in self._copies)
             return self._copies[number]
 

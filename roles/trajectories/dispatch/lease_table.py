@@ -1,4 +1,4 @@
-"""The leases of one kind of work, by incarnation. They are volatile: a store that restarts grants new ones."""
+"""The leases of one kind of work, by incarnation. Leases are volatile: a store that restarts grants new ones."""
 
 from __future__ import annotations
 

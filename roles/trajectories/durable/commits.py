@@ -9,14 +9,14 @@ from .log import LogDamaged, log_files, read_frames
 from .records import StepCommitted, decode
 
 READ_ATTEMPTS = 5
-"""How often a log is read before it counts as damaged. A reader can meet a flush that is half written, or a log that
-its store replaces at this moment; both are over at once."""
+"""Number of attempts to read a log before it counts as damaged. A reader can find a flush that is half written, or a
+log that its store is replacing. Both states last only a moment."""
 RETRY_DELAY_S = 0.2
 """Seconds between two attempts."""
 _TAG = b"step_committed"
 _TAG_WITHIN_BYTES = 24
-"""Bytes from the start of a payload in which the tag of its record ends. Only the payloads of commits are decoded,
-since a log has far more bytes of tokens."""
+"""Number of first bytes of a payload that contain the tag of its record. By the tag, only the payloads of commits are
+decoded, because a log has far more bytes of tokens."""
 
 
 def read_commits(folder: Path) -> dict[int, StepCommitted]:

@@ -22,7 +22,7 @@ from .records import (
 )
 
 RETAINED_RESULTS = 4096
-"""Number of newest results that are kept for a manager that is not running."""
+"""Number of newest results that are kept, for a manager that was not running when they were recorded."""
 RIGHT_REWARD = 1.0
 """Lowest reward of an answer that counts as right."""
 
@@ -41,7 +41,7 @@ class EvaluatedAnswer(Struct, eq=False):
     finished: bool = False
     reward: float | None = None
     failed: bool = False
-    """True if it has no score and never will."""
+    """True if the answer has no score and will never have one."""
 
     @property
     def length(self) -> int:
@@ -50,7 +50,7 @@ class EvaluatedAnswer(Struct, eq=False):
 
     @property
     def settled(self) -> bool:
-        """True if the answer has a score, or never will."""
+        """True if the answer has a score, or will never have one."""
         return self.failed or self.reward is not None
 
 

@@ -69,7 +69,7 @@ def read_frames(path: Path) -> Iterator[bytes]:
             mark, payload = frame
             torn = (
                 mark + 1
-            ) // 2  # flush of the next frame: the same flush, or the following one if this frame ended its flush
+            ) // 2  # number of the flush that the next frame belongs to: the next number if this frame ended its flush
             yield payload
         file.seek(at)
         rest = file.read()
@@ -238,7 +238,7 @@ def _number(name: str) -> int:
 _RETAINED_STEPS = 2
 """Number of committed steps whose token data is kept (rule 9)."""
 _COMPACT_GROWTH = 4
-"""Growth factor of the log after which it is compacted, so that rewriting stays a fixed share of all writing."""
+"""Factor by which the log must grow before it is compacted again, so that rewriting is a fixed share of all writing."""
 
 
 class DurableState:
@@ -264,7 +264,7 @@ class DurableState:
                 self.state.apply(decode(payload))
             except LogFormatError as error:
                 raise LogFormatError(f"the trajectory log in {folder} {error}") from error
-        self.state.lengths.limit = max_new_tokens  # the log's answers were cut at the limit of its own time
+        self.state.lengths.limit = max_new_tokens  # the log has the limit of an earlier job spec
         self._rewrite(self._log.inherited())
 
     def write(self, record: Record) -> None:

@@ -191,7 +191,7 @@ class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True
 
 
 class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True):
-    """Numbers of answers and tokens of the run up to this record, whose own records may be deleted."""
+    """Numbers of the run's answers and tokens up to this record. The records of these answers may be deleted."""
 
     ended: int = 0
     """Answers that ended or were cut by ``max_new_tokens``, and running ones whose group was dropped as stale."""
@@ -202,7 +202,7 @@ class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True
 
 
 class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
-    """What appends have shown of the times of a rollout's engine; times of its earlier incarnations do not count."""
+    """Times of a rollout's engine that its appends have shown. Times of earlier incarnations do not count."""
 
     incarnation: Incarnation
     observed: Observed
@@ -220,8 +220,8 @@ class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True
     incarnation: Incarnation
     weights: int | None = None
     request: str | None = None
-    """For an agent outside of the run the request by which it got the episode. The attempt then does not end with the
-    incarnation."""
+    """For an agent outside of the run, the request by which it got the episode. The attempt of such an agent does not
+    end with the incarnation. None if an agents replica makes the attempt."""
 
 
 class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
@@ -250,9 +250,9 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     max_new: int
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...]
-    """Hashes of the messages of the request, from the first on, each with all messages before it."""
+    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it."""
     options: str = ""
-    """Text of the endpoint, which the store only keeps."""
+    """Text of the endpoint, which the store stores but does not read."""
     sampling: Sampling | None = None
     """How to sample a turn that is not trained; None for any other turn."""
 
@@ -279,7 +279,7 @@ class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
 
 
 class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
-    """End of an episode with a result; ``turns`` are those that count. Its score is ``reward`` unless that is None."""
+    """End of an episode with a result; ``turns`` are those that count. Its score is ``reward``, except None."""
 
     episode: int
     attempt: int
@@ -290,7 +290,7 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
 
 
 class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=True):
-    """Numbers of the run's episodes and turns up to this record, whose own records may be deleted."""
+    """Numbers of the run's episodes and turns up to this record. The records of these episodes may be deleted."""
 
     finished: int = 0
     retried: int = 0

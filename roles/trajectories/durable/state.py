@@ -78,7 +78,7 @@ class State:
         self.lengths = Lengths(max_new_tokens)
         """What was learned of the lengths of answers."""
         self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
-        """Number and times of the newest incarnation of each rollout of which times were observed."""
+        """By rollout, the number of its newest incarnation with observed times, and these times."""
         self._counted = AnswersCounted()
         self.item_order: list[int] = []
         """Items of the next groups; if empty, the next item has the number of the next group."""
@@ -94,12 +94,13 @@ class State:
         self.evaluations = EvaluationState()
         self.bindings: dict[int, Binding] = {}
         self.parts: dict[int, list[Part]] = {}
-        """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
+        """Parts of the steps that were bound in parts, by step. A step that has parts and no binding still lacks
+        groups."""
         self.commitments: dict[int, StepCommitted] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         """Metrics of the newest steps, by step."""
         self.unbound = 0
-        """Number of groups that no step or part has."""
+        """Number of groups that are bound to no step and no part."""
         self.committed = 0
         """Newest committed step; 0 before the first commit, since steps are numbered from 1."""
         self.fences: dict[ReplicaId, int] = {}
@@ -141,7 +142,7 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 self.unscored += cause is DropCause.UNSCORED
-                if group in self.groups:  # otherwise the record was only copied for the audit
+                if group in self.groups:  # otherwise only the audit needs the record
                     if cause is DropCause.STALE:
                         running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
@@ -209,7 +210,7 @@ class State:
         return figures | self.episode_records.figures()
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:
-        """Return the times of a rollout's engine; new ones if nothing was observed of this incarnation."""
+        """Return the times of a rollout's engine; a new object if nothing was observed of this incarnation."""
         number, times = self._token_times.get(incarnation.replica, (0, None))
         return times if times is not None and number == incarnation.number else TokenTimes()
 
@@ -364,7 +365,7 @@ class State:
         yield self._counted
         yield LengthsLearned(
             self.lengths.state()
-        )  # the last records: they replace what the records above have counted and learned again
+        )  # last, because these records replace the counts and lengths that a reader derives from the records above
 
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def binding(self, number: int, groups: tuple[int, ...]) -> Binding:

@@ -47,11 +47,11 @@ class OpenTurn(Struct, frozen=True, tag=True):
     max_new: int
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...] = ()
-    """Hashes of the messages of the request, from the first on, each with all messages before it. The store only keeps
-    them, for :class:`GetEpisode`."""
+    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it. The
+    store only keeps the hashes, for :class:`GetEpisode`."""
     options: str = ""
     """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
-    keeps it, for :class:`GetEpisode`."""
+    keeps this text, for :class:`GetEpisode`."""
     sampling: Sampling | None = None
     """For a *foreign* turn, which is sampled from another policy than the one that is trained, this sampling; else
     None. The answer of a foreign turn counts as given tokens and is never trained."""
@@ -61,7 +61,7 @@ class EndTurn(Struct, frozen=True, tag=True):
     """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
 
     Tokens sampled after them are discarded. The end is durable once it is answered with :class:`..types.Done`; the
-    rollout learns of it with its next append.
+    rollout learns of the end with its next append.
     """
 
     incarnation: Incarnation
@@ -72,8 +72,8 @@ class EndTurn(Struct, frozen=True, tag=True):
 class Follow(Struct, frozen=True, tag=True):
     """Request for the sampled tokens of a turn from ``offset`` on.
 
-    Answered with :class:`TurnTokens` as soon as there is a durable one or the turn is finished, and otherwise with
-    :class:`..types.NotReady` after ``wait`` seconds.
+    Answered with :class:`TurnTokens` as soon as one of these tokens is durable or the turn is finished, and otherwise
+    with :class:`..types.NotReady` after ``wait`` seconds.
     """
 
     incarnation: Incarnation
@@ -194,7 +194,7 @@ class Turn(Struct, frozen=True):
     finished: bool
     messages: tuple[str, ...]
     attempt: int
-    """Attempt that opened the turn; a later one may have taken it over."""
+    """Attempt that opened the turn; a later attempt may have taken the turn over."""
     request: str
     options: str = ""
     sampling: Sampling | None = None

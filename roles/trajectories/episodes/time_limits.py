@@ -1,7 +1,7 @@
 """Time limits of attempts by agents outside of the run, and of rewards that come later.
 
-Time limits are not durable: after a restart of the store each begins again. The caller checks whether an expired limit
-still applies, so that no limit has to be removed when an attempt ends or a reward arrives.
+Time limits are not durable: after a restart of the store each limit begins again. The caller checks whether an expired
+limit still applies, so that no limit has to be removed when an attempt ends or a reward arrives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The rules of turns: how they are opened, taken over from a recorded attempt, ended, followed and shown.
 
-A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. Its parent may be
-a recorded turn itself: agents that run at the same time may ask in another order than before.
+A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. The parent of the
+turn may still be a recorded turn, because agents that run concurrently in an episode may send their requests in another
+order than before.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class TurnRules:
         return TurnOpened(number)
 
     def end(self, request: EndTurn) -> Done | Denied:
-        """End an answer after some of its tokens, and take it from its rollout."""
+        """End an answer after some of its tokens, and end its lease."""
         turn = self._current(request.turn)
         if isinstance(turn, Denied):
             return turn
         if not 1 <= request.length <= turn.length:
             return Denied(f"turn {turn.id} has {turn.length} sampled tokens; it cannot end after {request.length}")
         if turn.finished and request.length == turn.length:
-            return Done()  # repeated, or it ends there anyway
+            return Done()  # a repeated request, or the answer ends there by itself
         assert turn.turn is not None
         if self._state.trajectories[turn.turn.episode].finished:
             return Denied(f"turn {turn.id} is complete, and its episode is finished", fenced_attempt=True)
@@ -142,7 +143,7 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
 
 
 def sampling_problem(sampling: Sampling | None) -> str | None:
-    """Return which field of a turn's sampling no engine accepts, and a valid value; None if all fields are valid."""
+    """Return a text that names an invalid field of a turn's sampling and its valid values; None if all are valid."""
     for name, value in ({} if sampling is None else asdict(sampling)).items():
         accepts, words = _ACCEPTED[name]
         if value is not None and not (math.isfinite(value) and accepts(value)):
