@@ -1,4 +1,4 @@
-"""The vocabulary of conversations with the model: messages, calls of tools, and the interfaces that convert them."""
+"""Conversations with the model: messages, calls of tools, and the interfaces that convert them to tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
-"""Role of the messages that the model answers with."""
+"""Role of the messages that the model writes."""
 
 
 class ToolCall(Struct, frozen=True):
@@ -33,7 +33,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     """Id of the call whose result the message is."""
     reasoning: str = ""
-    """Reasoning that precedes the content of an answer, where the model's family keeps them apart."""
+    """Reasoning that precedes the content of an answer; empty if the model's family does not separate the two."""
 
 
 class AnswerContent(Struct, frozen=True):
@@ -134,7 +134,7 @@ class ToolFormat(Protocol):
 
 
 def as_template_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: arguments of tools are objects, and keys without a value absent."""
+    """Return a message as chat templates expect it: with tool arguments as objects, and without empty keys."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         made["name"] = message.name

@@ -23,7 +23,7 @@ from .safetensors import copy_into
 
 
 def compute_dtype(spec: ModelSpec) -> torch.dtype:
-    """Return the dtype in which the model computes, weights are published, and rollouts store them."""
+    """Return the dtype in which the model computes, and in which weights are published and stored by rollouts."""
     return cast(torch.dtype, getattr(torch, spec.dtype))
 
 
@@ -49,7 +49,7 @@ def skeleton(spec: ModelSpec, vocabulary: int, dtype: torch.dtype = torch.float3
     """Build the model without memory for its tensors (see :func:`materialise`).
 
     Raises:
-        ValueError: The folder cannot be used, or ``vocabulary`` exceeds the number of tokens that its model embeds.
+        ValueError: The folder cannot be used, or the model of the folder embeds fewer than ``vocabulary`` tokens.
     """
     with torch.device("meta"):
         return _model(spec, vocabulary, dtype)

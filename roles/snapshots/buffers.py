@@ -44,7 +44,7 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def _available_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
-    """Return the bytes that the tightest limit from ``path`` up to the mount leaves, or 2**63 without a limit.
+    """Return the bytes left by the tightest limit from ``path`` up to the mount; 2**63 if there is no limit.
 
     ``cache`` is the name of the field in ``memory.stat`` with the memory that the kernel reclaims before it kills a
     process.

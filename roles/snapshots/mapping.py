@@ -113,7 +113,7 @@ class MappedBuffer:
             for start in range(PAYLOAD_OFFSET, PAYLOAD_OFFSET + self.capacity, _PREFAULT_BYTES):
                 size = min(_PREFAULT_BYTES, PAYLOAD_OFFSET + self.capacity - start)
                 os.posix_fallocate(self._fd, start, size)
-                with contextlib.suppress(OSError):  # older kernel: the first copy faults the pages in
+                with contextlib.suppress(OSError):  # an older kernel, on which the first copy allocates the pages
                     self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except OSError as error:
             raise SnapshotError(

@@ -98,7 +98,7 @@ class SnapshotFound(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Answer that refuses a request. ``why`` is the reason, for people; ``fenced``: a newer incarnation exists."""
+    """Answer that refuses a request for the reason ``why``. ``fenced`` is True if a newer incarnation exists."""
 
     why: str
     fenced: bool = False

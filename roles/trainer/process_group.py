@@ -163,7 +163,7 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     address = _await_members(me, first) if me.world > 1 else ""
     with _exit_after(
         RENDEZVOUS_TIMEOUT_S,
-        f"{me.launch.incarnation}: the {me.world} members of {first} did not meet within {RENDEZVOUS_TIMEOUT_S:g} s",
+        f"{me.launch.incarnation}: the {me.world} members of {first} did not connect within {RENDEZVOUS_TIMEOUT_S:g} s",
     ):
         store = store or _connect_store(address)
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)

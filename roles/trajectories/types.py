@@ -22,7 +22,7 @@ NOT_SAMPLED = -1, 0
 
 
 class PathDigest:
-    """Digest of the tokens of a trajectory from its beginning on, which grows with them."""
+    """Digest of the tokens of a trajectory from its beginning on; tokens are added as they are sampled."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -81,7 +81,7 @@ class Item(Struct, frozen=True):
     max_new: int = 0
     """Number of tokens that may still be appended."""
     sampling: Sampling | None = None
-    """How to sample it; None: as the job says."""
+    """How to sample the trajectory; None for the sampling of the job."""
 
 
 class ToScore(Struct, frozen=True):
@@ -168,7 +168,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The runs of tokens that are trained, as (token count, training step); a masked run is one of ``runs``."""
+        """The runs of tokens that are trained, as (token count, training step). Each masked run is a whole run."""
         masked, runs, at = dict(self.masked), [], 0
         for count, step, _ in self.runs:
             if at not in masked:
@@ -361,7 +361,7 @@ class GetMetrics(Struct, frozen=True, tag=True):
 
 
 class FollowVersions(Struct, frozen=True, tag=True):
-    """Report of a trainer or rollout which weight version it serves, and request for the newest one.
+    """Report of the weight version that a trainer or rollout serves, and request for the newest version.
 
     Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, and otherwise after ``wait``
     seconds, so that the sender learns of new sources. If the store knows no version by then, it answers
@@ -418,15 +418,16 @@ class Done(Struct, frozen=True, tag=True):
     """Answer to a request that was carried out and is durable."""
 
     hand_back: tuple[int, ...] = ()
-    """Trajectories of a rollout that another one should continue, since that is expected to end earlier. The rollout
-    hands each of them over with the :class:`Append` of its next segment; until then they are leased to it as before."""
+    """Trajectories of a rollout that another rollout should continue, because they are expected to end earlier there.
+    The rollout hands each of them over with the :class:`Append` of its next segment; until then they are leased to it
+    as before."""
     faulty_groups: int = 0
     """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
     the newest groups, so that the reward role must end; 0 otherwise."""
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
     earlier: tuple[StepMetrics, ...] = ()
-    """In the same way, the metrics of the earlier steps that the :class:`Commit` names."""
+    """Metrics of the earlier steps that the :class:`Commit` names, with figures of the store."""
     leased: tuple[Item, ...] = ()
     """For an :class:`Append` with a request for work: the trajectories that were leased."""
 

@@ -22,7 +22,7 @@ from ....core.run_dir import write_atomically
 _KEY = "[roles.rollout] vllm"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that nothing releases
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
     "GLOO_SOCKET_IFNAME": "lo",  # the workers are all on this node, and their groups accept any process
     "NCCL_SOCKET_IFNAME": "=lo",
     "VLLM_NO_USAGE_STATS": "1",

@@ -177,8 +177,8 @@ class VllmEngine:
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :class:`..engine.Engine`.
 
-        Running requests are rescheduled like preempted requests, and their prefixes are read again. After any other
-        error than ValueError, only some of the weights may be new, so the process must end.
+        Running requests are scheduled again like preempted requests, and their prefixes are read again. After an error
+        that is not a ValueError, some of the weights may be new and others old, so the process must end.
         """
         try:
             given = list(fitting(self._model, tensors).items())
@@ -225,7 +225,7 @@ class _RunningTrajectory:
         self._has_prompt = False
 
     def add(self, token: int, logprob: float, prompt: Sequence[int]) -> None:
-        """Add a sampled token. ``prompt`` is what vLLM has before the first token that it sampled."""
+        """Add a sampled token. ``prompt`` is the tokens before the first token that vLLM sampled."""
         if not self._has_prompt:
             self._has_prompt = True
             self.path.add(prompt)

@@ -110,7 +110,10 @@ class EpisodeRecords:
             group.oldest = record.weights if group.oldest is None else min(group.oldest, record.weights)
 
     def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
-        """Discard tokens sampled after the first ``length``; a turn that continues after them gets them as given."""
+        """Discard the tokens of a turn that were sampled after the first ``length``.
+
+        A turn that continues after discarded tokens gets these tokens as given tokens.
+        """
         assert turn.turn is not None
         whole, end = sampled_tokens(turn), prompt_length(turn) + length
         for other in episode.turns.values():

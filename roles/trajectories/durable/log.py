@@ -74,7 +74,7 @@ def read_frames(path: Path) -> Iterator[bytes]:
         file.seek(at)
         rest = file.read()
     if torn == 0:
-        raise LogDamaged(f"{path}: unreadable from byte {at} on, although the file was complete when it was renamed")
+        raise LogDamaged(f"{path}: unreadable from byte {at} on, though complete when written; restore it from a copy")
     if (later := _later_flush(rest, torn)) is not None:
         raise LogDamaged(f"{path}: unreadable at byte {at}, but flush {later} follows; restore the file from a copy")
 

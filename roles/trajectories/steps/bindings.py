@@ -1,4 +1,4 @@
-"""How complete groups are bound to steps, as a whole or in parts, and how steps are committed.
+"""Binds complete groups to steps, as a whole or in parts, and commits steps.
 
 The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
 newest step that is bound completely. It may have parts already: a trainer that does not wait for whole batches requests
@@ -23,7 +23,7 @@ from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredM
 from .staleness import StalenessLimit
 
 PARTS_PER_STEP = 8
-"""Number of parts that a step is cut into at most, unless the size of a part is set or messages are too small."""
+"""Maximum number of parts of a step, unless the job sets the size of a part or messages are too small."""
 METRICS_PER_ANSWER = 256
 """Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 
@@ -110,8 +110,8 @@ class Bindings:
         """Bind the next part of step ``number``, unless part ``index`` exists.
 
         The part gets all complete groups that may be bound, as :meth:`bind` orders them, but not more than fit into a
-        message. Returns None if the part exists now or did already, and Denied if ``index`` is not the next part of the
-        open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
+        message. Returns None if the part exists now or existed already, and Denied if ``index`` is not the next part of
+        the open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
         """
         count = len(self._state.parts_of(number))
         if index in range(count):
@@ -129,7 +129,7 @@ class Bindings:
         return None
 
     def _check_open(self, number: int) -> NotReady | Denied | None:
-        """Return why no group can be bound to step ``number`` whatever groups are complete, or None."""
+        """Return why no group can be bound to step ``number``, independent of which groups are complete; or None."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(
@@ -142,7 +142,7 @@ class Bindings:
         return int(min(len(self._ready), self._staleness.bindable()))
 
     def _least(self, index: int | None) -> int:
-        """Return the minimum number of groups that a request for a part, or for the batch (None), binds."""
+        """Return the minimum number of groups to bind for part ``index``, or for the batch if ``index`` is None."""
         return self.lacking if index is None else min(self._per_part, self.lacking)
 
     def _take(self, at_most: int) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ class Bindings:
         return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     def has_data(self) -> bool:
-        """Return whether the trainer could train now: on uncommitted groups that are bound, or on a step to bind."""
+        """Return whether the trainer could train now: uncommitted groups are bound, or the next step can be bound."""
         if self._state.latest > self._state.committed or self._state.open_parts:
             return True
         return self._bindable() >= self.lacking
@@ -224,9 +224,9 @@ class Bindings:
     ) -> Done | Denied:  # fmt: skip
         """Commit a checkpoint and the consumption of all steps up to ``number`` in one record (rule 4).
 
-        A commit covers at most ``checkpoint_every`` steps. ``earlier`` has those before ``number``: each must have been
-        trained on the batch that is bound to it. The request may be repeated. The metrics are written before the
-        commit: metrics of an uncommitted step are never read.
+        A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step
+        must have been trained on the batch that is bound to it. The request may be repeated. The metrics are written
+        before the commit, because metrics of an uncommitted step are never read.
         """
         before, committed = self._state.commitments.get(number), self._state.committed
         described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}
@@ -249,17 +249,17 @@ class Bindings:
         return self._done(described)
 
     def _done(self, steps: Iterable[int]) -> Done:
-        """Return the answer to a commit: the metrics of its steps, of which the last is the one with the checkpoint."""
+        """Return the answer to a commit: the metrics of its steps. The last step is the one with the checkpoint."""
         *earlier, last = [StepMetrics(step, self._state.metrics.get(step, {})) for step in sorted(steps)]
         return Done(metrics=last.metrics, earlier=tuple(earlier))
 
     def committed(self) -> CommittedState:
-        """Return number and manifest of the newest commit; None for both before the first one."""
+        """Return number and manifest of the newest commit; both are None before the first commit."""
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def commit_status(self) -> CommitStatus:
-        """Return the newest commit and the folder of each commit; it is durable only once the log is flushed."""
+        """Return the newest commit and the folder of each commit; all are durable only after the log is flushed."""
         folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
         return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
 

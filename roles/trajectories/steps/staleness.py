@@ -55,7 +55,7 @@ from ..durable.groups import Group
 from ..durable.state import State
 
 _WARNING_WINDOW_BATCHES = 10
-"""Number of batches' worth of groups, trained or dropped, after which the share of dropped groups is evaluated."""
+"""The share of dropped groups is evaluated whenever so many batches of groups have been trained or dropped."""
 
 
 class StalenessLimit:
@@ -157,8 +157,9 @@ class StalenessLimit:
     def blocking_weights(self, least: int) -> int | None:
         """Return the step of the weights whose groups must be complete before ``least`` groups can be bound.
 
-        If as many groups were bound now, more groups begun with these or older weights would remain than there are
-        places left for. Returns None if no such groups prevent the binding, which is always so with ``late = "drop"``.
+        If ``least`` groups were bound now, the remaining steps would have too few places for the groups that were begun
+        with these or older weights. Returns None if no such groups prevent the binding, which is always so with
+        ``late = "drop"``.
         """
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 
