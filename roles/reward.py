@@ -114,7 +114,7 @@ class Scorer:
         return msgspec.structs.replace(raised, type="ValueError", place=place)
 
     def _report(self, raised: RaisedException, error: Exception, item: ToScore) -> str:
-        """Log the first exception of its kind, update the note, and return the reason for dropping the group."""
+        """Log an exception of a new kind, update the note, and return the reason for dropping the group."""
         why = f"the scorer raised {raised.type} ({raised.place})"
         if why not in self._reported:
             self._reported.add(why)

@@ -91,7 +91,7 @@ class Chat(Protocol):
 
 
 class ModelChat(Chat, Protocol):
-    """The chat of a model, in which it may be offered tools."""
+    """The chat of a model that may be offered tools."""
 
     def with_tools(self, tools: str) -> Chat:
         """Return the chat for conversations in which the model is offered tools. The first call may take seconds.

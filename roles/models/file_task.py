@@ -81,7 +81,7 @@ class FileTask:
 
 
 def right_share(answer: str, right: str, split: Callable[[str], Sequence[object]]) -> float:
-    """Return the share of right tokens of an answer that has the length of the right one, and otherwise 0."""
+    """Return the share of right tokens if the answer has as many tokens as the right answer; otherwise return 0."""
     given, wanted = split(answer), split(right)
     if len(given) != len(wanted) or not wanted:
         return 0.0

@@ -39,7 +39,7 @@ def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
     """Write the files of the model into ``folder``; return them, config.json last. They are not synced.
 
     Raises:
-        ValueError: The folder of ``[model] path`` lacks a file, or it cannot be read; the message names it.
+        ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.
         OSError: A file could not be read or written.
     """
     written = _copy(Path(spec.path), folder) if spec.path is not None else _write_built(spec, folder)

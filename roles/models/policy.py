@@ -87,7 +87,7 @@ def _non_persistent_buffers(module: nn.Module) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost transformers model that contains the module at ``path``, and so can initialise it."""
+    """Return the innermost transformers model that contains the module at ``path``: it can initialise this module."""
     parts = path.split(".") if path else []
     ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)
@@ -215,7 +215,7 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformer's layers, by which the model is sharded: the module list with the most parameters."""
+    """Yield the transformer's layers, which are sharded one by one: the module list with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if lists:
         yield from max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))

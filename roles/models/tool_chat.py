@@ -127,7 +127,7 @@ class FamilyTools:
 
 
 class FamilyChat:
-    """The chat of a family with tools; it takes the arguments of :class:`FamilyTools`, and the decoded tools."""
+    """The chat of a family with tools. Its arguments are those of :class:`FamilyTools`, and the decoded tools."""
 
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer: Tokenizer = tokenizer
@@ -223,7 +223,7 @@ class ParsedChat:
 
 
 def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
-    """Return name and arguments of the calls in an answer; None if any of them cannot be used.
+    """Return name and arguments of each call in an answer; None if any call is invalid.
 
     With None, the agent gets the answer as text, so that it sees what the model wrote.
     """
@@ -234,7 +234,7 @@ def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 class _TextTokenizer:
-    """Text as tokens for a parser of the library: one for each tag that the parser knows, one for each other character.
+    """Encodes text for a parser of the library: one token per tag that the parser knows, one per other character.
 
     So calls are read from the text of an answer, even if the model's vocabulary has no token for a tag.
     """

@@ -15,7 +15,8 @@ from ...core.types import Version
 from ..trajectories.types import Item, Segment
 
 StepOutput = tuple[list[Segment], list[int]]
-"""New segments, and the trajectories that are complete with them. The segments of one trajectory are in their order."""
+"""New segments, and the trajectories that these segments complete. The segments of one trajectory are in their
+order."""
 
 
 class Sampling(Struct, frozen=True):

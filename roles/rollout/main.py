@@ -97,7 +97,7 @@ class _Leases:
 
     @property
     def requested(self) -> int:
-        """The number of free slots for which a request waits."""
+        """The number of free slots for which the open request asks the store; 0 without an open request."""
         return 0 if self._open is None else self._open.at_most
 
     def wait(self) -> None:

@@ -39,7 +39,7 @@ class Sending:
             connection.abort()
 
     def cancel(self) -> None:
-        """Abort the copy, so that its own thread raises, and wait until it has ended. May be called in any thread."""
+        """Abort the copy, whose thread then raises an exception, and wait for its end. May be called in any thread."""
         self.cancelled = True
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._abort()

@@ -97,7 +97,7 @@ class AsyncSaver:
         buffers.prepare(self.layout.nbytes)
         self._uncommitted, self._is_checkpoint_step = uncommitted, is_checkpoint_step
         self._written: list[int] = []
-        """Steps whose checkpoints are being written, or wait for it, in order."""
+        """Steps whose checkpoints are being written or are waiting to be written, in order."""
         self._newest: _Staged | None = None
         """The newest step, if no checkpoint of it is due; it gets one if the training ends with it."""
         self._state = ThreadState(fail)

@@ -159,7 +159,7 @@ class Checkpoints:
         """Load the checkpoint of ``manifest`` into ``learner``; any number of members may have written it.
 
         Raises:
-            DamagedCheckpoint: In all members, if the files do not match the manifest. The learner is unchanged.
+            DamagedCheckpoint: Raised in all members if the files do not match the manifest. The learner is unchanged.
         """
         gang, damage, about = self._gang, "", _About(0)
         names = sorted(manifest["files"])
@@ -212,7 +212,7 @@ class Checkpoints:
         """Load the weights of the reference into ``model``; any number of members may have written them.
 
         Raises:
-            DamagedCheckpoint: In all members, if the files do not match their digests.
+            DamagedCheckpoint: Raised in all members if the files do not match their digests.
         """
         gang, damage = self._gang, ""
         try:

@@ -123,7 +123,7 @@ def main() -> None:
                 restore.load(restore_point, learner, checkpoints, gang)
             restore_point = msgspec.structs.replace(
                 restore_point, data=memoryview(b"")
-            )  # frees as much memory as the state takes
+            )  # frees the memory of the snapshot
         if me.job.trainer.kl and learner.reference_files is not None:
             with me.phase("checkpoint"):
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))

@@ -59,7 +59,7 @@ h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing store. The m
 earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
-a death; if a survivor exited at once, the manager could take it for the member that failed first."""
+a death; if a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (

@@ -79,7 +79,7 @@ class ThreadState:
         self._error: BaseException | None = None
 
     def on_error(self, error: BaseException) -> None:
-        """Record the error that ended the thread; the training thread raises it when it waits."""
+        """Record the error that ended the thread; the training thread raises this error when it waits."""
         with self.changed:
             self._error = error
             self.changed.notify_all()
@@ -144,7 +144,7 @@ class Publisher:
         self._copies: dict[int, _HostCopy] = {}
         """Copies that are not yet published or skipped, by step."""
         self._wanted: object = None
-        """The memory for which the training thread waits, or into which it is copying."""
+        """The memory for which the training thread waits, or into which the training thread is copying."""
         self._newest = self._published = -1
         """Newest step whose copy was handed over, and newest step whose version is published; -1 before the first."""
         self._blocked_s = 0.0
@@ -177,7 +177,7 @@ class Publisher:
         self._wait_until(lambda: not self._in_use(buffer.obj))
 
     def offer(self, number: int, tensors: Mapping[str, Tensor], buffer: memoryview) -> None:
-        """Hand over the copy of step ``number``: ``tensors`` are its shards in ``buffer``, by their saved names.
+        """Hand over the copy of step ``number``; ``tensors`` are the copied shards in ``buffer``, by their saved names.
 
         Waits while rollouts need an unpublished version to generate the next step. Raises the same exceptions as
         :meth:`reserve`.

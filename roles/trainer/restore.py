@@ -29,8 +29,8 @@ from .process_group import Gang, blocked_on_rank0
 _log = logging.getLogger("rrl.trainer")
 
 SnapshotKey = tuple[int, int]
-"""Step of a snapshot, and number of the incarnation that made it. The snapshots of all ranks with the same key belong
-together."""
+"""Step of a snapshot, and number of the incarnation that made the snapshot. The snapshots of all ranks with the same
+key belong together."""
 
 
 class Commit(Struct, frozen=True):

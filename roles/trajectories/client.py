@@ -118,9 +118,9 @@ class TrajectoryClient:
     Args:
         keys: Keys of the run.
         incarnation: Sender of the requests.
-        find_store: Returns the current address of the store, or None.
+        find_store: Returns the current address of the store; None while it is unknown.
         timeout: Seconds for which a request is repeated.
-        weights: Returns the step of the newest weights that this process has; None if it has none or uses none.
+        weights: Returns the step of the newest weights that this process has; None if it has no weights or uses none.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class TrajectoryClient:
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: Sequence[int],
         max_new: int, messages: Sequence[str] = (), options: str = "", sampling: Sampling | None = None,
     ) -> int:  # fmt: skip
-        """Durably open a turn, or take over a recorded one, and return its number.
+        """Durably open a turn or take over a recorded turn, and return its number.
 
         The arguments are the fields of :class:`.episodes.requests.OpenTurn`.
         """
@@ -315,7 +315,7 @@ class TrajectoryClient:
         return opened.turn
 
     async def end_turn(self, turn: int, length: int) -> None:
-        """End the answer of a turn after ``length`` sampled tokens, durably; later tokens are discarded."""
+        """Durably end the answer of a turn after ``length`` sampled tokens; later tokens are discarded."""
         await self._decide(EndTurn(self._incarnation, turn, length))
 
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
@@ -330,7 +330,7 @@ class TrajectoryClient:
         return turns
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool = False) -> None:
-        """End an episode with its reward, durably.
+        """Durably end an episode with its reward.
 
         If the reward is None, the reward role scores the last answer. With ``later``, :meth:`post_reward` provides the
         reward instead.
@@ -338,7 +338,7 @@ class TrajectoryClient:
         await self._decide(FinishEpisode(self._incarnation, episode, attempt, reward, later))
 
     async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
-        """Post the reward of an episode that was finished with ``later``, durably."""
+        """Durably post the reward of an episode that was finished with ``later``."""
         await self._decide(PostReward(self._incarnation, episode, attempt, reward))
 
     async def open_episode(self, request: str, wait: float = 1.0) -> EpisodeItem | None:
@@ -376,7 +376,8 @@ class TrajectoryClient:
     async def _send(self, request: Request, wait: float) -> Answer:
         """Send a request, and send it again if no answer arrives in time.
 
-        A repeated request has the same id, so an answer that takes long, such as a large batch, is never too late.
+        A repeated request has the same id, so even a late answer to the first request, such as a large batch, is
+        accepted.
         """
         answer: Answer = await self._dialer.request(request, wait + self._timeout, wait + _RESEND_AFTER_S)
         return answer

@@ -49,7 +49,7 @@ class Membership:
             self._newest[replica] = max(incarnation.number, self._newest.get(replica, 0))
 
     def fenced_reason(self, incarnation: Incarnation) -> str | None:
-        """Return why ``incarnation`` is fenced, or None.
+        """Return why ``incarnation`` is fenced; None if it is not.
 
         An incarnation that the manager has not reported yet is not fenced: its worker may have joined before the
         manager's report arrived.
@@ -59,13 +59,13 @@ class Membership:
         return f"{incarnation} is no longer current (fenced)" if incarnation in self._departed else None
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a rollout or reward replica is not served, or None."""
+        """Return why a request of a rollout or reward replica is not served; None if it is served."""
         if reason := self.fenced_reason(incarnation):
             return Denied(reason, fenced=True)
         return None if incarnation in self.current else NotReady()
 
     def check_trainer(self, incarnation: Incarnation, durable: DurableState) -> Denied | None:
-        """Return why a request of a trainer is denied, or None.
+        """Return why a request of a trainer is denied; None if it is accepted.
 
         Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
         members of a gang share an incarnation number and are fenced together.
@@ -253,7 +253,7 @@ class WorkQueue:
         return leased
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
-        """Return the rollout that has computed the prefix of a turn with its present weights, or None."""
+        """Return the rollout that has computed the prefix of a turn with its present weights; None if there is none."""
         if track.turn is None or track.turn.parent is None:
             return None
         parent = parent_of(track)

@@ -112,7 +112,7 @@ class GroupMaker:
         self._window = window
 
     def create(self) -> Group:
-        """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
+        """Create the group of the next item that has a prompt, and drop all items before it, which have no prompt."""
         while (prompt := self._next_prompt()) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
@@ -168,7 +168,7 @@ class ScorerFaults:
 
     @property
     def prevailing(self) -> int:
-        """Number of groups that faults have dropped, if they are more than half of the window; else 0."""
+        """Number of groups that faults have dropped, if more than half of the window; else 0."""
         faults = sum(self._newest)
         return faults if 2 * faults > FAULTS_WINDOW else 0
 

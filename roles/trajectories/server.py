@@ -185,7 +185,7 @@ class Server:
         self._woken.set()
 
     def data_is_untaken(self) -> bool:
-        """Return whether there are data for the trainer, and it has requested none for ``UNTAKEN_AFTER_S``."""
+        """Return whether there are data that the trainer has not requested for ``UNTAKEN_AFTER_S`` seconds."""
         now = asyncio.get_running_loop().time()
         return now - self._data_requested_at >= UNTAKEN_AFTER_S and self._store.has_data()
 

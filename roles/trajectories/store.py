@@ -180,7 +180,7 @@ class Store:
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a rollout or reward replica is not served, or None."""
+        """Return why a request of a rollout or reward replica is not served; None if it is served."""
         return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
@@ -193,7 +193,7 @@ class Store:
         return self._versions.newest
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any, and return why the report is rejected, or None.
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not.
 
         A fenced trainer is denied, and so is a trainer that reports a version of another incarnation.
         """
@@ -419,7 +419,7 @@ class Store:
             self.drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Return a new warning for the log, or None. Each warning is returned once."""
+        """Return a warning for the log that was not returned before; None if there is none."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:

@@ -55,9 +55,9 @@ class Segment(Struct, frozen=True, array_like=True):
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """How one turn is sampled, where that differs from the job; each field has the meaning that it has for vLLM.
+    """The sampling of one turn, where it differs from the job's; each field has the meaning that it has for vLLM.
 
-    A field that is None is as in the job: its temperature, and no other change of the model's distribution.
+    A field that is None means the sampling of the job: its temperature, and no other change of the distribution.
     """
 
     temperature: float | None = None
@@ -156,8 +156,8 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     reward: float
     training: float
     prompt: bytes = b""
-    """For a sample of an episode its prompt, as int32: the tokens before the first one that it trains. Empty for all
-    other trajectories."""
+    """The prompt of a sample of an episode, as int32: the tokens before its first trained token. Empty for all other
+    trajectories."""
     masked: tuple[tuple[int, int], ...] = ()
     """As in :class:`Trajectory`."""
 
@@ -422,8 +422,8 @@ class Done(Struct, frozen=True, tag=True):
     The rollout hands each of them over with the :class:`Append` of its next segment; until then they are leased to it
     as before."""
     faulty_groups: int = 0
-    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
-    the newest groups, so that the reward role must end; 0 otherwise."""
+    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if more than half of the newest
+    groups. The reward role must then end. Otherwise 0."""
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
     earlier: tuple[StepMetrics, ...] = ()

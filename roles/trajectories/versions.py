@@ -82,7 +82,7 @@ class VersionStore(Protocol):
         ...
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any, and return why the report is rejected, or None."""
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not."""
         ...
 
 

@@ -31,7 +31,7 @@ costs a round trip to the store, during which the model is idle. A longer interv
 trajectories empty for longer."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
-"""Finish reasons of vLLM that mean that the trajectory is complete; with any other reason vLLM aborted it."""
+"""Finish reasons of vLLM for a complete trajectory. Any other reason means that vLLM has aborted the trajectory."""
 
 
 class VllmEngine:
@@ -155,7 +155,7 @@ class VllmEngine:
             self._finished.append(trajectory)
 
     def _close_segment(self, trajectory: _RunningTrajectory) -> None:
-        """End the current segment of a trajectory; the next one begins after it."""
+        """End the current segment of a trajectory; the next segment begins after it."""
         if trajectory.tokens:
             assert self._version is not None
             tokens, logprobs = tuple(trajectory.tokens), tuple(trajectory.logprobs)

@@ -54,8 +54,8 @@ _MAX_SLOPE = 1.25
 """Largest slope of the calibration: large enough to correct predictions that vary too little, too small to amplify
 noise."""
 _MAX_BEYOND_LIMIT = 1.0
-"""Largest mean of the logarithm above that of ``max_new_tokens``: an answer that is expected to have e times as many
-tokens as it may have is cut anyway."""
+"""Largest excess of the mean logarithm over the logarithm of ``max_new_tokens``. A larger excess would change nothing:
+an answer with e times as many expected tokens as allowed is cut anyway."""
 _MAX_WITHIN = 4.0
 """Largest variance of the logarithm within a group: a standard deviation of 2, which is a factor of 7 in length."""
 _SMALLEST_VARIANCE = 1e-4
@@ -64,7 +64,7 @@ _SQRT_2PI = math.sqrt(2.0 * math.pi)
 
 
 class Answer(Struct, frozen=True, array_like=True, gc=False):
-    """What is known of one answer: its number of tokens so far, and whether it ended by itself at that length."""
+    """The number of tokens that an answer has so far, and whether the answer ended by itself at this length."""
 
     tokens: int
     ended: bool
@@ -76,7 +76,7 @@ class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
     mean: float
     variance: float
     within: float
-    """Variance of the logarithm of one answer's length around that mean."""
+    """Variance of the logarithm of one answer's length around the mean of the group."""
 
     @property
     def deviation(self) -> float:
@@ -186,7 +186,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
-        """Return the estimate of a group, updated with what its own answers show, both finished and running ones."""
+        """Return the estimate of a group, updated with the lengths of its own finished and running answers."""
         known = [answer for answer in answers if answer.tokens > 0]
         if not known:
             return estimate
@@ -233,7 +233,7 @@ def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
 
 
 def survival(estimate: GroupEstimate, tokens: float) -> float:
-    """Return the probability that an answer, if it were never cut, has more than this number of tokens."""
+    """Return the probability that an answer that is never cut gets more than ``tokens`` tokens."""
     if tokens <= 0:
         return 1.0
     return 0.5 * math.erfc((math.log(tokens) - estimate.mean) / (estimate.deviation * _SQRT2))
@@ -269,7 +269,7 @@ def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[f
 
 
 def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
-    """Return the mean logarithm given prior and answers, and the number of answers that it rests on.
+    """Return the mean logarithm given prior and answers, and the number of answers on which it is based.
 
     A censored answer counts as less than one, because its bound only restricts its length.
     """
@@ -309,7 +309,7 @@ def _bounded(mean: float, limit: int) -> float:
 
 
 def _above(mean: float, deviation: float, bound: float) -> tuple[float, float]:
-    """Return mean and variance of a normal distribution above a bound."""
+    """Return mean and variance of the part of a normal distribution above a bound."""
     z = (bound - mean) / deviation
     if z > 6.0:
         return bound + deviation / z, (deviation / z) ** 2
@@ -398,7 +398,7 @@ class _Moments:
 
     @property
     def groups(self) -> float:
-        """Number of groups that the averages rest on."""
+        """Number of groups on which the averages are based."""
         return self._predicted.count
 
     @property

@@ -3,6 +3,7 @@
 An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
 engines, so τ is observed in a rollout's appends rather than looked up in a table of devices. A rollout also pauses (it
 loads weights, or waits for work), so τ is a low quantile of the last observations. τ never decreases as b grows.
+
 :class:`AppendTimes` turns appends into observations, and :class:`TokenTimes` is a fold over observations. The store
 writes each observation to its log before it counts, so a restarted store knows the same times.
 """
@@ -22,7 +23,7 @@ _RECENT = 16
 _QUANTILE = 0.33
 """Share of the observations that are assumed not to contain a pause."""
 _FIRST_TOKEN_S = 0.02
-"""Seconds of a token with one answer, before a rollout has appended anything."""
+"""Assumed seconds for a token of the only running answer, before a rollout has appended anything."""
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
@@ -32,7 +33,7 @@ _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
 _READ_TOKENS = 256
-"""Shortest prefix whose reading time is observed: a shorter one is read within a few tokens' time."""
+"""Shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long as a few new tokens."""
 _READ_SHARE = 1 / 16
 """Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
 _MIN_READ_SHARE = 1 / 256
@@ -40,7 +41,7 @@ _MIN_READ_SHARE = 1 / 256
 
 
 class Observed(Struct, frozen=True, array_like=True):
-    """What appends have shown of the times of a rollout, in the order of observation."""
+    """Times of a rollout, observed in its appends, in the order of observation."""
 
     tokens: tuple[tuple[int, float], ...] = ()
     """Pairs of (running answers, seconds for one token of each of them)."""
@@ -120,7 +121,7 @@ class TokenTimes:
 
 
 class AppendTimes:
-    """Turns a rollout's appends into observations of its times, which are in seconds on any steady clock."""
+    """Turns a rollout's appends into observations of its times. All times are in seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, int, int]] = {}
@@ -162,7 +163,7 @@ class AppendTimes:
 
 
 def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return τ(0) to τ(MAX_RUNNING), interpolated between these points; outside of them, by default growth."""
+    """Return τ(0) to τ(MAX_RUNNING), interpolated between these points; outside of them, with the default growth."""
     if not points:
         points = [(1.0, _FIRST_TOKEN_S)]
     # Computed after most observations: one comprehension for each part is three times as fast as a search for each b.
@@ -175,7 +176,7 @@ def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def _grown(point: tuple[float, float], numbers: range) -> list[float]:
-    """Return τ with these numbers of answers if it grows from this point as it does by default."""
+    """Return τ for these numbers of answers, grown from ``point`` at the default rate."""
     running, seconds = point
     share = 1 + running * _GROWTH_PER_ANSWER
     return [seconds * (1 + number * _GROWTH_PER_ANSWER) / share for number in numbers]

@@ -33,9 +33,9 @@ is 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64
-"""Number of these answers that are dealt out one by one. They are the longest, which decide when a step ends."""
+"""Number of the considered answers that are dealt out one by one: the longest, which decide when a step ends."""
 _CANDIDATES = 2
-"""Number of engines that are compared for each of these answers: those that finish first."""
+"""Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
 """Minimum expected gain of a move, as a multiple of the cost of reading the prefix again."""
 _LEAST_GAIN = 0.05
@@ -71,7 +71,7 @@ class Running(Struct, frozen=True, gc=False):
     prefix: int
     """Number of tokens that another engine would have to read."""
     read_before: int = 0
-    """Number of tokens that this engine had to read when the answer moved to it."""
+    """Number of tokens that the answer's engine had to read when the answer moved to this engine."""
 
 
 class Move(Struct, frozen=True):

@@ -103,7 +103,7 @@ class Group(Struct, eq=False):
     bound: int | None = None
     """Training step that the group, or a part with the group, is bound to."""
     oldest: int | None = None
-    """Training step of the oldest weights that sampled a token of the group, or with which one of its episodes was
+    """Training step of the oldest weights that sampled a token of the group, or with which an episode of the group was
     begun; None before the first token or episode."""
 
     @property
@@ -113,7 +113,7 @@ class Group(Struct, eq=False):
 
     @property
     def answers(self) -> Iterator[TrajectoryState]:
-        """What rollouts extend: the trajectories of the group, or the turns of its episodes."""
+        """The trajectories that rollouts extend: those of the group or, with agents, the turns of its episodes."""
         for track in self.trajectories:
             if track.episode is None:
                 yield track
@@ -122,7 +122,7 @@ class Group(Struct, eq=False):
 
 
 def own_length(turn: TrajectoryState) -> int:
-    """Return the number of tokens that a turn adds to the path of its parent: given and sampled ones."""
+    """Return the number of given and sampled tokens that a turn adds to the path of its parent."""
     assert turn.turn is not None
     return given_length(turn.turn) + turn.length
 
@@ -184,7 +184,7 @@ def is_foreign(turn: TrajectoryState) -> bool:
 
 
 def parent_of(turn: TrajectoryState) -> TrajectoryState:
-    """Return the turn that a turn continues; there must be one."""
+    """Return the turn that a turn continues; the turn must have a parent."""
     assert turn.turn is not None
     assert turn.turn.parent is not None
     return _episode_of(turn).turns[turn.turn.parent]

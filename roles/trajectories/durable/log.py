@@ -112,7 +112,7 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``, or None."""
+    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``; None if there is none."""
     at = rest.find(_MAGIC)
     while at >= 0:
         view = memoryview(rest)[at:]

@@ -70,12 +70,12 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     item: int
     prompt: bytes
     expected: tuple[float, float] | None = None
-    """Mean and variance of the mean logarithm of its answers' lengths, as expected when it was created; None if lengths
-    were not expected to differ."""
+    """Mean and variance of the mean logarithm of the lengths of the group's answers, as expected at its creation; None
+    if lengths were not expected to differ."""
 
 
 class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):
-    """Segments that an incarnation appended, and the trajectories that were complete afterwards."""
+    """Segments that an incarnation appended, and the trajectories that these segments completed."""
 
     incarnation: Incarnation
     segments: tuple[PackedSegment, ...]
@@ -128,7 +128,7 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     stale: int
     """Number of groups that the run had dropped as stale before this part."""
     max_age: int
-    """Age, in training steps, of the oldest token of this part and everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and of everything that was bound before it."""
     ages: dict[int, int]
     """Number of tokens of the part by their age in training steps."""
     unscored: int = 0
@@ -194,7 +194,7 @@ class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True
     """Numbers of the run's answers and tokens up to this record. The records of these answers may be deleted."""
 
     ended: int = 0
-    """Answers that ended or were cut by ``max_new_tokens``, and running ones whose group was dropped as stale."""
+    """Answers that ended or were cut by ``max_new_tokens``, and running answers whose group was dropped as stale."""
     ended_tokens: int = 0
     trained: int = 0
     """Answers of the steps that were bound completely."""
@@ -265,7 +265,7 @@ class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):
 
 
 class TurnEnded(Struct, frozen=True, tag="turn_ended", array_like=True):
-    """End of the answer of a turn after ``length`` sampled tokens; what was sampled after them is discarded."""
+    """End of the answer of a turn after ``length`` sampled tokens; tokens that were sampled later are discarded."""
 
     turn: int
     episode: int
@@ -299,16 +299,16 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that could take over turns of an earlier one."""
+    """Attempts that could take over turns of an earlier attempt."""
     dropped: int = 0
     turns: int = 0
     """Complete turns of the finished attempts."""
     branches: int = 0
     """Samples of the finished episodes: leaves of their trees of turns."""
     given_tokens: int = 0
-    """Tokens that agents gave to these turns."""
+    """Tokens that agents gave to the turns that ``turns`` counts."""
     untrained_turns: int = 0
-    """Number of these turns that were sampled from another policy than the one that is trained."""
+    """Number of the turns in ``turns`` that were sampled from another policy than the trained one."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 

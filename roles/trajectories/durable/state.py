@@ -76,7 +76,7 @@ class State:
     def __init__(self, retained_steps: int, max_new_tokens: int, retained_commits: int = 0) -> None:
         self._retained_steps, self._retained_commits = retained_steps, max(retained_steps, retained_commits)
         self.lengths = Lengths(max_new_tokens)
-        """What was learned of the lengths of answers."""
+        """The expected lengths of answers, learned from the answers of the run."""
         self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
         """By rollout, the number of its newest incarnation with observed times, and these times."""
         self._counted = AnswersCounted()
@@ -87,9 +87,9 @@ class State:
         self.groups: dict[int, Group] = {}
         self.next_turn = FIRST_TURN
         self.trajectories: dict[int, TrajectoryState] = {}
-        """What is scored and trained, by number; in a job with agents, these are episodes."""
+        """The trajectories that are scored and trained, by number; in a job with agents, the episodes."""
         self.answers: dict[int, TrajectoryState] = {}
-        """What rollouts extend, by number: the trajectories or, in a job with agents, turns."""
+        """The answers that rollouts extend, by number: the trajectories or, in a job with agents, the turns."""
         self.episode_records = EpisodeRecords(self.answers)
         self.evaluations = EvaluationState()
         self.bindings: dict[int, Binding] = {}
@@ -187,7 +187,7 @@ class State:
         )  # fmt: skip
 
     def figures(self, number: int) -> dict[str, float]:
-        """Return figures for people on the run up to step ``number``, which is bound, by name (docs/stream.md)."""
+        """Return the figures of the run up to the bound step ``number``, by name, for people (docs/stream.md)."""
         aged = Counter[int]()
         for age, tokens in self.bindings[number].ages.items():
             aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
@@ -263,9 +263,9 @@ class State:
             track.group.unscored -= 1
 
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
-        """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before.
+        """Learn the lengths of a group whose last trajectory is complete, or that is dropped before (``cut``).
 
-        Nothing is learned of episodes: the length of a turn depends on what the agent asks, not on the group.
+        Nothing is learned from episodes, because the length of a turn depends on the agent's request, not on the group.
         """
         if group.has_episodes:
             return

@@ -1,4 +1,4 @@
-"""What the trainer reads of a group: the samples of its trajectories, their digest, and the ages of their tokens.
+"""The data that a trainer reads of a group: the samples of its trajectories, their digest and their tokens' ages.
 
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
 turns. A leaf is a turn with tokens whose whole path is not the beginning of another counted turn's path. A sample
@@ -22,8 +22,8 @@ _TOKEN_BYTES = 8
 _RUN_BYTES = 28
 """Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
 _TRAJECTORY_BYTES = 64
-"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers), and of those of a group
-beside its prompt."""
+"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers). The same bound holds for
+the bytes of a group without its prompt and trajectories."""
 
 
 def packed(track: TrajectoryState) -> list[PackedTrajectory]:
@@ -145,7 +145,8 @@ def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
     counted: Counter[int] = Counter()
     """Number of sampled tokens of each turn that an earlier sample has."""
     differing: dict[tuple[int, int], int] = {}
-    """For each segment (turn and end) whose digest was compared, the number of its tokens if it differs, else 0."""
+    """For each segment (turn and end) whose digest was compared, the number of its tokens if the digests differ, else
+    0."""
     for leaf in leaves(track):
         runs: list[Run] = []
         path = PathDigest()

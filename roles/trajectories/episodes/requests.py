@@ -53,8 +53,8 @@ class OpenTurn(Struct, frozen=True, tag=True):
     """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
     keeps this text, for :class:`GetEpisode`."""
     sampling: Sampling | None = None
-    """For a *foreign* turn, which is sampled from another policy than the one that is trained, this sampling; else
-    None. The answer of a foreign turn counts as given tokens and is never trained."""
+    """The sampling of a *foreign* turn, which is sampled from another policy than the trained one; None for any other
+    turn. The answer of a foreign turn counts as given tokens and is never trained."""
 
 
 class EndTurn(Struct, frozen=True, tag=True):
@@ -88,8 +88,8 @@ class GetEpisode(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     episode: int
     holding: tuple[int, ...] = ()
-    """Turns that the sender has complete: the answer leaves them out, so that the answers about a long episode do not
-    grow with the square of its length."""
+    """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
+    episode would grow with the square of its length."""
 
 
 class FinishEpisode(Struct, frozen=True, tag=True):
@@ -180,7 +180,7 @@ class TurnTokens(Struct, frozen=True, tag=True):
     logprobs: tuple[float, ...]
     versions: tuple[Version, ...]
     finished: bool
-    """True if no token follows these."""
+    """True if no token follows the tokens of this answer."""
 
 
 class Turn(Struct, frozen=True):

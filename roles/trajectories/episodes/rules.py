@@ -67,8 +67,9 @@ class EpisodeSettings(Struct, frozen=True):
     retries: int = 2
     """Number of failed attempts at an episode after which another failure drops its group."""
     on_death: Literal["replay", "again", "drop"] = "replay"
-    """What happens to an episode if the process that makes an attempt at it dies: the next attempt takes over the turns
-    that it repeats, or begins again without them, or the group is dropped. The attempt never counts as failed."""
+    """Consequence for an episode if the process that makes an attempt at it dies. With ``replay`` the next attempt
+    takes over the turns that it repeats, with ``again`` it begins without turns, and with ``drop`` the group is
+    dropped. The attempt never counts as failed."""
     timeout: float = 1200.0
     """Duration after which an attempt of an agent outside of the run counts as failed."""
     reward_timeout: float = 3600.0
@@ -81,7 +82,7 @@ class StoreRules(Protocol):
     newest_weights: int | None
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a worker is not served, or None."""
+        """Return why a request of a worker is not served; None if it is served."""
         ...
 
     def create_group(self) -> bool:

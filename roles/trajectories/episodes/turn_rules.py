@@ -166,7 +166,7 @@ _ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:
-    """Return why the tokens before a turn are invalid, or None."""
+    """Return why the tokens before a turn are invalid; None if they are valid."""
     longest = 0
     if request.parent is not None:
         if request.parent not in episode.turns or request.parent in episode.recorded:

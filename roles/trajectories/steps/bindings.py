@@ -129,7 +129,7 @@ class Bindings:
         return None
 
     def _check_open(self, number: int) -> NotReady | Denied | None:
-        """Return why no group can be bound to step ``number``, independent of which groups are complete; or None."""
+        """Return why no group can be bound to step ``number``, whichever groups are complete; None if some can."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(
@@ -176,7 +176,7 @@ class Bindings:
         Args:
             number: Step that the trainer requested.
             index: Part of the step that the trainer requested; None for the batch.
-            holder: Returns the rollout that a trajectory is leased to, or None.
+            holder: Returns the rollout that a trajectory is leased to; None without a lease.
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
             published: Whether a weight version is known that the trainer has published.
         """

@@ -43,7 +43,7 @@ _SEEDS = 2**31
 
 
 class EvaluationSettings(Struct, frozen=True):
-    """What is evaluated, and how."""
+    """The settings of the job's evaluations."""
 
     spec: EvalSpec
     steps: int
@@ -53,7 +53,8 @@ class EvaluationSettings(Struct, frozen=True):
     count: int
     """Number of prompts."""
     prompt: Callable[[int], Prompt]
-    """Makes the prompt of an item of the evaluation's task; the answers to an item for which it raises do not count."""
+    """Makes the prompt of an item of the evaluation's task. If it raises an exception, the item's answers do not
+    count."""
     max_new_tokens: int
 
 
@@ -93,7 +94,7 @@ class Evaluations:
 
     @property
     def _current(self) -> EvaluationStarted | None:
-        """The open evaluation, unless a newer trainer may compute its step again."""
+        """The open evaluation; None if there is none, or if a newer trainer may compute its step again."""
         started = self._state.open
         fence = self._durable.state.fences.get(TRAINER, -1)
         return None if started is None or self._settings is None or started.incarnation < fence else started
@@ -122,7 +123,7 @@ class Evaluations:
         return f"the trainer waits for the evaluation of step {step}: {done}"
 
     def _start(self) -> None:
-        """Start the evaluation of the newest version, if its step is to be evaluated and no other one is open."""
+        """Start the evaluation of the newest version, if its step must be evaluated and no other evaluation is open."""
         newest, settings = self._newest(), self._settings
         if newest is None or settings is None or self._current is not None or not self._is_wanted(newest.version.step):
             return
@@ -249,7 +250,7 @@ class Evaluations:
         return write, lost
 
     def _release(self, number: int, incarnation: Incarnation) -> None:
-        """End the lease of an answer whose rollout has to stop working on it, and offer it again."""
+        """End the lease of an answer whose rollout must stop working on it, and offer the answer to other rollouts."""
         if self._leases.holder(number) == incarnation:
             self._leases.release(number)
             heappush(self._to_extend, number)
