@@ -133,7 +133,7 @@ def _stop_tokens(folder: Path, eos: int | None) -> frozenset[int]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, which is a string or a table."""
+    """Return the text of a token in tokenizer_config.json, where it is a string or a table."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -100,8 +100,8 @@ def load_evaluation_task(
 ) -> tuple[Task, int]:
     """Return the task of a job's evaluations, and the number of prompts of an evaluation.
 
-    Its items are in no training step: a dataset has a seed that no run has, and the rows of a file come in the order of
-    the file. A function of the user gets the seed of the run.
+    The items of a dataset are in no training step, because the dataset has a seed that no run has. The rows of a file
+    come in the order of the file. A function of the user gets the seed of the run.
 
     Raises:
         TaskError: The table is invalid.

@@ -188,8 +188,8 @@ def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None
 class _EngineProbe:
     """Answers the manager's probe by generating a token.
 
-    :meth:`answer` is called between two steps and while the rollout waits for work, always in the engine's thread: if
-    that thread hangs, the probe remains unanswered.
+    :meth:`answer` is called between two steps and while the rollout waits for work, always in the engine's thread. So
+    if this thread hangs, the probe remains unanswered.
     """
 
     def __init__(self, engine: Engine) -> None:

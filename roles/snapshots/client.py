@@ -78,11 +78,11 @@ class SnapshotClient:
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
         """Return writable memory for the snapshot of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
-        incarnation repeats steps, the buffer with the later step is used; and until the incarnation has sealed its
-        first snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned
-        again. The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from
-        the buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions. If the
+        incarnation repeats steps, the buffer with the later step is used. Until the incarnation has sealed its first
+        snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned again.
+        The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from the
+        buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private

@@ -109,10 +109,10 @@ class AsyncSaver:
     def save(self, digest: str, metrics: dict[str, float]) -> None:
         """Copy the learner's current state for its snapshot, for publishing, and for its checkpoint if one is due.
 
-        Returns once the state is copied. Before the copy, waits until all checkpoints that are ``max_uncommitted`` or
-        more steps old are committed, and then until the publisher (:mod:`.publisher`) no longer reads the memory for
-        the copy. The metric ``publish_blocked_s`` is the time (s) of all waits for the publisher. ``digest`` is the
-        digest of the batch of the learner's last step.
+        Returns once the state is copied. Waits first until all checkpoints that are ``max_uncommitted`` or more steps
+        old are committed. Then waits until the publisher (:mod:`.publisher`) no longer reads the memory for the copy.
+        The metric ``publish_blocked_s`` is the time (s) of all waits for the publisher. ``digest`` is the digest of the
+        batch of the learner's last step.
 
         Raises:
             TimeoutError: An older step was not committed within ``COLLECTIVE_TIMEOUT_S``.

@@ -6,8 +6,8 @@ one part with the whole batch, up to rounding; the same parts in the same order 
 
 In a gang each member trains on its share of each part, and all together make the same step as one process would.
 Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner
-restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if anything is missing, the next
-step differs). They do not contain the gradients of an unfinished step, whose parts must be added again.
+restored from them continues bit for bit as if uninterrupted. If anything were missing, the next step would differ
+(docs/sources.md, torch). They do not contain the gradients of an unfinished step, whose parts must be added again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, the number of answer tokens of the
 step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
-tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round, and close to the usual number of tokens
-of a step, so that losses and gradients have their usual size."""
+tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
+tokens of a step, so that losses and gradients have their usual size."""
 
 
 class _ExtraState(Struct, frozen=True):

@@ -6,9 +6,10 @@ newest state that can be verified, publishes its weights at once, and requests t
 that its predecessor had already requested has the same content again.
 
 A standby process also runs one step of a tiny model, in a process group of its own, because torch's setup makes the
-first step of a process slower (0.43 s instead of 0.08 s for a tiny model on two CPU ranks; no gain was shown for a
-large model; docs/sources.md, torch). A standby of a trainer with GPUs skips this step: torch's first ``backward``
-initialises CUDA even on a CPU model, and then the process could no longer select its devices, which are not known yet.
+first step of a process slower: 0.43 s instead of 0.08 s for a tiny model on two CPU ranks. For a large model no gain
+was shown (docs/sources.md, torch). A standby of a trainer with GPUs skips this step. Its devices are not known yet, and
+torch's first ``backward`` would initialise CUDA even for a CPU model, so that the process could no longer select
+devices.
 """
 
 from __future__ import annotations

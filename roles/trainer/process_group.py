@@ -8,10 +8,10 @@ store, and read and change the data that ranks exchange. Keys differ between inc
 meet by mistake. All groups are created at the start, because no group can be created once rank 0's store is gone
 (docs/sources.md, torch).
 
-Rank 0 requests a part from the trajectory store once and sends each rank its share: the tokens of the rank's own
-trajectories, and those values of all other trajectories that the whole step needs
-(:func:`rrl.roles.trajectories.batches.shard_for`). A share is sent in the store's packed form, 8 bytes per token, to
-one rank at a time, so that no process has more in memory than the part and one share.
+Rank 0 requests a part from the trajectory store once and sends each rank its share
+(:func:`rrl.roles.trajectories.batches.shard_for`). A share has the tokens of the rank's own trajectories, and the
+values of all other trajectories that the whole step needs. It is sent in the store's packed form, 8 bytes per token.
+Rank 0 sends to one rank at a time, so that no process has more in memory than the part and one share.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Timeout (s) of the rendezvous after the last member has joined; until then, the manager's deadlines apply. torch's
-own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s (docs/sources.md)."""
+own timeouts are unreliable: with a timeout of 5 s, a rendezvous under used keys failed only after 25 s
+(docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works (a step may take 6
-h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing store. The manager detects a hung member much
+"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works or that waits for
+a missing store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The manager detects a hung member much
 earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after

@@ -1,7 +1,7 @@
 """The trainer's publishing thread: it makes weight versions from the host copies of finished steps during training.
 
 The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
-copy and writes them, tensor by tensor, into the memory of the version; rank 0 receives the shards of the other members
+copy and writes them, tensor by tensor, into the memory of the version. Rank 0 receives the shards of the other members
 directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
 process group: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends the
 process.
@@ -14,15 +14,18 @@ training thread is already copying a newer step into other memory, rank 0 waits 
 - After step n, the newest published version is older than the version of step n - N (N: ``[sampling] staleness``). Step
   n + 1 may not contain any token of such an old version, so the training thread could only wait for data.
 
-So if a publication hangs, the training thread waits here after at most as many steps as there are buffers, and never
+So if a publication hangs, the training thread waits here after at most as many steps as there are buffers. It never
 waits for data that the rollouts cannot generate without the hung version.
 
-No member waits forever, because these waits form no cycle. An announced version is always completed: rank 0 announces a
-step only after its own training thread has handed the copy over. At this time all members have done their part of the
-step's collectives, so their training threads reach the copy without rank 0. The memory for the copy is free, since the
-announcement released all older copies and the thread has finished every earlier version. Between two versions rank 0
-waits only if it has no copy, or if its training thread is copying into free memory. If the training thread of another
-member waits for a copy that is not announced yet, rank 0 reaches this step too, and then announces it or a newer step.
+No member waits forever, because these waits form no cycle:
+
+- An announced version is always completed. Rank 0 announces a step only after its own training thread has handed over
+  the copy. By then all members have done their part of the step's collectives, so their training threads reach the copy
+  without rank 0. The memory for the copy is free, because the announcement has released all older copies, and the
+  publishing thread has finished every earlier version.
+- Between two versions, rank 0 waits only if it has no copy, or if its training thread is copying into free memory. If
+  the training thread of another member waits for a copy that is not announced yet, rank 0 also reaches the step of this
+  copy. Rank 0 then announces this step or a newer one.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class RestorePoint(Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.meta is not None:
-            return f"the snapshot of step {self.meta.number}; committed is {self.commit.number}"
+            return f"the snapshot of step {self.meta.number} (committed: step {self.commit.number})"
         return f"the commit of step {self.commit.number}" if self.commit.manifest else "a fresh model"
 
     @property

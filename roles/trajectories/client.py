@@ -113,7 +113,7 @@ class TrajectoryClient:
 
     It belongs to the asyncio loop in which it is created, and :meth:`run` must run as a task of that loop. Every method
     that sends a request raises TimeoutError if the store does not answer within ``timeout`` seconds (plus the request's
-    ``wait``), Fenced if this incarnation must exit, and Refused for any other denial.
+    ``wait``). It raises Fenced if this incarnation must exit, and Refused for any other denial.
 
     Args:
         keys: Keys of the run.

@@ -137,8 +137,8 @@ class Server:
         listener: The socket.
         on_served: Called after each round with the number of requests served. Requests that are denied or answered
             without a result do not count: a store that cannot serve any request makes no progress.
-        note: Called with a text for people that says why the trainer has waited for a batch or part for
-            ``NOTE_AFTER_S``, and with an empty text once it is bound.
+        note: Called with a text for people if the trainer has waited for a batch or part for ``NOTE_AFTER_S``. The text
+            says why. Called with an empty text once the batch or part is bound.
         on_durable: Called after each flush with the committed step.
         idle: Called with an idle cause; returns the context in which the server waits (:meth:`rrl.Worker.idle`).
     """

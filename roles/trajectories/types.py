@@ -51,7 +51,7 @@ class Segment(Struct, frozen=True, array_like=True):
     version: Version
     digest: bytes = b""
     """:class:`PathDigest` of all tokens of the trajectory, with its prompt, up to the end of this segment, as the
-    engine had them: the store compares it with what the trainer reads. Empty if the engine does not compute it."""
+    engine had them. The store compares it with what the trainer reads. Empty if the engine computes no digest."""
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -118,7 +118,7 @@ class Trajectory(Struct, frozen=True):
     reward: float
     training: float
     masked: tuple[tuple[int, int], ...] = ()
-    """Runs of ``tokens`` that must not be trained, as (index, count): tokens that an agent was given, whose version is
+    """Runs of ``tokens`` that must not be trained, as (index, count). They are given tokens, whose version is
     ``Version(*NOT_SAMPLED)``, and sampled tokens that another sample of the episode trains."""
 
 
@@ -241,9 +241,9 @@ class LeaseWork(Struct, frozen=True, tag=True):
     Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
     trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
     because the answer that contained it was lost. If it is None, nothing is sent again: the rollout leases and ends
-    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the
-    newest weights that the rollout has: the store does not lease a trajectory whose new tokens would be too old when
-    they are trained. If ``weights`` is None, no trajectory is withheld.
+    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the newest
+    weights that the rollout has. The store does not lease a trajectory whose new tokens would be too old when they are
+    trained. If ``weights`` is None, no trajectory is withheld.
     """
 
     incarnation: Incarnation

@@ -167,8 +167,8 @@ def _cache_size(config: Any, limit: int) -> int:
 def _disable_compilation() -> None:
     """Disable torch.compile.
 
-    vLLM compiles a part of its sampler even in eager mode: 15 s of C++ before the first token (measured), and it needs
-    a compiler on every node.
+    Even in eager mode, vLLM would compile a part of its sampler. This takes 15 s before the first token (measured), and
+    needs a C++ compiler on every node.
     """
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's worker processes
     torch._dynamo.config.disable = True

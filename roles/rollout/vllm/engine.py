@@ -225,7 +225,7 @@ class _RunningTrajectory:
         self._has_prompt = False
 
     def add(self, token: int, logprob: float, prompt: Sequence[int]) -> None:
-        """Add a sampled token. ``prompt`` is the tokens before the first token that vLLM sampled."""
+        """Add a sampled token. ``prompt`` contains the tokens before the first token that vLLM sampled."""
         if not self._has_prompt:
             self._has_prompt = True
             self.path.add(prompt)

@@ -5,8 +5,8 @@ backend. An update consists of a start, one or more buckets, and a finish. If an
 and half old and must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
 
 A bucket of weights exists once, in shared memory, and each worker maps this memory; vLLM's own queue would send each
-worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, 0.7 s
-with shared memory, of which 0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process
+worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, and 0.7
+s with shared memory, including 0.1 to 0.4 s for writing. The memory has no name in any file system: a killed process
 leaves nothing behind.
 """
 

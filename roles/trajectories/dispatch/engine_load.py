@@ -32,7 +32,7 @@ _STEPS = 64
 are rounded to multiples of 1 / 64. The progress is rounded down by at most 1 / 64 of itself, or of the tokens left to
 the limit if these are fewer. The errors of the curve are below 1 %, 1 % and 2 %."""
 _MAX_CURVES = 65_536
-"""Number of curves that are stored, 0.5 kB each, before all of them are deleted."""
+"""Maximum number of stored curves, 0.5 kB each. All of them are deleted before another one is stored."""
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """For each range of tokens, the probability p that an answer is still running in it; then for each range log(1 - p)."""

@@ -12,7 +12,7 @@ too. The sources are:
 
 An answer that was cut by ``max_new_tokens``, or because its group was dropped, is *censored*: only a lower bound of its
 length is known. Its logarithm counts as the expected value above that bound. If all answers are cut, each such value
-would raise the next one without limit: means and variances are therefore bounded.
+raises the next one. Means and variances are therefore bounded.
 
 :class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
 continues from the record gives the same bits as a fold over all facts.

@@ -10,11 +10,11 @@ if any waits.
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
 in the order of creation.
 
-A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the expected time
-until both engines are done must fall, beyond the cost of reading the prefix again, by at least twice this cost and by
-the share :data:`_LEAST_GAIN`. An answer that may become long delays either engine equally, so that moving it only for
-this reason gains nothing. An answer moves again only once its prefix is twice as long, so that all its moves together
-read less than twice its length.
+A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the gain must be
+large enough: the decrease of the expected time until both engines are done, less the cost of reading the prefix again.
+It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN`. An answer that may become long delays
+either engine equally, so that moving it only for this reason gains nothing. An answer moves again only once its prefix
+is twice as long, so that all its moves together read less than twice its length.
 """
 
 from __future__ import annotations

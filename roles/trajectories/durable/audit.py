@@ -32,8 +32,8 @@ from .records import (
 class Audit(Struct, frozen=True):
     """The number of trajectories for each fate: trained, dropped or still open.
 
-    The store is consistent if ``made == trained + sum(dropped.values()) + open``, no group is in two steps, and the
-    groups of a step that was bound in parts are those of its parts.
+    The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps. In
+    addition, a step that was bound in parts must have exactly the groups of its parts.
     """
 
     made: int
@@ -57,7 +57,7 @@ class Audit(Struct, frozen=True):
     """Number of tokens in committed steps by their age in training steps. Steps whose tokens were deleted by a version
     of rrl that did not count them are missing."""
     episodes: dict[str, float] = {}
-    """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them; empty
+    """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them. Empty
     in a job without agents, and in an audit that was computed from the records alone."""
 
 

@@ -147,8 +147,8 @@ def given_length(turn: TurnCreated) -> int:
 def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[tuple[TrajectoryState, int]]:
     """Return the turns that the path of a turn leads through, from the first to the turn itself.
 
-    Each comes with the number of its own tokens, given and sampled, that the path has. Turns without a token in the
-    path are missing.
+    Each turn comes with the number of its own tokens, given and sampled, in the path. Turns without a token in the path
+    are missing.
     """
     end = path_length(turn)
     path: list[tuple[TrajectoryState, int]] = []

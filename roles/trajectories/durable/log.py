@@ -1,12 +1,13 @@
 """The trajectory store's log: framed, checksummed records from one writer, durable when :meth:`Log.flush` returns.
 
 A folder contains ``log.<k>``, where k counts how often the log was opened. A new writer claims k by creating the file,
-exclusively and empty. *Then* it reads the newest earlier log, and writes the records that are still needed to a
-temporary file, which it renames to its own log. An earlier writer that still runs, for example on a node that lost its
-network, looks for such a claim after each flush; if there is one, it stops before it acknowledges the flushed records.
-So either the earlier writer sees the claim, or the new writer has read the flushed records. On NFS a cached directory
-entry can hide the claim for as long as the site's ``acdirmax``; the manager's fencing covers that time. The log does
-not rely on O_APPEND between NFS clients, on flock or on mtime (docs/sources.md, sites).
+exclusively and empty. *Then* it reads the newest earlier log. It writes the records that are still needed to a
+temporary file, and renames this file to its own log. An earlier writer may still run, for example on a node that lost
+its network. It looks for a later claim after each flush. If there is one, the earlier writer stops before it
+acknowledges the flushed records. So either the earlier writer sees the claim, or the new writer has read the flushed
+records. On NFS a cached directory entry can hide the claim for as long as the site's ``acdirmax``; the manager's
+fencing covers that time. The log does not rely on O_APPEND between NFS clients, on flock or on mtime (docs/sources.md,
+sites).
 
 :class:`DurableState` keeps the store's state consistent with its log: a record changes the state at once, and is
 durable at the next flush.
@@ -200,7 +201,7 @@ class Log:
     def _check_ours(self) -> None:
         if (self._folder / f"log.{self._number + 1}").exists() or not self._path.exists():
             raise Superseded(
-                f"{self._folder}: another process has opened this store since this process did (opening {self._number})"
+                f"{self._folder}: another process has opened this store after this process (opening {self._number})"
             )
 
     def close(self) -> None:

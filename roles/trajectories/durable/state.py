@@ -52,8 +52,8 @@ from .records import (
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
-"""Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
-few MB."""
+"""Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. With steps
+of 10 s these are eleven hours of a run, in a few MB."""
 
 TOKENS_AGED = "tokens_aged_"
 """Prefix of the names of figures that count a step's tokens of one age; the age in training steps follows it."""
@@ -313,7 +313,7 @@ class State:
 
     @property
     def open_parts(self) -> Sequence[Part]:
-        """Parts of the open step: the step after the latest, which may have parts already."""
+        """Parts of the open step, which is the step after :attr:`latest`."""
         return self.parts.get(self.latest + 1, ())
 
     def lacking(self, groups_per_batch: int) -> int:

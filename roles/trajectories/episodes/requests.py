@@ -19,8 +19,8 @@ class LeaseEpisodes(Struct, frozen=True, tag=True):
     """Request of an agents replica for up to ``at_most`` episodes, each a new attempt.
 
     Answered with :class:`LeasedEpisodes`, which is empty if there is none within ``wait`` seconds. ``holding`` lists
-    the episodes that the replica works on already; any other episode whose newest attempt this incarnation makes is
-    sent again, with the same attempt, because the answer that contained it was lost.
+    the episodes that the replica works on already. If this incarnation makes the newest attempt at any other episode,
+    the answer with that episode was lost, so it is sent again with the same attempt.
     """
 
     incarnation: Incarnation
@@ -60,7 +60,7 @@ class OpenTurn(Struct, frozen=True, tag=True):
 class EndTurn(Struct, frozen=True, tag=True):
     """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
 
-    Tokens sampled after them are discarded. The end is durable once it is answered with :class:`..types.Done`; the
+    Tokens that were sampled later are discarded. The end is durable once it is answered with :class:`..types.Done`; the
     rollout learns of the end with its next append.
     """
 

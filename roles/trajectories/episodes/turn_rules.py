@@ -73,7 +73,7 @@ class TurnRules:
         if isinstance(turn, Denied):
             return turn
         if not 1 <= request.length <= turn.length:
-            return Denied(f"turn {turn.id} has {turn.length} sampled tokens; it cannot end after {request.length}")
+            return Denied(f"turn {turn.id} cannot end after {request.length} tokens: it must be 1 to {turn.length}")
         if turn.finished and request.length == turn.length:
             return Done()  # a repeated request, or the answer ends there by itself
         assert turn.turn is not None
@@ -89,7 +89,7 @@ class TurnRules:
         if isinstance(turn, Denied):
             return turn
         if not 0 <= offset <= turn.length:
-            return Denied(f"turn {number} has {turn.length} sampled tokens, so none from {offset} on")
+            return Denied(f"the offset {offset} is invalid: turn {number} allows 0 to {turn.length}")
         if offset == turn.length and not turn.finished:
             return NotReady()
         tokens: list[int] = []
@@ -162,7 +162,8 @@ _ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: value > 0, "more than 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
-"""The values of each field of :class:`..types.Sampling` that vLLM accepts; it raises an error for any other value."""
+"""For each field of :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.
+vLLM raises an error for any other value."""
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:

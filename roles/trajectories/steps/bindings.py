@@ -1,10 +1,10 @@
 """Binds complete groups to steps, as a whole or in parts, and commits steps.
 
 The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
-newest step that is bound completely. It may have parts already: a trainer that does not wait for whole batches requests
-part 0, 1, … of the step, and each request takes the groups that are complete at that time. So the pace of the trainer
-determines into which parts a step is cut. A part never changes, and neither does the number of groups of a step that
-has parts.
+newest step that is bound completely. The open step may have parts already. A trainer that does not wait for whole
+batches requests part 0, 1, … of the step, and each request takes the groups that are complete at this time. So the pace
+of the trainer determines into which parts a step is cut. A part never changes, and neither does the number of groups of
+a step that has parts.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Bindings:
 
         A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
         bound completely now or was already, and Denied if ``number`` is not the next step. Returns NotReady while too
-        many bound steps are uncommitted, while too few groups are complete, or, with ``wait_for_late``, while the
-        binding would let an incomplete group miss its last step.
+        many bound steps are uncommitted or too few groups are complete. With ``wait_for_late``, also returns NotReady
+        while the binding would let an incomplete group miss its last step.
         """
         if number in self._state.bindings:
             return None
@@ -117,11 +117,11 @@ class Bindings:
         if index in range(count):
             return None
         if number in self._state.bindings:
-            return Denied(f"part {index} of step {number} does not exist: the step has {count} parts")
+            return Denied(f"part {index} of step {number} does not exist: the number of its parts is {count}")
         if rejection := self._check_open(number):
             return rejection
         if index != count:
-            return Denied(f"part {index} is out of order: step {number} has {count} parts so far")
+            return Denied(f"part {index} is out of order: the next part of step {number} is part {count}")
         at_most = min(self._bindable(), self.lacking)
         if at_most < self._least(index):
             return NotReady()
@@ -204,8 +204,8 @@ class Bindings:
         oldest = self._staleness.oldest_allowed
         if oldest is not None and newest_weights is not None and newest_weights < oldest:
             return (
-                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest_weights}'s: the"
-                f" trainer must publish at least once in {self._staleness.publish_every} steps"
+                f"the trainer waits for step {number}, the rollouts for weights newer than those of step"
+                f" {newest_weights}: the trainer must publish at least once in {self._staleness.publish_every} steps"
             )
         bound = sum(len(part.groups) for part in self._state.open_parts)
         rest = f" (bound already: {bound})" if bound else ""
