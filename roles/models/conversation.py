@@ -158,5 +158,5 @@ def _arguments(call: ToolCall) -> Any:
 
 
 def ended(sampled: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return whether the model ended an answer itself."""
+    """Return whether an answer ends with a stop token of the model."""
     return bool(sampled) and sampled[-1] in tokenizer.stop_tokens

@@ -118,7 +118,7 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
 
 
 def _commit(run: RunDir, step: int | None) -> StepCommitted:
-    """Return the commit of ``step``, or the newest one whose checkpoint exists."""
+    """Return the commit of ``step``; if it is None, the newest commit whose checkpoint exists."""
     try:
         commits = read_commits(run.store)
     except (LogDamaged, LogFormatError) as error:

@@ -3,7 +3,7 @@
 All work that needs no message of the manager is done before the trainer joins, so that a standby process has already
 done it at its promotion. A step is valid when its checkpoint is committed. A restarted trainer continues from the
 newest state that can be verified, publishes its weights at once, and requests the batches after this state. A batch
-that its predecessor had already requested has the same content again.
+that an earlier incarnation had already requested has the same content again.
 
 A standby process also runs one step of a tiny model, in a process group of its own, because torch's setup makes the
 first step of a process slower: 0.43 s instead of 0.08 s for a tiny model on two CPU ranks. For a large model no gain

@@ -4,9 +4,9 @@ Each incarnation has its own rendezvous: rank 0 opens a torch key-value store an
 manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
 only at the run's own address (rrl binds the store's socket, since torch would bind every interface), and received data
 is never unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the
-store, and read and change the data that ranks exchange. Keys differ between incarnations, so that no two process groups
-meet by mistake. All groups are created at the start, because no group can be created once rank 0's store is gone
-(docs/sources.md, torch).
+store, and read and change the data that ranks exchange. Keys differ between incarnations, so that members of two
+incarnations cannot form a group by mistake. All groups are created at the start, because no group can be created once
+rank 0's store is gone (docs/sources.md, torch).
 
 Rank 0 requests a part from the trajectory store once and sends each rank its share
 (:func:`rrl.roles.trajectories.batches.shard_for`). A share has the tokens of the rank's own trajectories, and the

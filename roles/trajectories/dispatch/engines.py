@@ -25,7 +25,7 @@ tokens, a choice costs as much as 32 appends, and 16 choices are made while a se
 
 
 class Known(Struct, frozen=True, gc=False):
-    """Known of an unfinished trajectory: the estimate of its group, its number of tokens, and that of the prompt."""
+    """An unfinished trajectory: the estimate of its group, and its numbers of tokens after and in the prompt."""
 
     estimate: GroupEstimate
     progress: int

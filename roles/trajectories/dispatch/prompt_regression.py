@@ -15,7 +15,7 @@ from itertools import pairwise
 from msgspec import Struct
 
 FEATURES = 4_096
-"""Number of weights: a record of all of them has 72 KiB."""
+"""Number of hashed features. A record of all weights has 72 KiB."""
 _BITS = 12
 _PROMPT_TOKENS = 1_024
 """Maximum number of tokens of a prompt that are hashed: half from its start, half from its end. The maximum bounds the

@@ -15,7 +15,7 @@ RETRY_DELAY_S = 0.2
 """Seconds between two attempts."""
 _TAG = b"step_committed"
 _TAG_WITHIN_BYTES = 24
-"""Number of first bytes of a payload that contain the tag of its record. By the tag, only the payloads of commits are
+"""Number of first bytes of a payload that contain the tag of its record. Only payloads with the tag of a commit are
 decoded, because a log has far more bytes of tokens."""
 
 

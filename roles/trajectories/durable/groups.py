@@ -101,7 +101,7 @@ class Group(Struct, eq=False):
     unscored: int = 0
     """Number of trajectories of the group without a score."""
     bound: int | None = None
-    """Training step that the group, or a part with the group, is bound to."""
+    """Training step that the group, or a part with the group, is bound to; None if neither is bound."""
     oldest: int | None = None
     """Training step of the oldest weights that sampled a token of the group, or with which an episode of the group was
     begun; None before the first token or episode."""

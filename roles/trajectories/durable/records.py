@@ -169,7 +169,7 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
-    """The commit of step ``number`` and all steps since the commit before: checkpoint and consumed batches together."""
+    """The commit of step ``number`` and of all steps since the previous commit: their batches and the checkpoint."""
 
     number: int
     incarnation: Incarnation

@@ -1,12 +1,12 @@
 """The rules of episodes: how the store leases, retries, finishes and drops them (those of turns: :mod:`.turn_rules`).
 
-Evaluates one request at a time, as :class:`..store.Store` does, whose records, leases and queues it shares. Which
-incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
+:class:`Episodes` evaluates one request at a time. It shares records, leases and queues with :class:`..store.Store`.
+Which incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
 
 A rollout with weights that are too old for an episode's group may not begin it (:mod:`..steps.staleness`). In a job
-with agents this is decided when the episode is leased: it counts as begun with the newest weights that a rollout has
-reported. So a running agent never waits for the admission of a turn, and agents that occupy all places cannot block an
-episode that a step needs.
+with agents this is decided when the episode is leased: the group then counts as begun with the newest weights that a
+rollout has reported. So a running agent never waits for the admission of a turn, and agents that occupy all places
+cannot block an episode that a step needs.
 """
 
 from __future__ import annotations

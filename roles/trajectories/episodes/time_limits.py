@@ -16,9 +16,9 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._new: list[tuple[float, int, int]] = []
-        """(seconds, episode, attempt) of the limits that begin with the next call of :meth:`expired`."""
+        """(seconds, episode, attempt) of each limit that begins with the next call of :meth:`expired`."""
         self._heap: list[tuple[float, int, int]] = []
-        """(time, episode, attempt) of all other limits."""
+        """(time of its end, episode, attempt) of each limit that has begun."""
 
     def begin(self, episode: int, attempt: int, seconds: float) -> None:
         """Begin a time limit of an attempt."""
