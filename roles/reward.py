@@ -27,7 +27,7 @@ journal."""
 
 
 class _InvalidScore(ValueError):
-    """The scorer returned anything but two finite numbers."""
+    """The scorer did not return two finite numbers."""
 
 
 class ScoredItems(Struct, frozen=True):
@@ -35,7 +35,7 @@ class ScoredItems(Struct, frozen=True):
 
     scores: list[Score] = []
     failed: dict[int, str] = {}
-    """Reason for each trajectory that could not be scored, by trajectory."""
+    """For each trajectory that could not be scored, the reason."""
     faulty: list[int] = []
     """Trajectories in ``failed`` whose failure is a fault of the scorer's code."""
 
@@ -102,7 +102,7 @@ class Scorer:
         return self._evaluation_task if item.evaluation and self._evaluation_task is not None else self._task
 
     def _described(self, error: Exception, item: ToScore) -> RaisedException:
-        """Return an exception as a value.
+        """Return the type, text and place of an exception.
 
         For an invalid score, the place is the definition of the scoring function.
         """
@@ -114,7 +114,7 @@ class Scorer:
         return msgspec.structs.replace(raised, type="ValueError", place=place)
 
     def _report(self, raised: RaisedException, error: Exception, item: ToScore) -> str:
-        """Log the first exception of its kind, update the note, and return the reason for dropping the group."""
+        """Log an exception of a new kind, update the note, and return the reason for dropping the group."""
         why = f"the scorer raised {raised.type} ({raised.place})"
         if why not in self._reported:
             self._reported.add(why)
@@ -148,7 +148,7 @@ def main() -> None:
         scorer = Scorer(task, tokenizer, folder, evaluation_task)
         for work in me.scoring(at_most=me.job.reward.lease):
             with me.phase("score"):
-                scored = scorer.score(work.items, me.progress)  # each item counts, so a long batch shows progress
+                scored = scorer.score(work.items, me.progress)  # called for each item: a long batch shows progress
                 me.note(scorer.note)
                 groups = work.post(scored.scores, scored.failed, scored.faulty)
                 if groups and scorer.newest_fault is not None:

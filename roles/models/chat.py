@@ -42,7 +42,7 @@ def open_chat(model: ModelSpec) -> ModelChat:
         if model.tokenizer is None or model.tokenizer.chat is None:
             raise ValueError("[model.tokenizer] needs `chat`: a piece of text for the messages of each role")
         return PieceChat(open_tokenizer(model), model.tokenizer.chat)
-    from .hf_tokenizer import FolderTokenizer  # imported here: a built model does not need tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need tokenizers
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)
@@ -55,13 +55,13 @@ def open_chat(model: ModelSpec) -> ModelChat:
 class PieceChat:
     """The pieces of ``[model.tokenizer] chat``.
 
-    A message is the piece of its role with its text in place of ``{content}``. An answer of the model begins where the
-    text of the assistant's piece begins, and ends with the end of sequence, which the rest of the piece follows.
+    A message is the piece of its role with its text in place of ``{content}``. A sampled answer takes the place of
+    ``{content}`` in the assistant's piece. The end of sequence follows the answer, before the rest of the piece.
 
     Args:
         tokenizer: The tokenizer.
-        pieces: For each role the piece, which contains ``{content}`` once. Without a piece for the assistant, an
-            answer has nothing around it.
+        pieces: The piece of each role, which contains ``{content}`` once. If the assistant has no piece, an answer is
+            encoded as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer, pieces: Mapping[str, str]) -> None:
@@ -105,7 +105,7 @@ class FolderChat:
 
     Args:
         tokenizer: Tokenizer of the folder.
-        tool_parser: Name of the parser of tool calls; None: the parser of the model's family.
+        tool_parser: Name of the parser of tool calls; None for the parser of the model's family.
 
     Raises:
         ValueError: The folder has no chat template, or the template refuses a question and its answer.
@@ -127,12 +127,12 @@ class FolderChat:
         return self.open_tools().bind(tools)
 
     def open_tools(self) -> ToolFormat:
-        """Return the format of tools, which is found once.
+        """Return the format of tools, which the first call determines.
 
         Raises:
             ToolsUnsupported: Tools cannot be offered to this model.
         """
-        from .tool_chat import open_tool_format  # imported here: most jobs have no tools, and it imports renderers
+        from .tool_chat import open_tool_format  # imported here: it imports renderers, and few jobs have tools
 
         with self._opening:
             if self._tool_format is None:

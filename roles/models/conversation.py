@@ -1,4 +1,4 @@
-"""The vocabulary of conversations with the model: messages, calls of tools, and the interfaces that convert them."""
+"""Conversations with the model: messages, calls of tools, and the interfaces that convert them to tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
-"""Role of the messages that the model answers with."""
+"""Role of the messages that the model writes."""
 
 
 class ToolCall(Struct, frozen=True):
@@ -33,7 +33,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     """Id of the call whose result the message is."""
     reasoning: str = ""
-    """Reasoning that precedes the content of an answer, where the model's family keeps them apart."""
+    """Reasoning that precedes the content of an answer; empty if the model's family does not separate the two."""
 
 
 class AnswerContent(Struct, frozen=True):
@@ -91,7 +91,7 @@ class Chat(Protocol):
 
 
 class ModelChat(Chat, Protocol):
-    """The chat of a model, in which it may be offered tools."""
+    """The chat of a model that may be offered tools."""
 
     def with_tools(self, tools: str) -> Chat:
         """Return the chat for conversations in which the model is offered tools. The first call may take seconds.
@@ -134,7 +134,7 @@ class ToolFormat(Protocol):
 
 
 def as_template_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: arguments of tools are objects, and keys without a value absent."""
+    """Return a message as chat templates expect it: with tool arguments as objects, and without empty keys."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         made["name"] = message.name
@@ -158,5 +158,5 @@ def _arguments(call: ToolCall) -> Any:
 
 
 def ended(sampled: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return whether the model ended an answer itself."""
+    """Return whether an answer ends with a stop token of the model."""
     return bool(sampled) and sampled[-1] in tokenizer.stop_tokens

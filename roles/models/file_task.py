@@ -13,7 +13,8 @@ from ...config.prompt_file import Rows
 Reward = Callable[[str, dict[str, Any]], Any]
 """A user's reward function: ``reward(answer, row)`` returns a number, or the reported and the trained reward."""
 _PASSES_IN_MEMORY = 2
-"""Number of passes whose order is in memory: rollouts work on the end of one and the beginning of the next."""
+"""Number of passes whose order is in memory, because rollouts may work on the end of one pass and the beginning of the
+next."""
 
 
 class FileTask:
@@ -24,7 +25,8 @@ class FileTask:
         seed: Seed of the order; None for the order of the file.
         prompt: Format string over the columns.
         answer_column: Column of the right answer.
-        reward: The user's function; None to compare the answer with the right one, without spaces at their ends.
+        reward: The user's function; None to compare the answer with the right answer, without spaces at the ends of
+            both.
         partial_credit: As in :class:`.tasks.DatasetTask`.
         split: Splits an answer for the partial credit.
     """
@@ -36,7 +38,7 @@ class FileTask:
         self._rows, self._seed = rows, seed
         self._prompt, self._answer_column, self._reward = prompt, answer_column, reward
         self._partial_credit, self._split = partial_credit, split
-        self._row = lru_cache(maxsize=1024)(self._read)  # an item is used once per trajectory of its group
+        self._row = lru_cache(maxsize=1024)(self._read)  # an item is used again for each trajectory of its group
         self._order = lru_cache(maxsize=_PASSES_IN_MEMORY)(self._shuffled)
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class FileTask:
 
 
 def right_share(answer: str, right: str, split: Callable[[str], Sequence[object]]) -> float:
-    """Return the share of right tokens of an answer that has the length of the right one, and otherwise 0."""
+    """Return the share of right tokens if the answer has as many tokens as the right answer; otherwise return 0."""
     given, wanted = split(answer), split(right)
     if len(given) != len(wanted) or not wanted:
         return 0.0

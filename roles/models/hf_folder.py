@@ -1,7 +1,7 @@
 """Write the files of a Hugging Face folder besides the weights: configuration, tokenizer, generation configuration.
 
-For the model of ``[model] path`` they are copies from its folder; for a model that rrl builds they are made from the
-job. This module does not import torch or transformers: checkpoints are exported where neither may be installed.
+For the model of ``[model] path`` the files are copied from its folder. For a model that rrl builds they are made from
+the job. This module does not import torch or transformers, because an export must also work without them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COPIED = (
 )  # fmt: skip
 """Patterns of the files that are copied from the folder of ``[model] path``, besides config.json."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Keys of config.json that name the dtype of the weights: of transformers 5, and of earlier versions."""
+"""Keys of config.json that name the dtype of the weights: in transformers 5, and in earlier versions."""
 
 
 def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
     """Write the files of the model into ``folder``; return them, config.json last. They are not synced.
 
     Raises:
-        ValueError: The folder of ``[model] path`` lacks a file, or it cannot be read; the message names it.
+        ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.
         OSError: A file could not be read or written.
     """
     written = _copy(Path(spec.path), folder) if spec.path is not None else _write_built(spec, folder)
@@ -108,7 +108,7 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
 
 
 def _unused(name: str, spec: TokenizerSpec) -> str:
-    """Return a name for a special token that no piece has."""
+    """Return a text for a special token that differs from all pieces."""
     while name in spec.pieces:
         name = f"<{name}>"
     return name
@@ -117,8 +117,8 @@ def _unused(name: str, spec: TokenizerSpec) -> str:
 def _tokenizer(spec: TokenizerSpec, pad: str, eos: str) -> dict[str, Any]:
     """Return the tokenizer.json that encodes as :class:`.tokenizer.VocabularyTokenizer` does.
 
-    A text that no piece matches is an error there, too. Decoded pieces are joined without a separator or by a space:
-    the format has no other separator.
+    A text that no piece matches is an error in both. Decoded pieces are joined without a separator or by a space,
+    because the format has no other separators.
     """
     ids = {pad: PAD, eos: EOS} | {piece: EOS + 1 + place for place, piece in enumerate(spec.pieces)}
     longest_first = sorted(spec.pieces, key=len, reverse=True)

@@ -2,7 +2,7 @@
 
 It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
 
-It does not use transformers, whose AutoTokenizer loads torch, which takes 3.2 s of CPU time in every store and reward
+It does not use transformers, because its AutoTokenizer loads torch: 3.2 s of CPU time in every store and reward
 process. The tokenizers library, which transformers uses too, takes 0.05 s. The tests compare the results of both.
 """
 
@@ -63,7 +63,7 @@ class FolderTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of token ids. The model may embed more ids, to have a round number."""
+        """Number of token ids. The model may embed more ids than this, so that its number of ids is round."""
         return self._size
 
     @property
@@ -98,7 +98,7 @@ class FolderTokenizer:
         try:
             offered = {"tools": tools} if tools else {}
             return self._chat(messages=messages, add_generation_prompt=answer_begins, **offered, **self._special)
-        except (TemplateError, TypeError) as error:  # a template that adds a number or an object to a text
+        except (TemplateError, TypeError) as error:  # TypeError: the template adds a number or an object to a text
             last = messages[-1]["content"] if messages else ""
             raise ValueError(
                 f"[model] chat: the chat template cannot be applied to the prompt {last[:100]!r}: {error}"
@@ -133,7 +133,7 @@ def _stop_tokens(folder: Path, eos: int | None) -> frozenset[int]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, which is a string or a table."""
+    """Return the text of a token in tokenizer_config.json, where it is a string or a table."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -23,7 +23,7 @@ from .safetensors import copy_into
 
 
 def compute_dtype(spec: ModelSpec) -> torch.dtype:
-    """Return the dtype in which the model computes, weights are published, and rollouts store them."""
+    """Return the dtype in which the model computes, and in which weights are published and stored by rollouts."""
     return cast(torch.dtype, getattr(torch, spec.dtype))
 
 
@@ -49,7 +49,7 @@ def skeleton(spec: ModelSpec, vocabulary: int, dtype: torch.dtype = torch.float3
     """Build the model without memory for its tensors (see :func:`materialise`).
 
     Raises:
-        ValueError: The folder cannot be used, or ``vocabulary`` exceeds the number of tokens that its model embeds.
+        ValueError: The folder cannot be used, or the model of the folder embeds fewer than ``vocabulary`` tokens.
     """
     with torch.device("meta"):
         return _model(spec, vocabulary, dtype)
@@ -87,7 +87,7 @@ def _non_persistent_buffers(module: nn.Module) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost transformers model that contains the module at ``path``, and so can initialise it."""
+    """Return the innermost transformers model that contains the module at ``path``: it can initialise this module."""
     parts = path.split(".") if path else []
     ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)
@@ -215,7 +215,7 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformer's layers, by which the model is sharded: the module list with the most parameters."""
+    """Yield the transformer's layers, which are sharded one by one: the module list with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if lists:
         yield from max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))

@@ -69,7 +69,7 @@ def copy_into(
 
 
 def _fill(tensor: Tensor, stored: Any, location: str) -> None:
-    """Read a tensor or this process's shard of it; ``stored`` reads the parts by slicing."""
+    """Fill a tensor, or this process's shard of it, with slices of ``stored``; only these slices are read."""
     if (shape_in_file := tuple(stored.get_shape())) != tuple(tensor.shape):
         raise ValueError(
             f"[model] path: {location} has the shape {shape_in_file}, but config.json requires {tuple(tensor.shape)}"

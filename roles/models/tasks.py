@@ -21,7 +21,8 @@ from .tokenizer import Tokenizer
 _MAX_SHOWN_DATASETS = 5
 """Number of datasets that an error shows: reasoning-gym has about a hundred."""
 EVALUATION_SEED = -1
-"""Seed of a dataset for evaluations: no run has it, and datasets of different seeds share no item (DatasetTask)."""
+"""Seed of a dataset for evaluations. No run has this seed, and datasets of different seeds share no item
+(DatasetTask)."""
 _LIST_DATASETS = "python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
 """Shell command that lists the datasets of reasoning-gym."""
 
@@ -99,8 +100,8 @@ def load_evaluation_task(
 ) -> tuple[Task, int]:
     """Return the task of a job's evaluations, and the number of prompts of an evaluation.
 
-    Its items are in no training step: a dataset has a seed that no run has, and the rows of a file come in the order of
-    the file. A function of the user gets the seed of the run.
+    The items of a dataset are in no training step, because the dataset has a seed that no run has. The rows of a file
+    come in the order of the file. A function of the user gets the seed of the run.
 
     Raises:
         TaskError: The table is invalid.
@@ -222,7 +223,7 @@ def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
         names = [known for known in vars(module) if callable(getattr(module, known)) and not known.startswith("_")]
         problem = f"{json.dumps(name)}: {module.__file__} has no function {function_name}"
         raise FunctionMissing(problem + _suggestion(function_name, names))
-    return function  # type: ignore[no-any-return]  # of a module that only the user knows
+    return function  # type: ignore[no-any-return]  # the type of a user's function is unknown
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
@@ -232,7 +233,7 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _closest(name: str, datasets: Iterable[str]) -> str:
-    """Return the names of datasets that resemble ``name`` most, and how to list all."""
+    """Return a hint: the names of datasets that resemble ``name`` most, and the command that lists all."""
     closest = difflib.get_close_matches(name, list(datasets), _MAX_SHOWN_DATASETS, cutoff=0.0)
     return f"; the closest names are {', '.join(closest)}; to list all: {_LIST_DATASETS}"
 
@@ -264,7 +265,7 @@ class DatasetTask:
         self._size = size
         self._partial_credit = partial_credit
         self._split = split
-        self._item = lru_cache(maxsize=1024)(self._make)  # an item is used once per trajectory of its group
+        self._item = lru_cache(maxsize=1024)(self._make)  # an item is used again for each trajectory of its group
         first = self._item(0)
         try:
             prompt.format(**first)

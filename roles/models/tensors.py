@@ -24,7 +24,8 @@ PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
 def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
     """Return the bytes of dense tensors with any strides and on any device.
 
-    The bytes are a view of a tensor that is contiguous and on the CPU, else a copy. Use them before the tensors change.
+    The bytes are a view if the tensor is contiguous and on the CPU, else a copy. Use the bytes before the tensors
+    change.
 
     Raises:
         ValueError: A tensor is quantised or sparse.

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos(self) -> int:
-        """Id that ends an answer shown to the model (in the supervised warm start)."""
+        """Id that ends the answers on which the model is trained in the supervised warm start."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text up to the first of ``stop_tokens``, without ids that are not text."""
+        """Return the text up to the first id of ``stop_tokens``, ignoring ids that are not text."""
         ...
 
 
@@ -76,7 +76,7 @@ def open_tokenizer(model: ModelSpec) -> Tokenizer:
         if model.tokenizer is None:
             raise ValueError("[model] needs `path`, or a table [model.tokenizer] with `pieces`")
         return VocabularyTokenizer(model.tokenizer)
-    from .hf_tokenizer import FolderTokenizer  # imported here: a built model does not need tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need tokenizers
 
     return FolderTokenizer(Path(model.path), chat=model.chat)
 

@@ -55,12 +55,12 @@ _PROBES = (
 )
 """Conversations that a family's renderer and the folder's template must encode alike."""
 _NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
-"""A renderer is tried only if the vocabulary has this token: the renderer of gpt-oss downloads a vocabulary when it is
-opened."""
+"""Token by family: the family's renderer is tried only if the vocabulary has this token. The renderer of gpt-oss
+downloads a vocabulary when it is opened."""
 _FIRST_TAG = 0x110000
-"""Number above the code points of all characters."""
+"""Token id of the first tag: the first number above the code points of all characters."""
 _REASONING_END = "</think>"
-"""End of reasoning, in which nothing is a call."""
+"""Tag that ends the reasoning of an answer. Text in the reasoning is never a tool call."""
 
 
 def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFormat:
@@ -68,7 +68,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
 
     Args:
         tokenizer: Tokenizer of the model's folder.
-        parser: Name of a parser of the library ``renderers`` that reads what the folder's template writes; None: the
+        parser: Name of a parser of the library ``renderers`` that reads what the folder's template writes; None for the
             parser of the model's family.
 
     Raises:
@@ -105,7 +105,7 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
             if all(FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
                    for probe in _PROBES):  # fmt: skip
                 return renderer
-        except Exception:  # of another family: it lacks tokens, or its template refuses a conversation
+        except Exception:  # of another family: tokens are missing, or a conversation is refused
             _log.debug("tools are not in the format of the family %s", name, exc_info=True)
     return None
 
@@ -127,7 +127,7 @@ class FamilyTools:
 
 
 class FamilyChat:
-    """The chat of a family with tools; it takes the arguments of :class:`FamilyTools`, and the decoded tools."""
+    """The chat of a family with tools. Its arguments are those of :class:`FamilyTools`, and the decoded tools."""
 
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer: Tokenizer = tokenizer
@@ -223,9 +223,9 @@ class ParsedChat:
 
 
 def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
-    """Return name and arguments of the calls in an answer; None if any of them cannot be used.
+    """Return name and arguments of each call in an answer; None if any call is invalid.
 
-    Then the agent gets the answer as text, so that it sees what the model wrote.
+    With None, the agent gets the answer as text, so that it sees what the model wrote.
     """
     if not all(attempt.name and isinstance(attempt.name, str) and isinstance(attempt.arguments, dict)
                for attempt in attempts):  # fmt: skip
@@ -234,9 +234,9 @@ def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 class _TextTokenizer:
-    """Text as tokens for a parser of the library: one for each tag that the parser knows, one for each other character.
+    """Encodes text for a parser of the library: one token per tag that the parser knows, one per other character.
 
-    So calls are read from the text of an answer, whether the model's vocabulary has a token for a tag or not.
+    So calls are read from the text of an answer, even if the model's vocabulary has no token for a tag.
     """
 
     unk_token_id = None
@@ -245,7 +245,7 @@ class _TextTokenizer:
         self._tags: list[str] = []
 
     def convert_tokens_to_ids(self, tag: str) -> int:
-        """Return the token of a tag; the parser asks for all of its tags when it is made."""
+        """Return the token of a tag; the parser asks for all of its tags when it is created."""
         if tag not in self._tags:
             self._tags.append(tag)
         return _FIRST_TAG + self._tags.index(tag)
@@ -265,7 +265,7 @@ class _TextTokenizer:
 
 
 class _LibraryTokenizer:
-    """The tokenizer of a folder, as the library's renderers use one.
+    """The tokenizer of a folder, with the methods that the library's renderers call.
 
     Args:
         tokenizer: Tokenizer of the folder.
@@ -288,7 +288,7 @@ class _LibraryTokenizer:
         return self._tokenizer.decode_all([tokens] if isinstance(tokens, int) else tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the ids of tokens; None for one that the vocabulary does not have."""
+        """Return the ids of tokens; None for a token that the vocabulary lacks."""
         if isinstance(tokens, str):
             return self._tokenizer.token_id(tokens)
         return [self._tokenizer.token_id(token) for token in tokens]

@@ -15,7 +15,8 @@ from ...core.types import Version
 from ..trajectories.types import Item, Segment
 
 StepOutput = tuple[list[Segment], list[int]]
-"""New segments, and the trajectories that are complete with them. The segments of one trajectory are in their order."""
+"""New segments, and the trajectories that these segments complete. The segments of one trajectory are in their
+order."""
 
 
 class Sampling(Struct, frozen=True):
@@ -28,7 +29,8 @@ class Sampling(Struct, frozen=True):
     segment_tokens: int = 64
     """Number of new tokens after which a trajectory's segment is returned."""
     greedy: bool = False
-    """True to take the most likely token (for evaluation). In both cases the log-probabilities come from the policy."""
+    """True to take the most likely token (for evaluation). The recorded log-probabilities are those of the policy
+    either way."""
 
 
 class Engine(Protocol):
@@ -48,7 +50,7 @@ class Engine(Protocol):
         """True if :meth:`step` has anything to generate or to return."""
 
     def add(self, items: Sequence[Item]) -> None:
-        """Extend these trajectories too, each from its end (prompt and so_far).
+        """Begin to extend these trajectories too, each after its prompt and its segments so far.
 
         A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each trajectory is reported
         finished exactly once: with its last segment, or without a segment if it could not be extended.

@@ -11,15 +11,15 @@ from ..models.policy import log_probs
 from ..trajectories.types import Sampling
 
 GREEDY = Sampling(temperature=0.0)
-"""Take the most likely token, with the log-probability of the model."""
+"""Sampling that takes the most likely token, and records the log-probability of the model at temperature 1."""
 _SEEDS = 2**31
-"""Number of seeds of a token; vLLM passes them to numpy, too, which accepts 32 bits."""
+"""Number of possible seeds of a token: vLLM also passes seeds to numpy, which accepts 32 bits."""
 
 
 def seed_at(seed: int, position: int) -> int:
     """Return the seed with which sampling begins after ``position`` sampled tokens.
 
-    It depends on the position, so that an answer which moves to another rollout does not repeat random numbers.
+    The seed depends on the position, so that an answer that moves to another rollout does not repeat random numbers.
     """
     return (seed + position) % _SEEDS
 

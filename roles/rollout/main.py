@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # the imports create a million objects that stay: no collection looks at them, now or at the end
+gc.disable()  # garbage collections would search a million objects of the imports, none of which can be freed
 
 import logging
 import time
@@ -28,7 +28,7 @@ from ..worker.work_items import PendingAppend, PendingLease
 from .engine import Engine, Sampling
 from .torch_engine import TorchEngine, seed_of
 
-gc.freeze()  # with this a process takes 2.8 s of processor time for its imports and its end, without it 4.2 s
+gc.freeze()  # saves a third of the 4.2 s of processor time for imports and exit
 gc.enable()
 
 _log = logging.getLogger("rrl.rollout")
@@ -36,9 +36,9 @@ _log = logging.getLogger("rrl.rollout")
 LOG_EVERY_VERSIONS = 10
 """Number of versions between two lines in the log."""
 APPEND_INTERVAL_S = 0.1
-"""Minimum time (s) between two appends while the engine has no free slots. Each append costs the store a flush, in
-which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses at most the tokens of
-this time in addition."""
+"""Minimum time (s) between two appends while the engine has no free slots. Each append, however few tokens it contains,
+costs the store a flush of 1 to 4 ms (measured), in which it serves no other process. Besides the tokens of unfinished
+segments, a crash loses at most the tokens of this interval."""
 _VLLM_SEED_LIMIT = 2**31
 """Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
@@ -46,10 +46,10 @@ _VLLM_SEED_LIMIT = 2**31
 def main() -> None:
     """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
-    build = _builder(me)  # an invalid configuration is found before the rollout joins
+    build = _builder(me)  # first, so that an invalid configuration is found before the rollout joins
     engine = build() if me.launch.standby and not me.launch.shares_node else None
     with me:
-        engine = engine or build()  # while the first weights are being received
+        engine = engine or build()  # built while the first weights are being received
         run(me, engine)
         engine.close()
 
@@ -79,15 +79,15 @@ def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _App
         appends.add(*engine.step())
         appends.advance()
         leases.advance()
-        _update_weights(me, engine, probe)  # after the lease, which depends on the newest weights in this process
+        _update_weights(me, engine, probe)  # after the lease, which states the newest weights in this process
 
 
 class _Leases:
-    """Requests for work of a rollout, besides those that its appends contain.
+    """The requests of a rollout for work, except those that its appends contain.
 
     Turns of agents appear while the engine samples others. So while the engine has free slots, a request waits at the
-    store. Without it a new turn would wait until the next append, which is up to a segment of tokens later. In other
-    jobs all work is there before a rollout requests it, and no request waits while the engine has work.
+    store. Without this request, a new turn would wait until the next append, which is up to a segment of tokens later.
+    In a job without agents all work exists before a rollout requests it, so no request waits while the engine has work.
     """
 
     def __init__(self, me: rrl.Worker, engine: Engine) -> None:
@@ -97,7 +97,7 @@ class _Leases:
 
     @property
     def requested(self) -> int:
-        """The number of free slots for which a request waits."""
+        """The number of free slots for which the open request asks the store; 0 without an open request."""
         return 0 if self._open is None else self._open.at_most
 
     def wait(self) -> None:
@@ -123,9 +123,9 @@ class _Leases:
 class _Appends:
     """The appends of a rollout, each with a request for work if the engine has free slots.
 
-    The engine generates on while the store makes an append durable, but with free slots it waits for the answer: a slot
-    that stays empty for a step can cost more than a round trip to the store. At most one append is open, so the store
-    gets the tokens of a trajectory in their order.
+    The engine continues to generate while the store makes an append durable. But if the engine has free slots, it waits
+    for the answer, because a slot that stays empty for a step can cost more than a round trip to the store. At most one
+    append is open, so the store gets the tokens of a trajectory in their order.
     """
 
     def __init__(self, me: rrl.Worker, engine: Engine, leases: _Leases) -> None:
@@ -188,8 +188,8 @@ def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None
 class _EngineProbe:
     """Answers the manager's probe by generating a token.
 
-    :meth:`answer` is called between two steps and while the rollout waits for work, always in the engine's thread: if
-    that thread hangs, the probe remains unanswered.
+    :meth:`answer` is called between two steps and while the rollout waits for work, always in the engine's thread. So
+    if this thread hangs, the probe remains unanswered.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -197,7 +197,7 @@ class _EngineProbe:
         self.loaded = False
 
     def answer(self) -> str:
-        """Generate a token, if weights are loaded, and return a text for people about it."""
+        """Generate a token, if weights are loaded, and return a text for people about the result."""
         if not self.loaded:
             return "no weights have been loaded yet"
         self._engine.probe()
@@ -221,7 +221,7 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = None if me.launch.shares_node else assigned_device(me.launch)  # its promotion will name its GPU
+    device = None if me.launch.shares_node else assigned_device(me.launch)  # GPU known only at its promotion
 
     def build() -> Engine:
         materialise(model, device or assigned_device(me.launch))
@@ -245,7 +245,7 @@ def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenize
             seed=seed_of(me.job.seed, me.launch.incarnation) % _VLLM_SEED_LIMIT,
             lease=settings.lease, memory=memory, gpus=me.launch.gpus, given=settings.vllm,
         )  # fmt: skip
-    except vllm_config.InvalidEngineConfig as error:  # not reported: vLLM also refuses a node without its driver
+    except vllm_config.InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
 
     def build() -> Engine:

@@ -95,7 +95,7 @@ class TorchEngine:
         return segments, finished
 
     def flush(self) -> StepOutput:
-        """See :class:`.engine.Engine`. Always empty: every step returns everything that it generated."""
+        """See :class:`.engine.Engine`. The result is empty, because every step returns everything that it generated."""
         return [], []
 
     def abort(self, trajectories: Iterable[int]) -> None:
@@ -137,7 +137,7 @@ class TorchEngine:
         for count in range(1, sampling.segment_tokens + 1):
             logits = batch.read(self._model)
             log_probabilities = log_probs(logits, sampling.temperature)
-            if sampling.greedy or not trained:  # an evaluation draws no number of the generator of trained answers
+            if sampling.greedy or not trained:  # an evaluation must not advance the generator of trained answers
                 chosen = log_probabilities.argmax(-1)
             else:
                 chosen = torch.multinomial(log_probabilities.exp(), 1, generator=self._generator)[:, 0]

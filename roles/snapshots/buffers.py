@@ -44,7 +44,7 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def _available_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
-    """Return the bytes that the tightest limit from ``path`` up to the mount leaves, or 2**63 without a limit.
+    """Return the bytes left by the tightest limit from ``path`` up to the mount; 2**63 if there is no limit.
 
     ``cache`` is the name of the field in ``memory.stat`` with the memory that the kernel reclaims before it kills a
     process.
@@ -147,7 +147,7 @@ class DoubleBuffer:
         self.member, self.own = member, own
         self.buffers: list[Buffer | None] = [None for _ in SLOTS]
         self.writer: int | None = None
-        """pidfd of the member that maps these buffers; None if it cannot be opened."""
+        """pidfd of the member that maps these buffers; None if the pidfd cannot be opened."""
 
     def snapshots(self) -> Iterator[tuple[SnapshotInfo, Buffer]]:
         """Yield the complete snapshots with their buffers."""
@@ -222,7 +222,7 @@ class SnapshotBuffers:
 
     # ── allocating ─────────────────────────────────────────────────────────────────────────────────────────────────
     def attached(self, member: Member) -> DoubleBuffer | None:
-        """Return the buffers that a member of this or an earlier incarnation of the rank attached, or None."""
+        """Return the buffers that this or an earlier incarnation of the rank attached; None if there are none."""
         return self._pairs.get((member.gang, member.rank, True))
 
     def attach(self, member: Member, writer: int | None, *, ended: bool) -> DoubleBuffer:
@@ -250,7 +250,7 @@ class SnapshotBuffers:
         return pair
 
     def resize(self, member: Member, slot: int, nbytes: int) -> Buffer:
-        """Replace a buffer by a new one for ``nbytes`` of payload.
+        """Replace a buffer by a new buffer for ``nbytes`` of payload.
 
         Raises:
             SnapshotError: The memory is not available, or this member is not attached.

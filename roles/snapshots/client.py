@@ -78,11 +78,11 @@ class SnapshotClient:
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
         """Return writable memory for the snapshot of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
-        incarnation repeats steps, the buffer with the later step is used; and until the incarnation has sealed its
-        first snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned
-        again. The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from
-        the buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions. If the
+        incarnation repeats steps, the buffer with the later step is used. Until the incarnation has sealed its first
+        snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned again.
+        The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from the
+        buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -147,7 +147,7 @@ class SnapshotClient:
         with self._lock:
             self._sealed = mapped, head
         self._times_sealed += 1
-        if self._times_sealed == len(SLOTS):  # all buffers are of this incarnation: earlier snapshots are not needed
+        if self._times_sealed == len(SLOTS):  # all buffers are now of this incarnation
             threading.Thread(target=self._forget_locally, name="rrl-forget", daemon=True).start()
         return self._snapshot_info(head, own=True)
 
@@ -214,7 +214,7 @@ class SnapshotClient:
     def list_snapshots(self, address: str | None = None) -> list[SnapshotInfo]:
         """Return the gang's snapshots of all ranks on this node's agent or on the agent at ``address``, newest first.
 
-        The heads of the snapshots are valid; the bytes are verified by a read. The agent refuses earlier incarnations
+        The heads of the snapshots are valid; only a read verifies the bytes. The agent refuses earlier incarnations
         from now on.
 
         Raises:

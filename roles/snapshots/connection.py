@@ -46,12 +46,12 @@ def remote_key(secret: bytes) -> bytes:
 
 
 RETRY_DELAY_S = 5.0
-"""Seconds for which requests for memory fail at once after the agent of this node did not answer, because each request
-to a hung agent may delay a step by a second."""
+"""Seconds for which requests for memory fail at once, without being sent, after the agent of this node did not answer.
+Each request to a hung agent may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
-"""Seconds for which requests that read snapshots are repeated while an agent hangs. A node on which many processes
-start is slow (measured: 1.7 s between two heartbeats with an interval of 0.1 s, with 10 busy processes per core), and a
-restart from a snapshot saves more time."""
+"""Seconds for which requests that read snapshots are repeated while an agent hangs. On a node where many processes
+start, an agent is slow: with 10 busy processes per core, heartbeats with an interval of 0.1 s came up to 1.7 s apart
+(measured). A restart from a snapshot saves more time than this wait costs."""
 _HUNG_AFTER_S = 0.5
 """Seconds without an answer after which an agent counts as hung; an agent that has ended is noticed within
 milliseconds."""

@@ -74,8 +74,8 @@ class Head(Struct, frozen=True):
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
     """Return the number of the buffer that the snapshot of ``step`` overwrites.
 
-    An empty buffer is replaced first; then a buffer whose step is not before ``step``, because the run was set back to
-    an earlier step; then the older buffer.
+    An empty buffer is chosen first. If there is none, a buffer whose step is not before ``step`` is chosen, because the
+    run was set back to an earlier step. Otherwise the older buffer is chosen.
     """
 
     def value(slot: int) -> tuple[int, int]:

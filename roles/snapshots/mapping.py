@@ -39,7 +39,7 @@ class Sending:
             connection.abort()
 
     def cancel(self) -> None:
-        """Abort the copy, so that its own thread raises, and wait until it has ended. May be called in any thread."""
+        """Abort the copy, whose thread then raises an exception, and wait for its end. May be called in any thread."""
         self.cancelled = True
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._abort()
@@ -113,7 +113,7 @@ class MappedBuffer:
             for start in range(PAYLOAD_OFFSET, PAYLOAD_OFFSET + self.capacity, _PREFAULT_BYTES):
                 size = min(_PREFAULT_BYTES, PAYLOAD_OFFSET + self.capacity - start)
                 os.posix_fallocate(self._fd, start, size)
-                with contextlib.suppress(OSError):  # older kernel: the first copy faults the pages in
+                with contextlib.suppress(OSError):  # an older kernel, on which the first copy allocates the pages
                     self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except OSError as error:
             raise SnapshotError(

@@ -23,7 +23,7 @@ class Attach(Struct, frozen=True, tag=True):
 
 
 class Resize(Struct, frozen=True, tag=True):
-    """Request to replace a buffer by one with ``nbytes`` of payload. Answered with :class:`BuffersGranted`."""
+    """Request to replace a buffer by a new buffer for ``nbytes`` of payload. Answered with :class:`BuffersGranted`."""
 
     member: Member
     slot: int
@@ -76,7 +76,7 @@ Request = Attach | Resize | MapSnapshot | ListSnapshots | Forget | Upload | Down
 
 
 class BuffersGranted(Struct, frozen=True, tag=True):
-    """Answer that one descriptor per buffer follows. ``slots`` contains (slot, capacity in bytes) of each buffer."""
+    """Answer that announces one descriptor per buffer. ``slots`` contains (slot, capacity in bytes) of each buffer."""
 
     slots: tuple[tuple[int, int], ...]
 
@@ -98,7 +98,7 @@ class SnapshotFound(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Answer that refuses a request. ``why`` is the reason, for people; ``fenced``: a newer incarnation exists."""
+    """Answer that refuses a request for the reason ``why``. ``fenced`` is True if a newer incarnation exists."""
 
     why: str
     fenced: bool = False

@@ -88,7 +88,7 @@ class SnapshotServer:
         self._started.wait(_START_TIMEOUT_S)
 
     def fence(self, incarnation: Incarnation) -> None:
-        """Refuse requests of this incarnation and earlier ones."""
+        """Refuse requests of this incarnation and of all earlier incarnations."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._buffers.fence, incarnation.gang.replica, incarnation.number + 1)
 

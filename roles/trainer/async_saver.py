@@ -1,11 +1,10 @@
-"""The trainer's saving thread: it writes copies of the training thread to disk and commits them, in order.
+"""The trainer's saving thread: it writes copies of the training state to disk and commits them, in order.
 
 Each step is copied to the host. Each ``checkpoint_every``-th copy becomes a checkpoint, whose commit also commits the
-steps before it; the last step of a training that ends, or is stopped, becomes one too. The thread works while the next
-step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving
-threads of a gang's members work together, over a separate process group: two saves at once on one group would deadlock
-(docs/sources.md, torch). An error in this thread ends the process, because a trainer that cannot save must not
-continue.
+steps before it. The copy of the last step becomes a checkpoint too, whether the training ends or is stopped. The thread
+works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving threads of a
+gang's members use a separate process group, because two saves at once on one group would deadlock (docs/sources.md,
+torch). An error in this thread ends the process, because a trainer that cannot save must not continue.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .publisher import Publisher, ThreadState, end_process
 _log = logging.getLogger("rrl.trainer")
 
 MAX_UNCOMMITTED = 2
-"""Maximum number of steps that are done while a checkpoint is written; it is also the number of host buffers."""
+"""Maximum number of steps that may be done while a checkpoint is written. It is also the number of host buffers."""
 COMMITS_CAUSE = "commits"
 """Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
@@ -57,7 +56,7 @@ class SnapshotMeta(Struct, frozen=True):
     """Digest of the batch that the last step of the snapshot trained on."""
     metrics: dict[str, float]
     earlier: tuple[TrainedStep, ...] = ()
-    """The steps before it that were not committed, on rank 0: a commit of this or a later step names them."""
+    """The uncommitted steps before the step of the snapshot, which its commit must name. Only rank 0 has them."""
 
 
 class _Staged(Struct, frozen=True):
@@ -98,9 +97,9 @@ class AsyncSaver:
         buffers.prepare(self.layout.nbytes)
         self._uncommitted, self._is_checkpoint_step = uncommitted, is_checkpoint_step
         self._written: list[int] = []
-        """Steps whose checkpoints are being written, or wait for it, in order."""
+        """Steps whose checkpoints are being written or are waiting to be written, in order."""
         self._newest: _Staged | None = None
-        """The newest step, if it gets no checkpoint unless the training ends with it."""
+        """The newest step, if no checkpoint of it is due; it gets one if the training ends with it."""
         self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
@@ -110,9 +109,10 @@ class AsyncSaver:
     def save(self, digest: str, metrics: dict[str, float]) -> None:
         """Copy the learner's current state for its snapshot, for publishing, and for its checkpoint if one is due.
 
-        Returns once it is copied. Waits first until no checkpoint is being written that is ``max_uncommitted`` steps
-        old, and then for the publisher (:mod:`.publisher`), whose waiting time (s) is the metric ``publish_blocked_s``.
-        ``digest`` is the digest of the batch of the learner's last step.
+        Returns once the state is copied. Waits first until all checkpoints that are ``max_uncommitted`` or more steps
+        old are committed. Then waits until the publisher (:mod:`.publisher`) no longer reads the memory for the copy.
+        The metric ``publish_blocked_s`` is the time (s) of all waits for the publisher. ``digest`` is the digest of the
+        batch of the learner's last step.
 
         Raises:
             TimeoutError: An older step was not committed within ``COLLECTIVE_TIMEOUT_S``.
@@ -120,7 +120,7 @@ class AsyncSaver:
         """
         learner = self._learner
         self._wait(learner.number - self._max_uncommitted)
-        self._newest = None  # its memory may be the next buffer
+        self._newest = None  # the next copy may overwrite its memory
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self._publisher.reserve(buffer)
         self.layout.fill(buffer, self._tensors)
@@ -139,7 +139,7 @@ class AsyncSaver:
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
 
     def _write_newest(self) -> None:
-        """Pass the newest step to the saving thread, unless that has its checkpoint already."""
+        """Pass the newest step to the saving thread, unless this was done already."""
         if self._newest is not None:
             with self._state.changed:
                 self._written.append(self._newest.meta.number)
@@ -158,10 +158,10 @@ class AsyncSaver:
         self._publisher.finish()
 
     def _wait(self, number: int) -> None:
-        """Wait until no checkpoint of step ``number`` or an earlier one is being written.
+        """Wait until the checkpoints of step ``number`` and of all earlier steps are written and committed.
 
-        The manager detects a hung save earlier than the timeout, as a checkpoint that takes too long. The full timeout
-        is needed only while no store runs, because the store may wait in Slurm's queue for a node.
+        The timeout is so long because the store may be missing while it waits in Slurm's queue for a node. The manager
+        detects a hung save much earlier, as a checkpoint that takes too long.
         """
         with self._me.idle(COMMITS_CAUSE):
             self._state.wait(
@@ -204,7 +204,7 @@ class AsyncSaver:
             self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 
     def _create_folder(self, number: int) -> tuple[str, Written]:
-        """Return the path of a new folder; or an empty path and the error, for example a full disk."""
+        """Create the folder of a checkpoint and return its path; or return an empty path and the error."""
         try:
             return str(self._me.checkpoint_dir(number)), Written({})
         except OSError as error:
@@ -215,7 +215,7 @@ class AsyncSaver:
         self._me.commit(meta.number, [folder / name for name in digests], meta.metrics, digests)
 
     def _broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
-        """Like :meth:`Gang.broadcast_from_rank0`, on the group of this thread."""
+        """Do the same as :meth:`Gang.broadcast_from_rank0`, but over the process group of this thread."""
         return exchange.broadcast_from_rank0(self._gang.file_group, self._gang.rank, do, kind)
 
     def _gather(self, mine: Written) -> list[Written]:

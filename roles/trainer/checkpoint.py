@@ -80,7 +80,8 @@ class Checkpoints:
         """Write a checkpoint. All members must call this method.
 
         Each member writes ``tensors`` (host copies of its shards of ``like``) and its ``extra_state`` into the new,
-        empty ``folder``; durable on return. The result contains a full disk or other write error.
+        empty ``folder``. The files are durable on return. A write error, such as a full disk, is not raised: the result
+        describes it.
 
         Raises:
             RuntimeError: Another member is gone.
@@ -94,7 +95,7 @@ class Checkpoints:
                 paths.append(_new_file(folder / _ABOUT, msgspec.json.encode(_About(gang.world))))
         except OSError as error:
             trouble = error
-        try:  # also after an error, because the other members take part in it
+        try:  # also after an error, because all members must call _save
             paths += self._save(state, folder)
             if trouble is None:
                 make_durable(paths)
@@ -129,8 +130,8 @@ class Checkpoints:
         """Read this member's part of ``tensors``; all members must call it.
 
         Raises:
-            DamagedCheckpoint: In all members, if one of them has found ``damage``. No tensor has been changed.
-            RuntimeError: In all members, if one of them could not read.
+            DamagedCheckpoint: Raised in all members if one of them has found ``damage``. No tensor has been changed.
+            RuntimeError: Raised in all members if one of them could not read.
         """
         gang, failure = self._gang, ""
         if damage := next(filter(None, gang.gather(damage, str)), ""):
@@ -158,7 +159,7 @@ class Checkpoints:
         """Load the checkpoint of ``manifest`` into ``learner``; any number of members may have written it.
 
         Raises:
-            DamagedCheckpoint: In all members, if the files do not match the manifest. The learner is unchanged.
+            DamagedCheckpoint: Raised in all members if the files do not match the manifest. The learner is unchanged.
         """
         gang, damage, about = self._gang, "", _About(0)
         names = sorted(manifest["files"])
@@ -211,7 +212,7 @@ class Checkpoints:
         """Load the weights of the reference into ``model``; any number of members may have written them.
 
         Raises:
-            DamagedCheckpoint: In all members, if the files do not match their digests.
+            DamagedCheckpoint: Raised in all members if the files do not match their digests.
         """
         gang, damage = self._gang, ""
         try:
@@ -235,7 +236,7 @@ def _new_file(path: Path, content: bytes) -> Path:
 
 
 def not_written(error: BaseException, where: str = "") -> Written:
-    """Return the ``Written`` of a member that could not write."""
+    """Return the result of :meth:`Checkpoints.write` for a member that could not write."""
     return Written({}, f"{where}{_error_text(error)}", _is_full(error))
 
 

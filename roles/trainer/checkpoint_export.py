@@ -1,10 +1,10 @@
 """Export a committed checkpoint as a Hugging Face folder: :func:`export_checkpoint`, and the program of the manager.
 
 An export only reads the run, and needs neither a GPU, torch nor a manager. The run may be at work. Two things may
-happen meanwhile:
+happen during an export:
 
-- The trajectory store deletes the checkpoint, because newer ones are committed. So the files are first linked into a
-  folder of the export (:func:`_pinned`); a deletion then only removes other names of the same files.
+- The trajectory store deletes the checkpoint, because newer ones are committed. So the export first creates hard links
+  to the files in a folder of its own (:func:`_pinned`). A deletion by the store then leaves these links intact.
 - The export is killed. So the folder is built under a hidden name beside its final name, synced, and then renamed.
 
 ``python -P -m rrl.roles.trainer.checkpoint_export RUN_DIR STEP FOLDER`` is the child process with which the manager
@@ -51,11 +51,12 @@ checkpoint; so each attempt opens the requested one, or the one that is the newe
 OPEN_RETRY_S = 1.0
 """Seconds between two attempts."""
 NICENESS = 19
-"""Niceness of the manager's export: any other process of the machine goes first."""
+"""Niceness of the manager's export: the lowest priority, so that it slows down no other process."""
 END_RETRY_S = 0.1
 """Seconds between two signals that end the main thread."""
 _MANAGER = "manager"
-"""Ends the names of the hidden folders of the manager's exports, of which there is one at a time in a run."""
+"""Suffix of the names of the hidden folders of the manager's exports. A run has at most one of these exports at a
+time."""
 
 
 class ExportRefused(UsageError):
@@ -89,7 +90,8 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
         run: The run, which may be at work.
         step: The step; None for the newest one.
         folder: A new or empty folder. Its parents are created.
-        owner: Ends the names of hidden folders; by default it names this process, so that several can export.
+        owner: Suffix of the names of the hidden folders. By default it names this process, so that several processes
+            can export at the same time.
 
     Raises:
         ExportRefused: The step is not committed, or its checkpoint is not kept; or ``folder`` is not empty.
@@ -116,7 +118,7 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
 
 
 def _commit(run: RunDir, step: int | None) -> StepCommitted:
-    """Return the commit of ``step``, or the newest one whose checkpoint exists."""
+    """Return the commit of ``step``; if it is None, the newest commit whose checkpoint exists."""
     try:
         commits = read_commits(run.store)
     except (LogDamaged, LogFormatError) as error:
@@ -173,18 +175,18 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
         (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         write_model_files(spec.model, folder)
     except (DamagedCheckpoint, UnreadableTensors, ValueError) as error:
-        reason = str(error).replace(str(source), str(committed))  # the user does not know the links
+        reason = str(error).replace(str(source), str(committed))  # the links are temporary: show the real folder
         raise ExportFailed(f"step {commit.number} of {run.id} cannot be exported: {reason}") from None
 
 
 @contextmanager
 def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[str, Any]]:
-    """Yield the manifest with a folder that has further names of the checkpoint's files, and cannot be deleted.
+    """Yield the manifest with a folder of hard links to the checkpoint's files, which the store does not delete.
 
-    Where the file system has no hard links, or the run directory cannot be written, it is the checkpoint's own folder.
+    If the file system has no hard links, or the run directory is not writable, the folder is the checkpoint's own.
 
     Raises:
-        _FileMissing: A file was missing before it had another name.
+        _FileMissing: A file was missing before it could be linked.
     """
     source, links = run.path / manifest["folder"], run.path / f".export.{owner}"
     _remove_leftovers(run.path, ".export.", owner)
@@ -205,7 +207,7 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
 
 
 def _remove_leftovers(parent: Path, prefix: str, owner: str) -> None:
-    """Remove the hidden folders of killed exports: of this ``owner``, and of processes of this machine."""
+    """Remove the hidden folders that killed exports of this ``owner`` or of this machine have left behind."""
     of_this_host = f"{prefix}{socket.gethostname()}."
     for name in os.listdir(parent):
         pid = name.removeprefix(of_this_host) if name.startswith(of_this_host) else ""
@@ -230,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         if folder.parent.is_dir():
-            for leftover in folder.parent.glob(f".*.{_MANAGER}"):  # of another step, whose export was killed
+            for leftover in folder.parent.glob(f".*.{_MANAGER}"):  # left by a killed export of another step
                 shutil.rmtree(leftover, ignore_errors=True)
         export_checkpoint(run, step, folder, _MANAGER)
     except (ExportRefused, ExportFailed, OSError) as error:
@@ -243,13 +245,13 @@ def _end_with_stdin() -> None:
     """End this process when its stdin is closed."""
     while os.read(0, 1024):
         pass
-    while True:  # a signal just before a system call that blocks does not interrupt that call
+    while True:  # repeated: a signal does not interrupt a system call that begins just after it
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         time.sleep(END_RETRY_S)
 
 
 def _on_sigterm(*_: object) -> None:
-    """End the main thread, wherever it is, so that it removes its hidden folders."""
+    """Raise SystemExit in the main thread, so that it removes its hidden folders."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 

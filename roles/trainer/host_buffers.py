@@ -39,7 +39,7 @@ class HostBuffers:
         client: Client of the agent's snapshot server; None if no snapshots are stored.
         own: Number of this process's own buffers, which are used in turn if the agent provides none. It must equal the
             number of steps that may be done while a checkpoint is written.
-        buddy: Returns the address of the agent on another node that receives copies (the buddy), or None.
+        buddy: Returns the address of the agent on another node that receives copies (the buddy); None if there is none.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
         pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` does so with the agent's.
     """
@@ -125,7 +125,7 @@ class HostBuffers:
                 client.forget(address)
 
     def _report_once(self, operation: str, error: SnapshotError) -> None:
-        """Log each different error only once, not in every step; the run continues with checkpoints only."""
+        """Log an error, unless it equals the last error of the same operation; the run continues without snapshots."""
         if self._reported.get(operation) != str(error):
             self._reported[operation] = str(error)
             messages = {
@@ -136,7 +136,7 @@ class HostBuffers:
 
 
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
-    """Return the address of the agent to which the members on ``node`` send their copies, or None.
+    """Return the address of the agent to which the members on ``node`` send their copies; None if there is none.
 
     This agent is on the next of the gang's ``nodes``, in the order of ranks, that has a snapshot server. If the gang
     has no other such node, the agent is on the first node outside of the gang, where a standby may become the trainer.
@@ -151,11 +151,11 @@ def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mappin
 class PinnedMemory:
     """Page-locks host memory, so that a GPU copies into it at the speed of PCIe. Used only where the role has a GPU.
 
-    One NVIDIA H200 (PCIe 5.0 x16, torch 2.11), 8.6 GB in 328 tensors, memory that is shared with the agent: a step
-    waits 0.64 s for the copy into pageable memory, and 0.16 s for the copy into page-locked memory. Page-locking takes
-    0.40 s for each buffer; for the agent's buffers this happens in the background of the first step.
+    Measured on one NVIDIA H200 (PCIe 5.0 x16, torch 2.11) with 8.6 GB in 328 tensors and memory that is shared with the
+    agent: a step waits 0.64 s for the copy into pageable memory, and 0.16 s for the copy into page-locked memory.
+    Page-locking takes 0.40 s for each buffer; for the agent's buffers this happens in the background of the first step.
 
-    Memory must be unpinned before it is unmapped: CUDA would otherwise take other memory at the same address for
+    Memory must be unpinned before it is unmapped. Otherwise CUDA would treat new memory at the same address as
     page-locked, and would copy into the pages of the old memory.
     """
 

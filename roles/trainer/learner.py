@@ -6,8 +6,8 @@ one part with the whole batch, up to rounding; the same parts in the same order 
 
 In a gang each member trains on its share of each part, and all together make the same step as one process would.
 Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner
-restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if anything is missing, the next
-step differs). They do not contain the gradients of an unfinished step, whose parts must be added again.
+restored from them continues bit for bit as if uninterrupted. If anything were missing, the next step would differ
+(docs/sources.md, torch). They do not contain the gradients of an unfinished step, whose parts must be added again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, the number of answer tokens of the
 step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
-tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round, and close to the usual number of tokens
-of a step, so that losses and gradients have their usual size."""
+tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
+tokens of a step, so that losses and gradients have their usual size."""
 
 
 class _ExtraState(Struct, frozen=True):
@@ -177,7 +177,7 @@ class Learner:
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
-        """Like :meth:`_policy_losses`, but the loss is the cross entropy, averaged over the batch's answer tokens."""
+        """Yield the loss of each micro-batch: its cross entropy, divided by the number of the batch's answer tokens."""
         answers = sum(len(answer) for _, answer in batch)
         for micro_batch in self._micro_batches(batch):
             chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
@@ -433,7 +433,7 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
 
 
 def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the index of the first sample of each episode; without agents, of every trajectory."""
+    """Return the index of the first sample of each episode; in a job without agents, the index of each trajectory."""
     first: dict[int, int] = {}
     for index, trajectory in enumerate(trajectories):
         first.setdefault(trajectory.id, index)
@@ -441,7 +441,7 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
-    """Return the values of the trained tokens, from one value per token of a trajectory."""
+    """Return those of ``values``, one per token of a trajectory, that belong to trained tokens."""
     if not trajectory.masked:
         return values
     trained = [True] * len(values)
@@ -471,7 +471,7 @@ def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     """Return the logits that predict the tokens from position ``first`` on: [B, L - first, vocabulary]."""
     needed = tokens.shape[1] - first
-    kept = max(1, needed)  # logits_to_keep=0 means all; a lone answer without tokens needs none
+    kept = max(1, needed)  # 0 would keep all logits, but answers without tokens need none
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
     surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
     return logits[:, surplus:].contiguous() if surplus else logits

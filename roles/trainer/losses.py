@@ -3,10 +3,10 @@
 GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476. ``B`` is the number of trajectories,
 ``T`` the length of the longest answer in tokens.
 
-With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions,
-temperature, log-softmax, its exponential and their product would be four more float32 tensors of this size, kept for
-the backward pass. Here logits are instead processed in pieces that are computed twice, and the gradient overwrites the
-logits (measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py).
+With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions, the
+backward pass would need four more float32 tensors of this size: the scaled logits, their log-softmax, its exponential,
+and the product of the last two. Here the logits are instead processed in pieces that are computed twice, and the
+gradient overwrites the logits (measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py).
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def grpo_loss(
         The scalar loss, and statistics for people: ``drift``, the mean absolute difference of the two
             log-probabilities; ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``; with a
             reference also ``kl``, the mean estimate (nats). ``drift`` and ``clipped`` show whether the importance ratio
-            has an effect. The reward cannot show it: with a lag of two versions the task is learned without the ratio,
-            too (docs/sources.md, the task).
+            has an effect. The reward does not show this effect: with a lag of two versions the task is learned without
+            the ratio, too (docs/sources.md, the task).
     """
     mask = mask.to(logprobs.dtype)
-    tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens teaches nothing
+    tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens has the loss 0
     # A masked position may contain any value, even inf: it must become 0 before exp, not after.
     difference = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     ratio = difference.exp()

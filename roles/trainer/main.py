@@ -3,19 +3,20 @@
 All work that needs no message of the manager is done before the trainer joins, so that a standby process has already
 done it at its promotion. A step is valid when its checkpoint is committed. A restarted trainer continues from the
 newest state that can be verified, publishes its weights at once, and requests the batches after this state. A batch
-that its predecessor had already requested has the same content again.
+that an earlier incarnation had already requested has the same content again.
 
 A standby process also runs one step of a tiny model, in a process group of its own, because torch's setup makes the
-first step of a process slower (0.43 s instead of 0.08 s for a tiny model on two CPU ranks; no gain was shown for a
-large model; docs/sources.md, torch). A standby of a trainer with GPUs skips this step: torch's first ``backward``
-initialises CUDA even on a CPU model, and then the process could no longer select its devices, which are not known yet.
+first step of a process slower: 0.43 s instead of 0.08 s for a tiny model on two CPU ranks. For a large model no gain
+was shown (docs/sources.md, torch). A standby of a trainer with GPUs skips this step. Its devices are not known yet, and
+torch's first ``backward`` would initialise CUDA even for a CPU model, so that the process could no longer select
+devices.
 """
 
 from __future__ import annotations
 
 import gc
 
-gc.disable()  # the imports create a million objects that stay: no collection looks at them, now or at the end
+gc.disable()  # garbage collections would search a million objects of the imports, none of which can be freed
 
 import logging
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # loaded now, because the first checkpoint would load it
+import torch.distributed.checkpoint  # imported now, so that the first checkpoint need not wait for the import
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,7 +48,7 @@ from .learner import Example, Learner
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 
-gc.freeze()  # with this a process takes 2.8 s of processor time for its imports and its end, without it 4.2 s
+gc.freeze()  # saves a third of the 4.2 s of processor time for imports and exit
 gc.enable()
 
 _log = logging.getLogger("rrl.trainer")
@@ -59,7 +60,7 @@ _VOCABULARY = 16
 
 
 def warmup() -> None:
-    """Run one training step of a tiny model, which loads code but leaves the random states as they were."""
+    """Run one training step of a tiny model to load torch's code; the random states do not change."""
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
@@ -100,7 +101,7 @@ def main() -> None:
         checkpoints = Checkpoints(me.run_dir, gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
-            # as text: a log handler that keeps its records must not keep the snapshot's memory too
+            # converted to text, because a log handler may keep the object and with it the memory of the snapshot
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
@@ -123,7 +124,7 @@ def main() -> None:
                 restore.load(restore_point, learner, checkpoints, gang)
             restore_point = msgspec.structs.replace(
                 restore_point, data=memoryview(b"")
-            )  # frees as much memory as the state takes
+            )  # frees the memory of the snapshot
         if me.job.trainer.kl and learner.reference_files is not None:
             with me.phase("checkpoint"):
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))
@@ -154,7 +155,7 @@ def _train(
     publisher.publish_live(learner.number)
     if (meta := restore_point.uncommitted) is not None:
         me.uncommitted.restore(one for one in meta.earlier if one.number > restore_point.commit.number)
-        for part in parts(me, gang, after=meta.number - 1):  # of the step that the snapshot was trained on
+        for part in parts(me, gang, after=meta.number - 1):  # the parts of the snapshot's last step
             if not part.last:
                 continue
             if part.digest != meta.digest:

@@ -4,14 +4,14 @@ Each incarnation has its own rendezvous: rank 0 opens a torch key-value store an
 manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
 only at the run's own address (rrl binds the store's socket, since torch would bind every interface), and received data
 is never unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the
-store, and read and change the data that ranks exchange. Keys differ between incarnations, so that no two process groups
-meet by mistake. All groups are created at the start, because no group can be created once rank 0's store is gone
-(docs/sources.md, torch).
+store, and read and change the data that ranks exchange. Keys differ between incarnations, so that members of two
+incarnations cannot form a group by mistake. All groups are created at the start, because no group can be created once
+rank 0's store is gone (docs/sources.md, torch).
 
-Rank 0 requests a part from the trajectory store once and sends each rank its share: the tokens of the rank's own
-trajectories, and those values of all other trajectories that the whole step needs
-(:func:`rrl.roles.trajectories.batches.shard_for`). A share is sent in the store's packed form, 8 bytes per token, to
-one rank at a time, so that no process has more in memory than the part and one share.
+Rank 0 requests a part from the trajectory store once and sends each rank its share
+(:func:`rrl.roles.trajectories.batches.shard_for`). A share has the tokens of the rank's own trajectories, and the
+values of all other trajectories that the whole step needs. It is sent in the store's packed form, 8 bytes per token.
+Rank 0 sends to one rank at a time, so that no process has more in memory than the part and one share.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Timeout (s) of the rendezvous after the last member has joined; until then, the manager's deadlines apply. torch's
-own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s (docs/sources.md)."""
+own timeouts are unreliable: with a timeout of 5 s, a rendezvous under used keys failed only after 25 s
+(docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works (a step may take 6
-h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing store. The manager detects a hung member much
+"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works or that waits for
+a missing store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The manager detects a hung member much
 earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
-a death; if a survivor exited at once, the manager could take it for the member that failed first."""
+a death; if a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (
@@ -140,11 +141,11 @@ class Gang:
 
 
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
-    """Meet the other members, and return the gang.
+    """Create the process group together with the other members, and return the gang.
 
     Ends the process if the members do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process lacks its assigned
-    GPU. A single process needs a group too if it does not compute in float32, the dtype of its parameters, because FSDP
-    casts them.
+    GPU. A single process needs a group too, unless it computes in float32: its parameters are float32, and only FSDP
+    casts them to another dtype.
 
     Raises:
         Stopping: The manager has requested a stop.
@@ -163,7 +164,7 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     address = _await_members(me, first) if me.world > 1 else ""
     with _exit_after(
         RENDEZVOUS_TIMEOUT_S,
-        f"{me.launch.incarnation}: the {me.world} members of {first} did not meet within {RENDEZVOUS_TIMEOUT_S:g} s",
+        f"{me.launch.incarnation}: the {me.world} members of {first} did not connect within {RENDEZVOUS_TIMEOUT_S:g} s",
     ):
         store = store or _connect_store(address)
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)

@@ -1,7 +1,7 @@
 """The trainer's publishing thread: it makes weight versions from the host copies of finished steps during training.
 
 The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
-copy and writes them, tensor by tensor, into the memory of the version; rank 0 receives the shards of the other members
+copy and writes them, tensor by tensor, into the memory of the version. Rank 0 receives the shards of the other members
 directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
 process group: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends the
 process.
@@ -14,15 +14,18 @@ training thread is already copying a newer step into other memory, rank 0 waits 
 - After step n, the newest published version is older than the version of step n - N (N: ``[sampling] staleness``). Step
   n + 1 may not contain any token of such an old version, so the training thread could only wait for data.
 
-So if a publication hangs, the training thread waits here after at most as many steps as there are buffers, and never
+So if a publication hangs, the training thread waits here after at most as many steps as there are buffers. It never
 waits for data that the rollouts cannot generate without the hung version.
 
-No member waits forever, because these waits form no cycle. An announced version is always completed: rank 0 announces a
-step only after its own training thread has handed the copy over. At this time all members have done their part of the
-step's collectives, so their training threads reach the copy without rank 0. The memory for the copy is free, since the
-announcement released all older copies and the thread has finished every earlier version. Between two versions rank 0
-waits only if it has no copy, or if its training thread is copying into free memory. If the training thread of another
-member waits for a copy that is not announced yet, rank 0 reaches this step too, and then announces it or a newer step.
+No member waits forever, because these waits form no cycle:
+
+- An announced version is always completed. Rank 0 announces a step only after its own training thread has handed over
+  the copy. By then all members have done their part of the step's collectives, so their training threads reach the copy
+  without rank 0. The memory for the copy is free, because the announcement has released all older copies, and the
+  publishing thread has finished every earlier version.
+- Between two versions, rank 0 waits only if it has no copy, or if its training thread is copying into free memory. If
+  the training thread of another member waits for a copy that is not announced yet, rank 0 also reaches the step of this
+  copy. Rank 0 then announces this step or a newer one.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class ThreadState:
         self._error: BaseException | None = None
 
     def on_error(self, error: BaseException) -> None:
-        """Record the error that ended the thread; the training thread raises it when it waits."""
+        """Record the error that ended the thread; the training thread raises this error when it waits."""
         with self.changed:
             self._error = error
             self.changed.notify_all()
@@ -87,7 +90,7 @@ class ThreadState:
             self._fail(error)
 
     def is_settled(self, ready: Callable[[], bool]) -> bool:
-        """Return whether :meth:`wait` would return, or raise the thread's error, at once."""
+        """Return whether :meth:`wait` would not wait: the condition is true, or the thread has failed."""
         with self.changed:
             return self._error is not None or ready()
 
@@ -96,7 +99,7 @@ class ThreadState:
 
         Args:
             ready: The condition; evaluated with ``changed`` held.
-            missing: Returns a text about what did not happen in time, for the error message.
+            missing: Returns the beginning of the error message, which says what did not happen in time.
 
         Raises:
             TimeoutError: ``ready`` did not become true within ``COLLECTIVE_TIMEOUT_S``.
@@ -144,9 +147,9 @@ class Publisher:
         self._copies: dict[int, _HostCopy] = {}
         """Copies that are not yet published or skipped, by step."""
         self._wanted: object = None
-        """The memory for which the training thread waits, or into which it is copying."""
+        """The memory for which the training thread waits, or into which the training thread is copying."""
         self._newest = self._published = -1
-        """Newest steps whose copies were handed over and whose versions are published."""
+        """Newest step whose copy was handed over, and newest step whose version is published; -1 before the first."""
         self._blocked_s = 0.0
         self._ended = False
         self._state = ThreadState(fail)
@@ -177,7 +180,7 @@ class Publisher:
         self._wait_until(lambda: not self._in_use(buffer.obj))
 
     def offer(self, number: int, tensors: Mapping[str, Tensor], buffer: memoryview) -> None:
-        """Hand over the copy of step ``number``: ``tensors`` are its shards in ``buffer``, by their saved names.
+        """Hand over the copy of step ``number``; ``tensors`` are the copied shards in ``buffer``, by their saved names.
 
         Waits while rollouts need an unpublished version to generate the next step. Raises the same exceptions as
         :meth:`reserve`.
@@ -233,7 +236,7 @@ class Publisher:
                 while (copy := self._next()) is not None:
                     self._publish(copy)
                     self._on_published(copy.number)
-                    del copy  # its memory belongs to the training thread again
+                    del copy  # releases the copy's memory for the training thread
         except BaseException as error:
             self._state.on_error(error)
 
@@ -244,7 +247,7 @@ class Publisher:
             return None
         with self._changed:
             self._copies = {step: copy for step, copy in self._copies.items() if step >= number}
-            self._changed.notify_all()  # before the wait: the training thread may need the memory of a skipped copy
+            self._changed.notify_all()  # before the wait: the training thread may wait for a skipped copy's memory
             self._changed.wait_for(lambda: number in self._copies)
             return self._copies[number]
 

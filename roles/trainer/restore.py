@@ -29,8 +29,8 @@ from .process_group import Gang, blocked_on_rank0
 _log = logging.getLogger("rrl.trainer")
 
 SnapshotKey = tuple[int, int]
-"""Step of a snapshot, and number of the incarnation that made it. The snapshots of all ranks with the same key belong
-together."""
+"""Step of a snapshot, and number of the incarnation that made the snapshot. The snapshots of all ranks with the same
+key belong together."""
 
 
 class Commit(Struct, frozen=True):
@@ -63,7 +63,7 @@ class RestorePoint(Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.meta is not None:
-            return f"the snapshot of step {self.meta.number}; committed is {self.commit.number}"
+            return f"the snapshot of step {self.meta.number} (committed: step {self.commit.number})"
         return f"the commit of step {self.commit.number}" if self.commit.manifest else "a fresh model"
 
     @property

@@ -112,7 +112,7 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
         tensors.setdefault(piece.name, whole).chunks.append(chunk)
     writer = FileSystemWriter(folder, sync_files=True)
     writer.set_up_storage_writer(True)
-    paths = {name: (name,) for name in tensors}  # paths in the state, which is not nested
+    paths = {name: (name,) for name in tensors}  # path of each tensor in the state, which is not nested
     writer.finish(Metadata({**tensors}, planner_data=paths), [list(positions.values())])
     return folder / METADATA
 

@@ -64,14 +64,14 @@ from .types import (
 )
 
 _RESEND_AFTER_S = 5.0
-"""Seconds beyond a request's own wait after which the request is sent again, then at growing intervals: an answer can
-be lost although the connection stays open."""
+"""Seconds after the end of a request's own wait until the request is sent again, because an answer can be lost although
+the connection stays open. Further repetitions follow at growing intervals."""
 _RETRY_PAUSE_S = 0.1
 """Seconds before a request that the store answered with NotReady is repeated."""
 FOLLOW_WAIT_S = 10.0
 """Seconds after which a rollout repeats its request for the newest version, to learn which replicas serve that version
-by then. This is short compared with the 120 s for which a pull looks for a source. 1,024 rollouts that repeat the
-request so often take 3 ms of each second of the store (30 us per request, measured)."""
+now. This interval is short compared with the 120 s for which a pull looks for a source. If 1,024 rollouts repeat the
+request at this interval, the store spends 3 ms of each second on them (30 us per request, measured)."""
 _WEIGHTS_POLL_S = 0.01
 """Seconds between two checks, inside this process, whether newer weights have arrived."""
 
@@ -89,7 +89,7 @@ class FencedAttempt(Refused):
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
-    """Return the address of the store according to ``peers``, or None if they name none.
+    """Return the address of the store according to ``peers``, or None if they contain no address of it.
 
     The epoch of the address is the store's incarnation number, so that answers of an older store are ignored.
     """
@@ -105,7 +105,7 @@ class Appended(NamedTuple):
     lost: tuple[int, ...]
     """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
     leased: tuple[Item, ...]
-    """The trajectories that were leased with the append; a lost one may be among them, with its new prefix."""
+    """The trajectories that were leased with the append. One of ``lost`` may be leased again, with its new prefix."""
 
 
 class TrajectoryClient:
@@ -113,14 +113,14 @@ class TrajectoryClient:
 
     It belongs to the asyncio loop in which it is created, and :meth:`run` must run as a task of that loop. Every method
     that sends a request raises TimeoutError if the store does not answer within ``timeout`` seconds (plus the request's
-    ``wait``), Fenced if this incarnation must exit, and Refused for any other denial.
+    ``wait``). It raises Fenced if this incarnation must exit, and Refused for any other denial.
 
     Args:
         keys: Keys of the run.
         incarnation: Sender of the requests.
-        find_store: Returns the current address of the store, or None.
+        find_store: Returns the current address of the store; None while it is unknown.
         timeout: Seconds for which a request is repeated.
-        weights: Returns the step of the newest weights that this process has; None if it has none or uses none.
+        weights: Returns the step of the newest weights that this process has; None if it has no weights or uses none.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class TrajectoryClient:
     async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] | None = ()) -> tuple[Item, ...]:
         """Lease up to ``at_most`` unfinished trajectories.
 
-        A trajectory that is leased to this incarnation already but not in ``holding`` is returned again; none is if
-        ``holding`` is None. The result is empty if within ``wait`` seconds there is no work for which this process's
-        weights are new enough.
+        A trajectory that is leased to this incarnation already but not in ``holding`` is returned again. If ``holding``
+        is None, no trajectory is returned again. The result is empty if within ``wait`` seconds there is no work for
+        which this process's weights are new enough.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
@@ -184,8 +184,8 @@ class TrajectoryClient:
         Args:
             segments: The new tokens.
             finished: The trajectories that are complete with these segments.
-            at_most: How many trajectories to lease at most. If 0, none is leased and ``holding`` does not count.
-            holding: As in :meth:`lease`: what this process works on after the append.
+            at_most: Maximum number of trajectories to lease. If 0, none is leased, and ``holding`` is ignored.
+            holding: The trajectories that this process works on after the append, as in :meth:`lease`.
         """
         lost: set[int] = set()
         appended = {segment.trajectory for segment in segments}
@@ -212,7 +212,7 @@ class TrajectoryClient:
         return Appended(tuple(sorted(lost | leaving)), leased)
 
     async def lease_scoring(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[ToScore, ...]:
-        """Lease up to ``at_most`` complete trajectories for scoring; ``holding`` as in :meth:`lease`."""
+        """Lease up to ``at_most`` complete trajectories for scoring; ``holding`` means the same as in :meth:`lease`."""
         answer = await self._ask(LeaseScoring(self._incarnation, at_most, wait, tuple(holding)), wait)
         return answer.items if isinstance(answer, Scoring) else ()
 
@@ -227,7 +227,7 @@ class TrajectoryClient:
             faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
 
         Returns:
-            The number of groups that faults of the scorer dropped, if they are so many that the role must end; else 0.
+            The number of groups that faults of the scorer dropped, if there are so many that the role must end; else 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
         answer = await self._decide(request)
@@ -259,7 +259,7 @@ class TrajectoryClient:
     async def metrics(self, after: int) -> tuple[StepMetrics, ...]:
         """Return stored metrics of committed steps after ``after``, in order.
 
-        One answer may not contain all of them: repeat the call with the last step that was returned.
+        One answer need not contain all of them. For the steps that follow, pass the last returned step as ``after``.
         """
         answer = await self._ask(GetMetrics(self._incarnation, after), 0.0)
         assert isinstance(answer, StoredMetrics), answer
@@ -292,7 +292,7 @@ class TrajectoryClient:
     async def lease_episodes(
         self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()
     ) -> tuple[EpisodeItem, ...]:
-        """Lease up to ``at_most`` episodes, each a new attempt; empty if there is none within ``wait`` seconds.
+        """Lease up to ``at_most`` episodes, each for a new attempt; return none after ``wait`` seconds without any.
 
         An episode whose newest attempt this incarnation makes, but which is not in ``holding``, is returned again.
         """
@@ -303,7 +303,7 @@ class TrajectoryClient:
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: Sequence[int],
         max_new: int, messages: Sequence[str] = (), options: str = "", sampling: Sampling | None = None,
     ) -> int:  # fmt: skip
-        """Open a turn, or take over a recorded one, durably, and return its number.
+        """Durably open a turn or take over a recorded turn, and return its number.
 
         The arguments are the fields of :class:`.episodes.requests.OpenTurn`.
         """
@@ -315,7 +315,7 @@ class TrajectoryClient:
         return opened.turn
 
     async def end_turn(self, turn: int, length: int) -> None:
-        """End the answer of a turn after ``length`` sampled tokens, durably; later tokens are discarded."""
+        """Durably end the answer of a turn after ``length`` sampled tokens; later tokens are discarded."""
         await self._decide(EndTurn(self._incarnation, turn, length))
 
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
@@ -330,14 +330,15 @@ class TrajectoryClient:
         return turns
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool = False) -> None:
-        """End an episode with its reward, durably.
+        """Durably end an episode with its reward.
 
-        If the reward is None, the reward role scores the last answer or, with ``later``, :meth:`post_reward` follows.
+        If the reward is None, the reward role scores the last answer. With ``later``, :meth:`post_reward` provides the
+        reward instead.
         """
         await self._decide(FinishEpisode(self._incarnation, episode, attempt, reward, later))
 
     async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
-        """Post the reward of an episode that was finished with ``later``, durably."""
+        """Durably post the reward of an episode that was finished with ``later``."""
         await self._decide(PostReward(self._incarnation, episode, attempt, reward))
 
     async def open_episode(self, request: str, wait: float = 1.0) -> EpisodeItem | None:
@@ -349,7 +350,7 @@ class TrajectoryClient:
         return answer.items[0] if isinstance(answer, LeasedEpisodes) and answer.items else None
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """Report that an attempt failed, durably, for a reason that has nothing to do with the model."""
+        """Durably report that an attempt failed for a reason that has nothing to do with the model."""
         await self._decide(FailAttempt(self._incarnation, episode, attempt, why))
 
     async def _decide(self, request: Request) -> Answer:
@@ -375,7 +376,8 @@ class TrajectoryClient:
     async def _send(self, request: Request, wait: float) -> Answer:
         """Send a request, and send it again if no answer arrives in time.
 
-        A repeated request has the same id, so an answer that takes long, such as a large batch, is never too late.
+        A repeated request has the same id, so even a late answer to the first request, such as a large batch, is
+        accepted.
         """
         answer: Answer = await self._dialer.request(request, wait + self._timeout, wait + _RESEND_AFTER_S)
         return answer

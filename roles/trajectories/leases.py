@@ -49,7 +49,7 @@ class Membership:
             self._newest[replica] = max(incarnation.number, self._newest.get(replica, 0))
 
     def fenced_reason(self, incarnation: Incarnation) -> str | None:
-        """Return why ``incarnation`` is fenced, or None.
+        """Return why ``incarnation`` is fenced; None if it is not.
 
         An incarnation that the manager has not reported yet is not fenced: its worker may have joined before the
         manager's report arrived.
@@ -59,13 +59,13 @@ class Membership:
         return f"{incarnation} is no longer current (fenced)" if incarnation in self._departed else None
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a rollout or reward replica is not served, or None."""
+        """Return why a request of a rollout or reward replica is not served; None if it is served."""
         if reason := self.fenced_reason(incarnation):
             return Denied(reason, fenced=True)
         return None if incarnation in self.current else NotReady()
 
     def check_trainer(self, incarnation: Incarnation, durable: DurableState) -> Denied | None:
-        """Return why a request of a trainer is denied, or None.
+        """Return why a request of a trainer is denied; None if it is accepted.
 
         Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
         members of a gang share an incarnation number and are fenced together.
@@ -87,7 +87,7 @@ class Membership:
 
 
 class ScoringQueue:
-    """The complete trajectories without a score: their leases to reward replicas, the oldest first.
+    """The complete trajectories without a score, the oldest first, and their leases to reward replicas.
 
     Args:
         trajectories: All trajectories by number, which this class only reads.
@@ -138,8 +138,8 @@ class WorkQueue:
 
     The trajectories are ordered by the last step that may train their group, then by batch, then by expected length,
     the longest first, then by number. Without a limit on staleness the last step is the same for all. If lengths are
-    not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the first of
-    them among rollouts, and decides which running trajectories move.
+    not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the first
+    trajectories among rollouts, and decides which running ones move.
 
     Args:
         state: The store's state, which this class only reads.
@@ -207,7 +207,7 @@ class WorkQueue:
     # ── leases by expected length ──────────────────────────────────────────────────────────────────────────────────
     @property
     def by_length(self) -> bool:
-        """True if lengths are expected to differ: otherwise trajectories are leased one by one in their order."""
+        """True if lengths are expected to differ; if False, trajectories are leased one by one in their order."""
         return self._state.lengths.separates
 
     def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
@@ -220,7 +220,7 @@ class WorkQueue:
         """Lease to a rollout its share of the waiting trajectories, or the first ones if lengths hardly differ.
 
         No trajectory is leased after the first one that a rollout with these weights may not work on. A turn is left to
-        the rollout that has its prefix, if that rollout requests work, too (:mod:`.dispatch.prefix_cache`).
+        the rollout that has its prefix, if that rollout also requests work (:mod:`.dispatch.prefix_cache`).
         """
         popped: list[tuple[float, int, int, int]] = []
         leased: list[TrajectoryState] = []
@@ -248,12 +248,12 @@ class WorkQueue:
             chosen = deal(waiting, incarnation, at_most, others)
         for trajectory in chosen:
             track = candidates[trajectory]
-            if self._staleness.allows(track.group, weights):  # the leases before may have taken the last places
+            if self._staleness.allows(track.group, weights):  # earlier leases may have taken the last places
                 leased.append(self._lease(incarnation, track, weights, now))
         return leased
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
-        """Return the rollout that has computed the prefix of a turn with its present weights, or None."""
+        """Return the rollout that has computed the prefix of a turn with its present weights; None if there is none."""
         if track.turn is None or track.turn.parent is None:
             return None
         parent = parent_of(track)
@@ -283,7 +283,7 @@ class WorkQueue:
     ) -> TimesObserved | None:
         """Record an append, and the trajectories that are complete with it, whose leases end.
 
-        Returns the observations of the rollout's times that follow from it, for the caller to write.
+        Returns the observations of the rollout's times that follow from the append. The caller must write them.
         """
         tokens: dict[int, int] = {}
         for packed in segments:
@@ -311,7 +311,8 @@ class WorkQueue:
     def hand_back(self, incarnation: Incarnation, *, more: bool) -> tuple[int, ...]:
         """Return which trajectories a rollout should hand over so that all answers end earlier.
 
-        None is chosen while trajectories wait or ``more`` groups may be created: then free places get new work instead.
+        No trajectory is chosen while others wait or ``more`` groups may be created, because this new work then gets the
+        free places.
         """
         if self._state.lengths.informed and not more and not self.waits_for(incarnation):
             self._engines.choose_moves(incarnation)

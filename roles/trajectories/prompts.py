@@ -18,8 +18,8 @@ from .types import Prompt
 NO_PROMPT = "no prompt could be made of the item"
 """Reason for dropping a group that has no prompt."""
 MAX_ITEMS_WITHOUT_PROMPT = 32
-"""Number of consecutive items without a prompt after which the task, or the service that it calls, is at fault rather
-than the items."""
+"""Number of consecutive items without a prompt after which the task or a service that it calls is considered faulty,
+rather than the items."""
 
 
 def first_item_with_prompt(make: Callable[[int], Prompt]) -> int:
@@ -68,9 +68,9 @@ class ItemPrompts:
         return prompt
 
     def order(self, items: Iterable[int], expected: Callable[[Prompt], float]) -> tuple[int, ...]:
-        """Return items in the order of what ``expected`` returns for their prompts, the largest first.
+        """Return items in the order of the values that ``expected`` returns for their prompts, the largest first.
 
-        The prompts are made and kept until :meth:`prompt` returns them. An item without a prompt is the last.
+        The prompts are made and kept until :meth:`prompt` returns them. Items without a prompt come last.
         """
         made = {item: self.prompt(item) for item in items}
         values = {item: expected(prompt) if prompt else -math.inf for item, prompt in made.items()}
@@ -91,7 +91,7 @@ class ItemPrompts:
         if not self._reported:
             self._reported = True
             self._warning = (f"warning: item {item} of [task] is dropped: {reason}; further items without a prompt"
-                             " are dropped silently and counted in the audit")  # fmt: skip
+                             " are dropped without a message, and counted in the audit")  # fmt: skip
 
 
 class GroupMaker:
@@ -112,7 +112,7 @@ class GroupMaker:
         self._window = window
 
     def create(self) -> Group:
-        """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
+        """Create the group of the next item that has a prompt, and drop all items before it, which have no prompt."""
         while (prompt := self._next_prompt()) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
@@ -142,9 +142,9 @@ class GroupMaker:
 
 # ── faults of the scorer ───────────────────────────────────────────────────────────────────────────────────────────
 FAULTS_WINDOW = 32
-"""Number of newest groups among which the faults of the scorer are counted. If it fails for more than half of them, its
-code is at fault rather than a few answers: a scorer that fails for a tenth of all groups has seventeen faults among
-thirty-two with a probability below 1e-8."""
+"""Number of newest groups among which the faults of the scorer are counted. If the scorer fails for more than half of
+these groups, its code is considered faulty, rather than a few answers. A scorer that fails for a tenth of all groups
+has seventeen faults among thirty-two with a probability below 1e-8."""
 
 
 class ScorerFaults:
@@ -156,7 +156,7 @@ class ScorerFaults:
 
     def __init__(self) -> None:
         self._newest: deque[bool] = deque(maxlen=FAULTS_WINDOW)
-        """For each of the newest groups whether a fault of the scorer has dropped it."""
+        """For each of the newest groups, whether a fault of the scorer has dropped it."""
 
     def group_scored(self) -> None:
         """Count a group whose answers all have a score."""
@@ -168,7 +168,7 @@ class ScorerFaults:
 
     @property
     def prevailing(self) -> int:
-        """Number of groups that faults have dropped, if they are more than half of the window; else 0."""
+        """Number of groups that faults have dropped, if more than half of the window; else 0."""
         faults = sum(self._newest)
         return faults if 2 * faults > FAULTS_WINDOW else 0
 

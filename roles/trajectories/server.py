@@ -62,7 +62,7 @@ _log = logging.getLogger("rrl.trajectories")
 def answer(store: Store, request: Request, now: float | None = None, until: float = -math.inf) -> Answer:
     """Pass a request to the store, and return its answer.
 
-    It is evaluated at ``now`` (s), and may wait until ``until`` (s).
+    The request is evaluated at ``now`` (s), and may wait until ``until`` (s).
     """
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
@@ -109,8 +109,8 @@ transfer of the largest models takes."""
 
 
 NOTE_AFTER_S = 5.0
-"""Seconds for which the trainer waits for a batch or part before `rrl status` shows the reason: every step has shorter
-waits."""
+"""Seconds for which the trainer waits for a batch or part before `rrl status` shows the reason. Shorter waits are
+normal in every step."""
 NOTE_INTERVAL_S = 30.0
 """Seconds between two notes on the same step, because each note is a record in the manager's journal."""
 REQUESTS_CAUSE = "requests"
@@ -137,8 +137,8 @@ class Server:
         listener: The socket.
         on_served: Called after each round with the number of requests served. Requests that are denied or answered
             without a result do not count: a store that cannot serve any request makes no progress.
-        note: Called with a text for people that says why the trainer has waited for a batch or part for
-            ``NOTE_AFTER_S``, and with an empty text once it is bound.
+        note: Called with a text for people if the trainer has waited for a batch or part for ``NOTE_AFTER_S``. The text
+            says why. Called with an empty text once the batch or part is bound.
         on_durable: Called after each flush with the committed step.
         idle: Called with an idle cause; returns the context in which the server waits (:meth:`rrl.Worker.idle`).
     """
@@ -155,7 +155,7 @@ class Server:
         self._on_durable = on_durable
         self._idle = idle
         self._unbound: tuple[int, int | None] | None = None
-        """Step, and part of it (None: all of it), that the trainer has requested and that is not bound yet."""
+        """Step and part (None for the whole step) that the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
         """Loop time (s) of the next note on that request."""
         self._next_note_at = 0.0
@@ -185,7 +185,7 @@ class Server:
         self._woken.set()
 
     def data_is_untaken(self) -> bool:
-        """Return whether there are data for the trainer, and it has requested none for ``UNTAKEN_AFTER_S``."""
+        """Return whether there are data that the trainer has not requested for ``UNTAKEN_AFTER_S`` seconds."""
         now = asyncio.get_running_loop().time()
         return now - self._data_requested_at >= UNTAKEN_AFTER_S and self._store.has_data()
 
@@ -208,7 +208,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # awaited before the list is read: a round replaces the list
+            incoming = await self._listener.receive()  # awaited first: a round may replace the list
             self._arrived.append(incoming)
             self._woken.set()
 
@@ -310,7 +310,7 @@ class Server:
 
 
 def _precedence(parked: _Parked) -> int:
-    """Return the place of a request in its round: first requests that may let others succeed, then these others.
+    """Return the rank of a request in its round: requests that may let others succeed come before these others.
 
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """
@@ -341,7 +341,7 @@ def _encoded(batch: Answer) -> msgspec.Raw | Denied:
     if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
     name, remedy = ("part", "lower") if isinstance(batch, PartBound) else ("batch", "lower prompts_per_step,")
-    return Denied(f"the {name} has {len(data) >> 20} MiB, but a message at most"
+    return Denied(f"the {name} has {len(data) >> 20} MiB, but a message has at most"
                   f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
                   f"{', or train in parts (stream = true)' if name == 'batch' else ''}")  # fmt: skip
 
@@ -361,7 +361,7 @@ def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int]
         job: The run spec.
         folder: The job's folder, for the files of its tasks.
     """
-    if _episode_settings(job) is not None:  # an agent makes the prompt of an item itself, and there are no evaluations
+    if _episode_settings(job) is not None:  # agents make the prompts themselves, and there are no evaluations
         return (lambda item: Prompt(item, ())), None
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(job.model)
@@ -414,7 +414,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
 
 
 def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
-    """Return the settings of episodes: those of the job's agents, else of its endpoint; None if it has neither."""
+    """Return the settings of the job's agents, or else of its endpoint; None if the job has neither."""
     settings = job.agents or job.endpoint
     if settings is None:
         return None
@@ -431,11 +431,11 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
     epoch = me.launch.incarnation.number
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
     server = Server(store, listener, me.progress, me.note, cleaner.update, me.idle)
-    store.flush()  # a result that the store has recorded when it was opened is reported, too
+    store.flush()  # makes a result durable that opening the store has recorded
     reports = EvaluationReports(store.evaluations, me.report_evaluation)
 
     def on_peers(peers: Peers) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: there is nothing left to update
+        with contextlib.suppress(RuntimeError):  # raised if the loop has ended
             loop.call_soon_threadsafe(server.update_membership, _current_incarnations(peers))
 
     async def watch() -> None:
@@ -471,7 +471,7 @@ def main() -> None:
         with CheckpointCleaner(me.run_dir.checkpoints, me.job.trainer.keep_checkpoints) as cleaner:
             with me.phase("serve"):
                 asyncio.run(_serve(me, store, cleaner))
-            if store.commit_status.committed >= me.job.steps:  # an audit reads the whole log
+            if store.commit_status.committed >= me.job.steps:  # no further step trains groups
                 store.drop_uncommitted("the run is complete")
             write_atomically(me.run_dir.audit, msgspec.json.encode(store.audit()))
             store.close()

@@ -52,7 +52,7 @@ from .types import (
 from .versions import VersionDirectory, is_publisher
 
 _CREATED_PER_REQUEST = 64
-"""Number of groups that one request for work creates at most: the task makes each prompt in the store's only thread."""
+"""Maximum number of groups per request for work: the task makes their prompts in the store's only thread."""
 
 
 class Store:
@@ -132,7 +132,7 @@ class Store:
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
-        self.evaluations.finish()  # the settings may have changed, or a crash may have prevented it
+        self.evaluations.finish()  # a crash, or earlier settings, may have prevented it
         self._index()
         self.episodes.rebuild()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
@@ -180,7 +180,7 @@ class Store:
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a rollout or reward replica is not served, or None."""
+        """Return why a request of a rollout or reward replica is not served; None if it is served."""
         return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
@@ -193,7 +193,7 @@ class Store:
         return self._versions.newest
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any, and return why the report is rejected, or None.
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not.
 
         A fenced trainer is denied, and so is a trainer that reports a version of another incarnation.
         """
@@ -216,7 +216,7 @@ class Store:
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
         Answers of an evaluation come first, and never together with trajectories.
-        Trajectories that are leased to this incarnation already and not in ``holding`` come first, unless that is None.
+        Trajectories that are leased to this incarnation but not in ``holding`` come first, unless ``holding`` is None.
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
         ``open_until``.
@@ -230,7 +230,7 @@ class Store:
                 continue
             current = self._state.answers[trajectory]
             if not current.finished:
-                self._work.leases.assign(trajectory, incarnation)  # its lease was lost when the store restarted
+                self._work.leases.assign(trajectory, incarnation)  # the store's restart ended its lease
                 if self._staleness.allows(current.group, weights):
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
@@ -271,7 +271,7 @@ class Store:
 
     @property
     def _may_begin_group(self) -> bool:
-        """True if a request for work may create a group: only the agents of a job begin one, if it has agents."""
+        """True if a request for work may create a group; in a job with agents, only requests for episodes may."""
         return self._may_create_group and not self._has_agents
 
     @property
@@ -280,7 +280,7 @@ class Store:
         return self._state.unbound < max(self._max_unbound, self._bindings.lacking)
 
     def create_group(self) -> bool:
-        """Create a group if the limits allow it, offer its trajectories to rollouts, and return whether it exists."""
+        """Create a group if the limits allow it, offer its trajectories to rollouts, and return True if created."""
         if not self._may_create_group:
             return False
         for track in self._groups.create().answers:
@@ -312,7 +312,7 @@ class Store:
         lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
         new, ends = new_segments(self._state.answers, packed_segments, finished, lost, self._max_new)
         if lost:
-            text = f"not leased to {incarnation}, or stored with other tokens at the same position"
+            text = f"a trajectory is not leased to {incarnation}, or is stored with other tokens at the same position"
             return Denied(text, lost=tuple(sorted(lost)))
         append_evaluated()
         if new or ends:
@@ -419,7 +419,7 @@ class Store:
             self.drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Return a new warning for the log, or None. Each warning is returned once."""
+        """Return a warning for the log that was not returned before; None if there is none."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:
@@ -439,7 +439,7 @@ class Store:
 
     @property
     def commit_status(self) -> CommitStatus:
-        """What is committed; durable only after :meth:`flush`."""
+        """The newest commit and the folder of each commit; durable only after :meth:`flush`."""
         return self._bindings.commit_status()
 
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
@@ -447,11 +447,11 @@ class Store:
         return self._check_trainer(incarnation) or self._bindings.metrics(after)
 
     def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
-        """Return the batch of step ``number``, always the same one; each member of a gang may request it."""
+        """Return the batch of step ``number``, which never changes; each member of a gang may request it."""
         return self.bind(incarnation, number) or Bound(self._state.batch(number))
 
     def part(self, incarnation: Incarnation, number: int, index: int) -> PartBound | NotReady | Denied:
-        """Return part ``index`` of step ``number``, always the same one; each member of a gang may request it."""
+        """Return part ``index`` of step ``number``, which never changes; each member of a gang may request it."""
         return self.bind(incarnation, number, index) or PartBound(self._state.part(number, index))
 
     def bind(self, incarnation: Incarnation, number: int, index: int | None = None) -> NotReady | Denied | None:

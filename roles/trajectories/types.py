@@ -22,7 +22,7 @@ NOT_SAMPLED = -1, 0
 
 
 class PathDigest:
-    """Digest of the tokens of a trajectory from its beginning on, which grows with them."""
+    """Digest of the tokens of a trajectory from its beginning on; tokens are added as they are sampled."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -51,13 +51,13 @@ class Segment(Struct, frozen=True, array_like=True):
     version: Version
     digest: bytes = b""
     """:class:`PathDigest` of all tokens of the trajectory, with its prompt, up to the end of this segment, as the
-    engine had them: the store compares it with what the trainer reads. Empty if the engine does not compute it."""
+    engine had them. The store compares it with what the trainer reads. Empty if the engine computes no digest."""
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """How one turn is sampled, where that differs from the job; each field has the meaning that it has for vLLM.
+    """The sampling of one turn, where it differs from the job's; each field has the meaning that it has for vLLM.
 
-    A field that is None is as in the job: its temperature, and no other change of the model's distribution.
+    A field that is None means the sampling of the job: its temperature, and no other change of the distribution.
     """
 
     temperature: float | None = None
@@ -81,7 +81,7 @@ class Item(Struct, frozen=True):
     max_new: int = 0
     """Number of tokens that may still be appended."""
     sampling: Sampling | None = None
-    """How to sample it; None: as the job says."""
+    """How to sample the trajectory; None for the sampling of the job."""
 
 
 class ToScore(Struct, frozen=True):
@@ -118,7 +118,7 @@ class Trajectory(Struct, frozen=True):
     reward: float
     training: float
     masked: tuple[tuple[int, int], ...] = ()
-    """Runs of ``tokens`` that must not be trained, as (index, count): tokens that an agent was given, whose version is
+    """Runs of ``tokens`` that must not be trained, as (index, count). They are given tokens, whose version is
     ``Version(*NOT_SAMPLED)``, and sampled tokens that another sample of the episode trains."""
 
 
@@ -156,8 +156,8 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     reward: float
     training: float
     prompt: bytes = b""
-    """For a sample of an episode its prompt, as int32: the tokens before the first one that it trains. Empty for all
-    other trajectories."""
+    """The prompt of a sample of an episode, as int32: the tokens before its first trained token. Empty for all other
+    trajectories."""
     masked: tuple[tuple[int, int], ...] = ()
     """As in :class:`Trajectory`."""
 
@@ -168,7 +168,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The runs of tokens that are trained, as (token count, training step); a masked run is one of ``runs``."""
+        """The runs of tokens that are trained, as (token count, training step). Each masked run is a whole run."""
         masked, runs, at = dict(self.masked), [], 0
         for count, step, _ in self.runs:
             if at not in masked:
@@ -241,9 +241,9 @@ class LeaseWork(Struct, frozen=True, tag=True):
     Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
     trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
     because the answer that contained it was lost. If it is None, nothing is sent again: the rollout leases and ends
-    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the
-    newest weights that the rollout has: the store does not lease a trajectory whose new tokens would be too old when
-    they are trained. If ``weights`` is None, no trajectory is withheld.
+    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the newest
+    weights that the rollout has. The store does not lease a trajectory whose new tokens would be too old when they are
+    trained. If ``weights`` is None, no trajectory is withheld.
     """
 
     incarnation: Incarnation
@@ -361,7 +361,7 @@ class GetMetrics(Struct, frozen=True, tag=True):
 
 
 class FollowVersions(Struct, frozen=True, tag=True):
-    """Report of a trainer or rollout which weight version it serves, and request for the newest one.
+    """Report of the weight version that a trainer or rollout serves, and request for the newest version.
 
     Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, and otherwise after ``wait``
     seconds, so that the sender learns of new sources. If the store knows no version by then, it answers
@@ -418,15 +418,16 @@ class Done(Struct, frozen=True, tag=True):
     """Answer to a request that was carried out and is durable."""
 
     hand_back: tuple[int, ...] = ()
-    """Trajectories of a rollout that another one should continue, since that is expected to end earlier. The rollout
-    hands each of them over with the :class:`Append` of its next segment; until then they are leased to it as before."""
+    """Trajectories of a rollout that another rollout should continue, because they are expected to end earlier there.
+    The rollout hands each of them over with the :class:`Append` of its next segment; until then they are leased to it
+    as before."""
     faulty_groups: int = 0
-    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
-    the newest groups, so that the reward role must end; 0 otherwise."""
+    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if more than half of the newest
+    groups. The reward role must then end. Otherwise 0."""
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
     earlier: tuple[StepMetrics, ...] = ()
-    """In the same way, the metrics of the earlier steps that the :class:`Commit` names."""
+    """Metrics of the earlier steps that the :class:`Commit` names, with figures of the store."""
     leased: tuple[Item, ...] = ()
     """For an :class:`Append` with a request for work: the trajectories that were leased."""
 

@@ -1,8 +1,8 @@
 """The newest weight version and the replicas that serve it, according to the reports of trainer and rollouts.
 
 Versions are announced this way in addition to the manager's ``Peers`` message, so that rollouts keep receiving weights
-while the manager is frozen or dead. Only the current trainer determines which version is the newest; rollouts report
-that they serve it too, in case the trainer dies right after it published.
+while the manager is frozen or dead. Only the current trainer determines which version is the newest; rollouts also
+report that they serve it, in case the trainer dies just after publishing it.
 
 The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the version
 that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as the
@@ -24,7 +24,7 @@ from .types import Denied, FollowVersions, NewestVersion, NotReady
 
 MAX_SOURCES = 8
 """Maximum number of sources that are named to a rollout, some 100 bytes each in every answer. A rollout tries them one
-after another, after the relays that the manager named: more sources would only help if all of them died at once."""
+after another, after the relays that the manager named. More sources would help only if all of these died at once."""
 
 
 def is_publisher(incarnation: Incarnation) -> bool:
@@ -82,7 +82,7 @@ class VersionStore(Protocol):
         ...
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any, and return why the report is rejected, or None."""
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not."""
         ...
 
 

@@ -47,7 +47,7 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
             await dies(stage, "in the step", 2)
             await dies(stage, SEALED if snapshots else "in the files", 3)
             assert await stage.live() == [0], stage.logs()
-            expected = "the snapshot of step 3; committed is 2" if snapshots else "the commit of step 2"
+            expected = "the snapshot of step 3 (committed: step 2)" if snapshots else "the commit of step 2"
             assert goes_on_from(stage) == expected
             assert end_of(stage) == whole
 

@@ -22,7 +22,7 @@ from ....core.run_dir import write_atomically
 _KEY = "[roles.rollout] vllm"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that nothing releases
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
     "GLOO_SOCKET_IFNAME": "lo",  # the workers are all on this node, and their groups accept any process
     "NCCL_SOCKET_IFNAME": "=lo",
     "VLLM_NO_USAGE_STATS": "1",
@@ -167,8 +167,8 @@ def _cache_size(config: Any, limit: int) -> int:
 def _disable_compilation() -> None:
     """Disable torch.compile.
 
-    vLLM compiles a part of its sampler even in eager mode: 15 s of C++ before the first token (measured), and it needs
-    a compiler on every node.
+    Even in eager mode, vLLM would compile a part of its sampler. This takes 15 s before the first token (measured), and
+    needs a C++ compiler on every node.
     """
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's worker processes
     torch._dynamo.config.disable = True

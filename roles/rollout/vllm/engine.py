@@ -31,7 +31,7 @@ costs a round trip to the store, during which the model is idle. A longer interv
 trajectories empty for longer."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
-"""Finish reasons of vLLM that mean that the trajectory is complete; with any other reason vLLM aborted it."""
+"""Finish reasons of vLLM for a complete trajectory. Any other reason means that vLLM has aborted the trajectory."""
 
 
 class VllmEngine:
@@ -155,7 +155,7 @@ class VllmEngine:
             self._finished.append(trajectory)
 
     def _close_segment(self, trajectory: _RunningTrajectory) -> None:
-        """End the current segment of a trajectory; the next one begins after it."""
+        """End the current segment of a trajectory; the next segment begins after it."""
         if trajectory.tokens:
             assert self._version is not None
             tokens, logprobs = tuple(trajectory.tokens), tuple(trajectory.logprobs)
@@ -177,8 +177,8 @@ class VllmEngine:
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :class:`..engine.Engine`.
 
-        Running requests are rescheduled like preempted requests, and their prefixes are read again. After any other
-        error than ValueError, only some of the weights may be new, so the process must end.
+        Running requests are scheduled again like preempted requests, and their prefixes are read again. After an error
+        that is not a ValueError, some of the weights may be new and others old, so the process must end.
         """
         try:
             given = list(fitting(self._model, tensors).items())
@@ -225,7 +225,7 @@ class _RunningTrajectory:
         self._has_prompt = False
 
     def add(self, token: int, logprob: float, prompt: Sequence[int]) -> None:
-        """Add a sampled token. ``prompt`` is what vLLM has before the first token that it sampled."""
+        """Add a sampled token. ``prompt`` contains the tokens before the first token that vLLM sampled."""
         if not self._has_prompt:
             self._has_prompt = True
             self.path.add(prompt)

@@ -5,8 +5,8 @@ backend. An update consists of a start, one or more buckets, and a finish. If an
 and half old and must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
 
 A bucket of weights exists once, in shared memory, and each worker maps this memory; vLLM's own queue would send each
-worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, 0.7 s
-with shared memory, of which 0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process
+worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, and 0.7
+s with shared memory, including 0.1 to 0.4 s for writing. The memory has no name in any file system: a killed process
 leaves nothing behind.
 """
 
@@ -100,7 +100,7 @@ class _Init(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Whole tensors by their Hugging Face names, of which each rank takes its share.
+    """Whole tensors by their Hugging Face names; each rank takes its share of each tensor.
 
     The tensors are in ``tensors``, or in the file ``path`` as ``specs`` describes.
     """
@@ -142,7 +142,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
         """Load one bucket."""
         mapped = map_bucket(update_info.path, update_info.specs) if update_info.path else []
         loaded = self.model.load_weights(iter([*update_info.tensors, *mapped]))
-        self._missing -= self._missing if loaded is None else set(loaded)  # None: the model does not report names
+        self._missing -= self._missing if loaded is None else set(loaded)  # None if the model does not report names
 
     def finish_weight_update(self) -> None:
         """Complete the update.
@@ -160,7 +160,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
 
 
 def _names(model: nn.Module, all_names: bool) -> set[str]:
-    """Return the names of the parameters; of a tied parameter every name if ``all_names``, else only the first."""
+    """Return the names of the parameters; for a tied parameter all names if ``all_names``, else only the first name."""
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 

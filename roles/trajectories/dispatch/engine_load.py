@@ -1,16 +1,18 @@
 """The expected time in which an engine finishes its running answers.
 
-An engine with b answers running takes τ(b) seconds for a token of each. So n answers take Σ L_j (τ(j) - τ(j - 1))
-seconds, where L_j are the tokens that are left, longest first. With N(x) answers that have more than x tokens left,
-this is the integral of τ(N(x)) over x. Lengths are not known, but their distributions are: let N(x) be the expected
-number, and P(x) the probability that at least one answer is longer. The integral of P(x) τ(N(x) / P(x)) then accounts
-for one long answer among many, although each of them alone is expected to be short.
+An engine that runs b answers takes τ(b) seconds for one token of each answer. So n answers take Σ L_j (τ(j) - τ(j - 1))
+seconds, where L_j is the number of tokens that the j-th longest answer still gets. If N(x) answers have more than x
+tokens left, this sum is the integral of τ(N(x)) over x. Lengths are not known, but their distributions are. So let N(x)
+be the expected number of answers with more than x tokens left, and P(x) the probability that there is at least one. The
+integral of P(x) τ(N(x) / P(x)) then accounts for one long answer among many, although each answer alone is expected to
+be short.
 
-How long two engines take together is more than the larger of both expected times: each of them may be the one whose
-answer is unexpectedly long. So the *course* of an engine has the probability of each part of its time, and two courses
-give the expected time until both engines are done (:func:`finish_of_both`).
+The expected time until two engines are both done is longer than the larger of their expected times, because either
+engine may have an unexpectedly long answer. So the *course* of an engine divides its time into parts, each with the
+probability that the engine is then still at work. The expected time until both are done is computed from two courses
+(:func:`finish_of_both`).
 
-The integral is a sum over :data:`CELLS` ranges of x, each as long as all before it together.
+The integral is computed as a sum over ranges of x, each as long as all ranges before it together.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ FIRST_CELL_TOKENS = 32
 _CERTAIN = 1e-6
 """Smallest probability that an answer ends within a range, so that logarithms are finite."""
 _STEPS = 64
-"""Resolution of a curve's arguments: steps per factor e of mean and deviation, and of the progress, or of what is left
-to the limit if that is less. The errors are below 1 %, 1 % and 2 %."""
+"""Resolution to which the arguments of a curve are rounded, so that similar answers share a curve. Mean and deviation
+are rounded to multiples of 1 / 64. The progress is rounded down by at most 1 / 64 of itself, or of the tokens left to
+the limit if these are fewer. The errors of the curve are below 1 %, 1 % and 2 %."""
 _MAX_CURVES = 65_536
-"""Number of curves that are stored, 0.5 kB each, before all of them are deleted."""
+"""Maximum number of stored curves, 0.5 kB each. All of them are deleted before another one is stored."""
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
-"""For each range of tokens: the probability that an answer goes on through it, and the logarithm of its complement."""
+"""For each range of tokens, the probability p that an answer is still running in it; then for each range log(1 - p)."""
 
 
 Course = list[tuple[float, float]]
@@ -68,11 +71,11 @@ class CurveTable:
         return found
 
     def _compute(self, mean: int, deviations: int, progress: int) -> Curve:
-        """Return the curve of a key: it does not depend on which of several similar answers was the first."""
+        """Return the curve of a key. It depends only on the key, so that similar answers share it."""
         deviation = deviations / _STEPS
         estimate = GroupEstimate(mean / _STEPS, 0.0, deviation * deviation)
         alive = survival(estimate, progress)
-        if alive < 1e-9:  # far longer than expected: now it may be as long again
+        if alive < 1e-9:  # far longer than expected: it may get as many tokens again
             estimate = GroupEstimate(math.log(2 * progress), 0.0, 0.25)
             alive = survival(estimate, progress)
         reached = [min(self._limit, progress + edge) for edge in self._edges]
@@ -89,7 +92,8 @@ class EngineLoad:
 
     Args:
         widths: Tokens of each range.
-        token_times: Seconds of a token with 0, 1, 2, … answers running; the last entry stands for any larger number.
+        token_times: Seconds for a token of each answer while 0, 1, 2, … answers are running; the last entry stands for
+            any larger number.
         curves: Curves of the answers that the engine runs.
     """
 
@@ -127,11 +131,11 @@ class EngineLoad:
         return other
 
     def token_time(self, running: int) -> float:
-        """Return the seconds of a token with a number of answers running."""
+        """Return the seconds for a token of each answer while this number of answers is running."""
         return self._times[min(running, len(self._times) - 1)]
 
     def finish(self) -> float:
-        """Return the expected seconds until everything is done."""
+        """Return the expected seconds until all answers are done."""
         return _finish(self._widths, self._times, self._expected, self._none)
 
     def course(self) -> Course:
@@ -197,7 +201,7 @@ def _course(widths: Sequence[float], times: Sequence[float], expected: list[floa
 
 
 def _finish(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> float:
-    # computed for each candidate of a decision: a sum over a generator shared with _course takes 1.2 times as long
+    # Runs for each candidate of a decision: code that is shared with _course would take 1.2 times as long.
     total, last, expm1 = 0.0, len(times) - 1, math.expm1
     for width, number, log_none in zip(widths, expected, none, strict=True):
         if number < 1e-9:

@@ -1,7 +1,7 @@
 """The rollouts' engines as the store knows them: their places and times, and the answers that will move to them.
 
-All of this except the times is volatile, as leases are: after a restart of the store each engine is known again with
-its first request. Times are a fold over the store's log (:mod:`.token_times`).
+Everything here except the times is volatile, like leases. After a restart of the store, an engine is known again from
+its first request on. Times are a fold over the store's log (:mod:`.token_times`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .token_times import AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, Running, Waiting, hand_back, share
 
 _TOKENS_PER_CHOICE = 4
-"""Tokens for each running answer that an engine appends between two choices of moves. A choice compares all answers
-of the engine (10 ms for 512 answers), but an append may have a segment of one answer only: with segments of 64 tokens a
-choice then costs as much as 32 appends, and 16 are made while a segment is generated."""
+"""Tokens that an engine appends for each running answer between two choices of moves. A choice compares all answers of
+the engine (10 ms for 512 answers), whereas an append may contain a segment of one answer only. With segments of 64
+tokens, a choice costs as much as 32 appends, and 16 choices are made while a segment is generated."""
 
 
 class Known(Struct, frozen=True, gc=False):
-    """What is known of an unfinished trajectory: the estimate of its group, and its tokens after and in the prompt."""
+    """An unfinished trajectory: the estimate of its group, and its numbers of tokens after and in the prompt."""
 
     estimate: GroupEstimate
     progress: int
@@ -34,17 +34,18 @@ class Known(Struct, frozen=True, gc=False):
 
 class _Engine(Struct):
     places: int = 0
-    """Number of answers that it can run, by its last request."""
+    """Number of answers that the engine can run, according to its last request."""
     appends: AppendTimes = field(default_factory=AppendTimes)
     requested_back: set[int] = set()
     load: EngineLoad | None = None
-    """Its running answers and those that will move to it; None if these have changed."""
+    """The engine's running answers and those that will move to it; None if they have changed since they were added
+    up."""
     tokens: int = 0
-    """Number of tokens that it appended since its moves were chosen."""
+    """Number of tokens that the engine has appended since its moves were last chosen."""
     weights: int | None = None
-    """Step of its weights, by its last request."""
+    """Step of the engine's weights, according to its last request."""
     open_until: float = -inf
-    """Time (s) until which a request of it for work is open."""
+    """Time (s) until which the engine's request for work is open."""
 
 
 class Engines:
@@ -87,7 +88,7 @@ class Engines:
         }
 
     def has_weights(self, engine: Incarnation, step: int) -> bool:
-        """Return whether an engine has the weights of a step, by its last request."""
+        """Return whether an engine has the weights of a step, according to its last request."""
         entry = self._engines.get(engine)
         return entry is not None and entry.weights == step
 
@@ -108,7 +109,7 @@ class Engines:
     ) -> Observed:
         """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it.
 
-        Returns the observations of the engine's times that follow from it, for the caller to record.
+        Returns the observations of the engine's times that follow from the append. The caller must record them.
         """
         entry = self._engine(engine)
         entry.load = None
@@ -131,7 +132,7 @@ class Engines:
             entry.tokens = 0
 
     def finished(self, trajectories: Iterable[int]) -> None:
-        """Record that trajectories are complete or dropped, so that they continue nowhere."""
+        """Record that trajectories are complete or dropped, so that no engine continues them."""
         for trajectory in trajectories:
             self._forget_reservation(trajectory)
             self._read_before.pop(trajectory, None)
@@ -148,7 +149,8 @@ class Engines:
     def withheld(self, trajectory: int, engine: Incarnation) -> bool:
         """Return whether a waiting trajectory is reserved for another engine than this one.
 
-        It is reserved as long as the other engine is current and has a free place: that engine requests work soon.
+        A reservation counts while the other engine is current and has a free place, because that engine will soon
+        request work.
         """
         target = self.reserved.get(trajectory)
         return target is not None and target != engine and self._free(target) > 0
@@ -209,7 +211,7 @@ class Engines:
         return 0 if entry is None else entry.places - len(self._running(engine))
 
     def _forget_reservation(self, trajectory: int) -> bool:
-        """Return whether the trajectory was reserved."""
+        """Remove the reservation of a trajectory, and return whether there was one."""
         target = self.reserved.pop(trajectory, None)
         if target is not None and (entry := self._engines.get(target)) is not None:
             entry.load = None
@@ -223,7 +225,7 @@ class Engines:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         times = self._times(engine)
-        if entry.load is None or not times.observed:  # assumed times follow those of other engines
+        if entry.load is None or not times.observed:  # assumed times change with those of others
             here = sorted({*(running - entry.requested_back), *coming})
             table = times.table_among(map(self._times, self._engines))
             entry.load = EngineLoad(self._curves.widths, table, map(self._curve, here))

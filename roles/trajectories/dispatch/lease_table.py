@@ -1,4 +1,4 @@
-"""The leases of one kind of work, by incarnation. They are volatile: a store that restarts grants new ones."""
+"""The leases of one kind of work, by incarnation. Leases are volatile: a store that restarts grants new ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Leases:
             self._by_incarnation[incarnation].discard(trajectory)
 
     def holder(self, trajectory: int) -> Incarnation | None:
-        """Return the incarnation that a trajectory is leased to, or None."""
+        """Return the incarnation that a trajectory is leased to; None without a lease."""
         return self._holder.get(trajectory)
 
     def leased_to(self, incarnation: Incarnation) -> AbstractSet[int]:

@@ -1,17 +1,18 @@
 """Expected lengths of answers, learned from the answers of the run.
 
 The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm belongs to
-the prompt. It is estimated from four sources, each weighted by its variance, which is learned too:
+the prompt. It is estimated from four sources, each weighted by the inverse of its variance. The variances are learned
+too. The sources are:
 
-- the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression on their earlier predictions. If
-  these predict nothing, every prompt gets the mean;
+- a prediction from the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression of earlier
+  observations on their predictions. If the predictions have been useless, every prompt gets the mean;
 - the same prompt's earlier answers;
 - the finished answers of the same group;
 - the progress of the group's running answers, a lower bound of their lengths.
 
-An answer that was cut by ``max_new_tokens``, or with its dropped group, is *censored*: only a lower bound of its length
-is known. Its logarithm counts as the expected value above that bound. If all answers are cut, each such value would
-raise the next one without limit: means and variances are therefore bounded.
+An answer that was cut by ``max_new_tokens``, or because its group was dropped, is *censored*: only a lower bound of its
+length is known. Its logarithm counts as the expected value above that bound. If all answers are cut, each such value
+raises the next one. Means and variances are therefore bounded.
 
 :class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
 continues from the record gives the same bits as a fold over all facts.
@@ -30,9 +31,9 @@ from msgspec import Struct
 from .prompt_regression import PromptRegression, RegressionState
 
 RETAINED_PROMPTS = 65_536
-"""Number of prompts, the most recent ones, whose earlier answers are remembered: 24 bytes each in a record."""
+"""Number of most recent prompts whose earlier answers are remembered; each takes 24 bytes in a record."""
 _HORIZON_GROUPS = 128
-"""Number of groups over which statistics are averaged: the policy changes, and lengths with it."""
+"""Number of groups over which statistics are averaged. It is limited, because lengths change with the policy."""
 _FIRST_GROUPS = 16
 """Number of observed groups below which all prompts have the same expected length."""
 _LONGEST_SHARE = 0.2
@@ -50,19 +51,20 @@ _FIRST_LOG_LENGTH = math.log(512.0)
 _LEAST_EXPLAINED = 0.05
 """Share of the variance between groups that must be explained before groups are ordered by expected length."""
 _MAX_SLOPE = 1.25
-"""Largest slope of the calibration: a regression that shrinks too much is corrected, noise is not amplified."""
+"""Largest slope of the calibration: large enough to correct predictions that vary too little, too small to amplify
+noise."""
 _MAX_BEYOND_LIMIT = 1.0
-"""Largest mean of the logarithm above that of ``max_new_tokens``: an answer that is expected to have e times as many
-tokens as it may have is cut anyway."""
+"""Largest excess of the mean logarithm over the logarithm of ``max_new_tokens``. A larger excess would change nothing:
+an answer with e times as many expected tokens as allowed is cut anyway."""
 _MAX_WITHIN = 4.0
-"""Largest variance of the logarithm within a group: a standard deviation of a factor of 7."""
+"""Largest variance of the logarithm within a group: a standard deviation of 2, which is a factor of 7 in length."""
 _SMALLEST_VARIANCE = 1e-4
 _SQRT2 = math.sqrt(2.0)
 _SQRT_2PI = math.sqrt(2.0 * math.pi)
 
 
 class Answer(Struct, frozen=True, array_like=True, gc=False):
-    """What is known of one answer: its number of tokens so far, and whether it ended by itself at that length."""
+    """The number of tokens that an answer has so far, and whether the answer ended by itself at this length."""
 
     tokens: int
     ended: bool
@@ -74,7 +76,7 @@ class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
     mean: float
     variance: float
     within: float
-    """Variance of the logarithm of one answer's length around that mean."""
+    """Variance of the logarithm of one answer's length around the mean of the group."""
 
     @property
     def deviation(self) -> float:
@@ -111,9 +113,10 @@ class Lengths:
         self._regression = PromptRegression(state.regression if state else None)
         self._moments = _Moments(state.moments if state else None)
         self._newest: deque[tuple[float, float]] = deque(maxlen=_HORIZON_GROUPS)
-        """(mean logarithm as expected before its answers began, as observed) of the newest groups."""
+        """For each of the newest groups, its mean logarithm as (expected before its answers began, observed)."""
         self._history: dict[bytes, tuple[float, float]] = {}
-        """(mean logarithm, number of answers that it counts for) of each prompt; the most recent one is the last."""
+        """For each prompt, (mean logarithm, number of answers that it counts for); the most recent prompt is the
+        last."""
         if state:
             self.limit = state.limit
             keys = [state.prompts[i : i + 8] for i in range(0, len(state.prompts), 8)]
@@ -173,7 +176,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return an earlier result of :meth:`expect` with the present variance within groups."""
+        """Return an earlier result of :meth:`expect`, but with the present variance within groups."""
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
@@ -183,7 +186,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
-        """Return the estimate of a group, updated with what its own answers show, both finished and running ones."""
+        """Return the estimate of a group, updated with the lengths of its own finished and running answers."""
         known = [answer for answer in answers if answer.tokens > 0]
         if not known:
             return estimate
@@ -193,14 +196,14 @@ class Lengths:
 
     @property
     def informed(self) -> bool:
-        """True once enough groups were observed for estimates of what is left of running answers."""
+        """True once enough groups were observed to estimate how many tokens running answers still get."""
         return self._moments.groups >= _FIRST_GROUPS
 
     @property
     def recall(self) -> float | None:
-        """Share of the longest fifth of the newest groups that were expected to be among the longest fifth.
+        """Share of the longest fifth of the newest groups that was also expected to be the longest fifth.
 
-        An order by chance has 0.2. None while fewer than :data:`_FIRST_GROUPS` groups were observed.
+        In a random order the share is 0.2. None while fewer than :data:`_FIRST_GROUPS` groups were observed.
         """
         count, longest = len(self._newest), math.ceil(_LONGEST_SHARE * len(self._newest))
         if count < _FIRST_GROUPS:
@@ -230,14 +233,14 @@ def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
 
 
 def survival(estimate: GroupEstimate, tokens: float) -> float:
-    """Return the probability that an answer, if it were never cut, has more than this number of tokens."""
+    """Return the probability that an answer that is never cut gets more than ``tokens`` tokens."""
     if tokens <= 0:
         return 1.0
     return 0.5 * math.erfc((math.log(tokens) - estimate.mean) / (estimate.deviation * _SQRT2))
 
 
 def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> list[float]:
-    """Return the expected number of tokens of an answer that would be cut at each of these numbers of tokens."""
+    """Return for each limit the expected number of tokens of an answer that is cut at this limit."""
     half_mean = math.exp(mean + deviation * deviation / 2) * 0.5
     means = []
     for limit in limits:
@@ -248,7 +251,7 @@ def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> lis
 
 
 def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
-    """Return the mean logarithm of answers, and the sum of its squared deviations, with estimates for censored ones."""
+    """Return the mean logarithm of answers, and the sum of squared deviations, with estimates for censored answers."""
     logs = [math.log(answer.tokens) for answer in answers]
     censored = [_is_censored(answer, limit) for answer in answers]
     if not any(censored):
@@ -266,9 +269,9 @@ def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[f
 
 
 def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
-    """Return the mean logarithm given prior and answers, and the number of answers that it rests on.
+    """Return the mean logarithm given prior and answers, and the number of answers on which it is based.
 
-    A censored answer counts as much as its bound restricts its length.
+    A censored answer counts as less than one, because its bound only restricts its length.
     """
     precision = prior.within / max(_SMALLEST_VARIANCE, prior.variance)
     deviation = math.sqrt(prior.within)
@@ -301,12 +304,12 @@ def _is_censored(answer: Answer, limit: int) -> bool:
 
 
 def _bounded(mean: float, limit: int) -> float:
-    """Return a mean logarithm as it is used for answers that are cut at ``limit`` tokens."""
+    """Return the mean logarithm, bounded for answers that are cut at ``limit`` tokens (:data:`_MAX_BEYOND_LIMIT`)."""
     return min(max(0.0, mean), math.log(limit) + _MAX_BEYOND_LIMIT)
 
 
 def _above(mean: float, deviation: float, bound: float) -> tuple[float, float]:
-    """Return mean and variance of a normal distribution above a bound."""
+    """Return mean and variance of the part of a normal distribution above a bound."""
     z = (bound - mean) / deviation
     if z > 6.0:
         return bound + deviation / z, (deviation / z) ** 2
@@ -376,7 +379,7 @@ class _Moments:
         self._within += (variance - self._within) / self._within_count
 
     def add_drift(self, change: float, noise: float) -> None:
-        """Add by how much a prompt's mean logarithm changed since its earlier answers, and the noise of that change."""
+        """Add the change of a prompt's mean logarithm since its earlier answers, and the variance of its noise."""
         self._drifts = min(self._drifts + 1.0, float(_HORIZON_GROUPS))
         self.drift_mean += (change - self.drift_mean) / self._drifts
         self._drift_square += ((change - self.drift_mean) ** 2 - noise - self._drift_square) / self._drifts
@@ -395,7 +398,7 @@ class _Moments:
 
     @property
     def groups(self) -> float:
-        """Number of groups that the averages rest on."""
+        """Number of groups on which the averages are based."""
         return self._predicted.count
 
     @property
@@ -404,14 +407,14 @@ class _Moments:
 
     @property
     def typical(self) -> tuple[float, float]:
-        """Mean and variance of a prompt's mean logarithm, if nothing is known of the prompt."""
+        """Mean and variance of a prompt's mean logarithm, if nothing is known about the prompt."""
         pairs = self._predicted
         if pairs.count < 2:
             return (pairs.y if pairs.count else _FIRST_LOG_LENGTH), _FIRST_BETWEEN
         return pairs.y, max(_SMALLEST_VARIANCE, pairs.yy - self._noise)
 
     def calibrated(self, predicted: float) -> tuple[float, float]:
-        """Return mean and variance of a prompt's mean logarithm, given what the regression predicts of it."""
+        """Return mean and variance of a prompt's mean logarithm, given the prediction of the regression."""
         pairs = self._predicted
         if not pairs.correlated:
             return self.typical

@@ -1,10 +1,11 @@
 """Decides which rollout gets which turns, so that a turn continues where its prefix is cached.
 
-The rollout that sampled the parent of a turn has computed everything before the turn. As long as its weights have not
-changed, it need not compute that again. So it gets the turn if it requests work now; no turn waits for a busy rollout.
+The rollout that sampled the parent of a turn has computed everything before the turn. While its weights stay the same,
+this rollout need not compute these tokens again. So this rollout gets the turn if it requests work now. No turn waits
+for a busy rollout.
 
-Only as many turns are dealt out as there are places in all rollouts that request work now, the first ones in the order
-of leases. Each of them is leased at once, so the preference makes no turn wait and lets none overtake another.
+Only the first turns in the order of leases are dealt out: as many as there are free places in all rollouts that request
+work now. Each of these turns is leased at once. So the preference delays no turn, and no turn overtakes another.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ def deal(
     """Return which of the waiting turns an engine gets.
 
     Args:
-        waiting: Each turn, in the order of leases, with the engine that has its prefix; None if none has.
+        waiting: The turns in the order of leases, each with the engine that has its prefix, or None if no engine has
+            it.
         engine: The engine that requests work.
-        places: Its free places.
+        places: Free places of this engine.
         others: Free places of the other engines that request work now.
     """
     left = {**others, engine: places}

@@ -15,19 +15,20 @@ from itertools import pairwise
 from msgspec import Struct
 
 FEATURES = 4_096
-"""Number of weights: a record of all of them has 72 KiB."""
+"""Number of hashed features. A record of all weights has 72 KiB."""
 _BITS = 12
 _PROMPT_TOKENS = 1_024
-"""Maximum number of tokens of a prompt that are hashed: half from its start, half from its end. Bounds the time of a
-decision."""
+"""Maximum number of tokens of a prompt that are hashed: half from its start, half from its end. The maximum bounds the
+time of a decision."""
 _RATE = 0.15
 """AdaGrad's learning rate."""
 _PASSES = 2
-"""Updates with each group."""
+"""Number of updates of the weights with each group."""
 _FIRST_SQUARE = 1e-2
 """Initial sum of squared gradients, so that the first steps are finite."""
 _TYPICAL_LOG_LENGTH = 4.0
-"""Subtracted from the logarithm of the prompt's length, so that its weight is nearly independent of the bias."""
+"""Value that is subtracted from the logarithm of the prompt's length, so that the weight of the length is nearly
+independent of the bias."""
 
 
 class RegressionState(Struct, array_like=True):
@@ -82,7 +83,7 @@ class PromptRegression:
         scale, length = 1 / math.sqrt(len(features) + 1), _log_length(prompt)
         weights, squares = self._weights, self._squares
         if squares[FEATURES + 1] == _FIRST_SQUARE:
-            weights[FEATURES + 1] = log_length  # the first group: AdaGrad would take dozens of groups to get there
+            weights[FEATURES + 1] = log_length  # sets the bias, which AdaGrad would reach after dozens of groups
             squares[FEATURES + 1] = 1.0
         for _ in range(_PASSES):
             error = self._predict(features, scale, length) - log_length

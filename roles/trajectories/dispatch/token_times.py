@@ -2,9 +2,9 @@
 
 An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
 engines, so τ is observed in a rollout's appends rather than looked up in a table of devices. A rollout also pauses (it
-loads weights, or waits for work), so a low quantile of the last observations counts. τ never falls with b.
+loads weights, or waits for work), so τ is a low quantile of the last observations. τ never decreases as b grows.
 
-:class:`AppendTimes` makes observations of appends, and :class:`TokenTimes` is a fold over observations. The store
+:class:`AppendTimes` turns appends into observations, and :class:`TokenTimes` is a fold over observations. The store
 writes each observation to its log before it counts, so a restarted store knows the same times.
 """
 
@@ -23,27 +23,28 @@ _RECENT = 16
 _QUANTILE = 0.33
 """Share of the observations that are assumed not to contain a pause."""
 _FIRST_TOKEN_S = 0.02
-"""Seconds of a token with one answer, before a rollout has appended anything."""
+"""Assumed seconds for a token of the only running answer, before a rollout has appended anything."""
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
-"""Growth of τ per answer where nothing is observed, as a share of τ(0): between a dense 7B model on a GPU (1/160) and a
-CPU (1/4)."""
+"""Growth of τ per answer where nothing is observed, as a share of τ extrapolated to no answers. The value is between
+that of a dense 7B model on a GPU (1/160) and that of a CPU (1/4)."""
 _SAMPLES_PER_APPEND = 4
-"""Number of an append's trajectories that are evaluated: they ran side by side, so they agree."""
+"""Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
+so have equal times."""
 _READ_TOKENS = 256
-"""Shortest prefix whose reading time is observed: a shorter one is read within a few tokens' time."""
+"""Shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long as a few new tokens."""
 _READ_SHARE = 1 / 16
 """Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
 _MIN_READ_SHARE = 1 / 256
-"""Smallest such share that counts: an engine whose cache has the prefix reads nothing."""
+"""Smallest share that counts: observations of an engine whose cache already has the prefix are near 0."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
-    """What appends have shown of the times of a rollout, in the order of observation."""
+    """Times of a rollout, observed in its appends, in the order of observation."""
 
     tokens: tuple[tuple[int, float], ...] = ()
-    """(running answers, seconds of a token of each of them)."""
+    """Pairs of (running answers, seconds for one token of each of them)."""
     reads: tuple[float, ...] = ()
     """Seconds to read a token of a prefix."""
 
@@ -53,7 +54,7 @@ class TokenTimes:
 
     def __init__(self) -> None:
         self._ranges: dict[int, deque[tuple[int, float]]] = {}
-        """Newest (running answers, seconds per token), by range of b: half an octave each."""
+        """Newest (running answers, seconds per token), by range of b; each range is half an octave."""
         self._reads: deque[float] = deque(maxlen=_RECENT)
         self._table: tuple[float, ...] | None = None
 
@@ -64,7 +65,7 @@ class TokenTimes:
         self._reads.extend(observed.reads)
 
     def observations(self) -> Observed:
-        """Return the observations that count; a new object to which they are added equals this one."""
+        """Return the observations that still count; adding them to a new object makes it equal to this one."""
         return Observed(tuple(pair for ring in self._ranges.values() for pair in ring), tuple(self._reads))
 
     def observe(self, running: int, seconds: float) -> None:
@@ -83,8 +84,8 @@ class TokenTimes:
     def table_among(self, others: Iterable[TokenTimes]) -> Sequence[float]:
         """Return :attr:`table`, or the median table of other engines if nothing was observed of this one.
 
-        Engines of a run are alike more often than not, and the default may be wrong by a factor of ten: next to engines
-        whose times are known, a new engine would get far too little or too much work.
+        Engines of a run are usually alike, whereas the default may be wrong by a factor of ten. With the default, a new
+        engine would get far too little or too much work beside engines whose times are known.
         """
         if self.observed or not (known := sorted(other.table for other in others if other.observed)):
             return self.table
@@ -120,11 +121,12 @@ class TokenTimes:
 
 
 class AppendTimes:
-    """Turns a rollout's appends into observations of its times, which are in seconds on any steady clock."""
+    """Turns a rollout's appends into observations of its times. All times are in seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, int, int]] = {}
-        """For each running answer: time of its lease or last append, tokens that it read since, running answers."""
+        """For each running answer, (time of its lease or last append, tokens of prefix to read since, running answers
+        then)."""
 
     def leased(self, trajectory: int, prefix: int, running: int, now: float) -> None:
         """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many run with it."""
@@ -135,8 +137,9 @@ class AppendTimes:
     ) -> Observed:  # fmt: skip
         """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs.
 
-        Returns the observations that follow, given the ``times`` that are known so far: a rollout that continues a
-        trajectory reads its prefix, and then makes tokens as fast as before.
+        Returns the observations that follow from the append. A rollout that continues a trajectory first reads its
+        prefix. The time for reading is what remains after the time for the new tokens according to ``times``, the times
+        known so far.
         """
         pairs: list[tuple[int, float]] = []
         reads: list[float] = []
@@ -160,7 +163,7 @@ class AppendTimes:
 
 
 def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return τ(0) to τ(MAX_RUNNING) through these points; beyond them, τ grows as it does by default."""
+    """Return τ(0) to τ(MAX_RUNNING), interpolated between these points; outside of them, with the default growth."""
     if not points:
         points = [(1.0, _FIRST_TOKEN_S)]
     # Computed after most observations: one comprehension for each part is three times as fast as a search for each b.
@@ -173,7 +176,7 @@ def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def _grown(point: tuple[float, float], numbers: range) -> list[float]:
-    """Return τ with these numbers of answers if it grows from this point as it does by default."""
+    """Return τ for these numbers of answers, grown from ``point`` at the default rate."""
     running, seconds = point
     share = 1 + running * _GROWTH_PER_ANSWER
     return [seconds * (1 + number * _GROWTH_PER_ANSWER) / share for number in numbers]

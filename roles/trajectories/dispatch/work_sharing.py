@@ -1,19 +1,20 @@
 """Decides which rollout gets which answers, and which running answers should continue elsewhere.
 
 Rollouts pull work. A rollout that requests work gets the first of the waiting answers: earliest deadline first, then
-longest expected first (:func:`length_class`), then in the order of creation. If other engines have free places, too,
-then the waiting answers are dealt out in that order, each of the first answers to the engine that would finish first
-with it (:mod:`.engine_load`), and each further one, which is shorter, to the engine whose tokens are fastest with it.
-The rollout gets its share; the rest is left to the others. A rollout that runs nothing gets at least one answer while
-any waits.
+longest expected first (:func:`length_class`), then in the order of creation. If other engines have free places too, the
+waiting answers are dealt out in this order. Each of the first answers goes to the engine that would finish first with
+it (:mod:`.engine_load`). Each further answer, which is shorter, goes to the engine that makes tokens fastest with it.
+The rollout gets its share; the rest is left to the other engines. A rollout that runs nothing gets at least one answer
+if any waits.
 
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
 in the order of creation.
 
-A running answer moves only if nothing waits, if its engine is expected to finish last, and if the expected time
-until both engines are done falls by at least twice the cost of reading its prefix again, and by :data:`_LEAST_GAIN`. An
-answer that may become long is a risk on either engine, so that moving only this risk gains nothing. An answer moves
-again only once its prefix is twice as long, so that all its moves together read less than twice its length.
+A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the gain must be
+large enough: the decrease of the expected time until both engines are done, less the cost of reading the prefix again.
+It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN`. An answer that may become long delays
+either engine equally, so that moving it only for this reason gains nothing. An answer moves again only once its prefix
+is twice as long, so that all its moves together read less than twice its length.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from msgspec import Struct
 from .engine_load import Curve, EngineLoad, finish_of_both
 
 _CLASSES_PER_OCTAVE = 2
-"""Classes of expected length per factor 2. Smaller ones would be noise: the error of the logarithm is 0.3 to 0.6."""
+"""Number of classes of expected length per factor 2. Smaller classes would be noise, because the error of the logarithm
+is 0.3 to 0.6."""
 CONSIDERED = 256
-"""Number of waiting answers, the first ones, among which one decision chooses: bounds its time."""
+"""Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64
-"""Number of these answers that are dealt out one by one. They are the longest, which decide when a step ends."""
+"""Number of the considered answers that are dealt out one by one: the longest, which decide when a step ends."""
 _CANDIDATES = 2
-"""Number of engines, those that finish first, that are compared for each of them."""
+"""Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
 """Minimum expected gain of a move, as a multiple of the cost of reading the prefix again."""
 _LEAST_GAIN = 0.05
-"""Minimum expected gain of a move, as a share of the time that its engine still needs. Estimates of a few percent are
-noise: with 0.02, moves on engines with a flat τ lost 1 % in simulation."""
+"""Minimum expected gain of a move, as a share of the time that the answer's engine still needs. Estimates of a few
+percent are noise: with 0.02, moves on engines with a flat τ lost 1 % in simulation."""
 _LONGEST, _SHORTEST, _TARGETS = 4, 3, 2
 """Number of an engine's longest and shortest answers, and of target engines, among which a move is chosen."""
 
@@ -49,9 +51,9 @@ class EngineView(Struct):
     name: str
     load: EngineLoad
     running: int
-    """Number of answers that it runs."""
+    """Number of answers that the engine runs."""
     free: int
-    """Number of further answers that it can take now."""
+    """Number of further answers that the engine can take now."""
 
 
 class Waiting(Struct, frozen=True, gc=False):
@@ -69,11 +71,11 @@ class Running(Struct, frozen=True, gc=False):
     prefix: int
     """Number of tokens that another engine would have to read."""
     read_before: int = 0
-    """Number of tokens that this engine had to read when the answer moved to it."""
+    """Number of tokens that the answer's engine had to read when the answer moved to this engine."""
 
 
 class Move(Struct, frozen=True):
-    """A running answer that should continue on another engine, and the seconds that this is expected to gain."""
+    """A running answer that should continue on another engine, and the seconds that the move is expected to gain."""
 
     trajectory: int
     target: str
@@ -88,8 +90,9 @@ def length_class(expected: float) -> int:
 def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[EngineView]) -> list[int]:
     """Return which of the waiting answers a rollout gets, at most ``rollout.free``.
 
-    The first ones are dealt out by expected time, the rest by the time of a token. A rollout that runs nothing gets at
-    least one; one that has work may get nothing if engines with free places would finish all of it earlier.
+    The first answers are dealt out by expected time, the rest by the time for a token. A rollout that runs nothing gets
+    at least one answer. A rollout that has work may get none, if engines with free places would finish all waiting
+    answers earlier.
 
     Args:
         waiting: The first answers that this rollout may get, in the order of leases; :data:`CONSIDERED` suffice.
@@ -126,7 +129,7 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
 
 
 def _fill(rest: Sequence[Waiting], loads: Sequence[EngineLoad], places: Sequence[int]) -> list[int]:
-    """Deal out the rest, each answer to the engine with the fastest tokens then; return the first engine's share."""
+    """Deal out ``rest``, each answer to the engine that is then fastest per token; return the first engine's share."""
     fastest = [(load.token_time(load.count + 1), index) for index, load in enumerate(loads) if places[index]]
     heapify(fastest)
     dealt, given = [0] * len(loads), []
@@ -150,8 +153,8 @@ def hand_back(
     """Return which of an engine's answers should continue elsewhere, the best move first.
 
     Args:
-        source: The engine that runs them.
-        running: Its answers, except those that it was already requested to hand over.
+        source: The engine that runs the answers.
+        running: The engine's answers, except those that it was already requested to hand over.
         others: The other engines, with the answers that will move to them.
         read: Seconds to read one token of a prefix.
         at_most: Maximum number of moves.
@@ -187,12 +190,12 @@ def hand_back(
         moves.append(Move(chosen.trajectory, name, gain))
         left.remove(chosen.curve)
         loads[name].add(chosen.curve)
-        del loads[name]  # one move to an engine per decision: the next append decides on the next one
+        del loads[name]  # an engine gets at most one answer per decision: the next append decides again
         order.remove(chosen)
         finish = left.finish()
     return moves
 
 
 def _expected(curve: Curve) -> float:
-    """Return a measure of the tokens that are expected to be left: the ranges double in length."""
+    """Return a measure of the expected number of tokens left, in which each range counts as twice the range before."""
     return sum(p * 2.0**index for index, p in enumerate(curve[0]))

@@ -1,1 +1,1 @@
-"""What survives a crash of the trajectory store: the records of its log, and the state that they describe."""
+"""The durable part of the trajectory store: the records of its log, and the state that the records describe."""

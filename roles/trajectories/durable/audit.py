@@ -32,8 +32,8 @@ from .records import (
 class Audit(Struct, frozen=True):
     """The number of trajectories for each fate: trained, dropped or still open.
 
-    The store is consistent if ``made == trained + sum(dropped.values()) + open``, no group is in two steps, and the
-    groups of a step that was bound in parts are those of its parts.
+    The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps. In
+    addition, a step that was bound in parts must have exactly the groups of its parts.
     """
 
     made: int
@@ -52,12 +52,12 @@ class Audit(Struct, frozen=True):
     max_age: int = 0
     """Age, in training steps, of the oldest token in committed steps."""
     parts: dict[int, tuple[tuple[int, ...], ...]] = {}
-    """Groups of each part, of every step that was ever bound in parts; the newest step may lack groups."""
+    """Groups of each part of every step that was ever bound in parts, by step. The newest step may lack groups."""
     ages: dict[int, int] = {}
     """Number of tokens in committed steps by their age in training steps. Steps whose tokens were deleted by a version
     of rrl that did not count them are missing."""
     episodes: dict[str, float] = {}
-    """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them; empty
+    """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them. Empty
     in a job without agents, and in an audit that was computed from the records alone."""
 
 
@@ -133,7 +133,7 @@ class _TokenCounts:
         self._tokens: dict[int, Counter[int]] = {}
         self._turns: dict[int, TurnCreated] = {}
         self._sampled: dict[int, list[int]] = {}
-        """For each token of a turn the training step of the weights that sampled it."""
+        """By turn, for each of its tokens the training step of the weights that sampled it."""
 
     def add_group(self, created: GroupCreated) -> None:
         self._trajectories[created.group] = range(created.first, created.first + created.size)
@@ -154,7 +154,7 @@ class _TokenCounts:
             count[segment.step] += segment.end - segment.offset
 
     def finish_episode(self, episode: int, turns: Iterable[int]) -> None:
-        """Count the tokens of an episode: those that the path of any counted turn has, without foreign ones."""
+        """Count the tokens of an episode that are in the path of any counted turn, except tokens of foreign turns."""
         used: dict[int, int] = {}
         for number in turns:
             if not self._sampled[number] or self._turns[number].sampling is not None:

@@ -9,20 +9,20 @@ from .log import LogDamaged, log_files, read_frames
 from .records import StepCommitted, decode
 
 READ_ATTEMPTS = 5
-"""How often a log is read before it counts as damaged. A reader can meet a flush that is half written, or a log that
-its store replaces at this moment; both are over at once."""
+"""Number of attempts to read a log before it counts as damaged. A reader can find a flush that is half written, or a
+log that its store is replacing. Both states last only a moment."""
 RETRY_DELAY_S = 0.2
 """Seconds between two attempts."""
 _TAG = b"step_committed"
 _TAG_WITHIN_BYTES = 24
-"""Bytes from the start of a payload in which the tag of its record ends. Only the payloads of commits are decoded,
-since a log has far more bytes of tokens."""
+"""Number of first bytes of a payload that contain the tag of its record. Only payloads with the tag of a commit are
+decoded, because a log has far more bytes of tokens."""
 
 
 def read_commits(folder: Path) -> dict[int, StepCommitted]:
     """Return the commits in the newest log of ``folder``, by step; empty if there is no log or no commit yet.
 
-    A store keeps the commits whose checkpoints are kept; its log may have older ones too.
+    A store keeps the commits whose checkpoints are kept; its log may contain older commits too.
 
     Raises:
         LogDamaged: The log cannot be read.

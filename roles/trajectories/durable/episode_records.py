@@ -1,8 +1,9 @@
 """The effect of episode records on the store's state and counts, and the records that a rewritten log needs.
 
-If the process that makes an attempt dies, its turns become *recorded* ones (unless the job begins episodes again). They
-stay where they are, and rollouts go on extending those that are not complete. The next attempt takes over each of them
-that it asks for again; what it has not taken over when it finishes is deleted.
+If the process that makes an attempt dies, its turns become *recorded* ones (unless the job begins episodes again).
+Recorded turns stay in the state, and rollouts continue to extend those that are not complete. The next attempt takes
+over each recorded turn that it asks for again. When this attempt finishes, the recorded turns that it has not taken
+over are deleted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class EpisodeRecords:
         self._answers = answers
         self.counted = EpisodesCounted()
         self.changed: set[int] = set()
-        """Turns that have grown, ended or been deleted since the reader of this set cleared it."""
+        """Turns that have grown, ended or been deleted since the reader of this set last cleared it."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
@@ -74,18 +75,18 @@ class EpisodeRecords:
                     self._delete(episode, set(episode.turns))
             case TurnCreated(turn):
                 self._answers[turn] = episode.turns[turn] = TrajectoryState(turn, track.group, turn=record)
-                if record.attempt < episode.attempt or episode.holder is None:  # a rewritten log has its later takeover
+                if record.attempt < episode.attempt or episode.holder is None:  # a takeover follows in a rewritten log
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
-                episode.turns[turn] = episode.turns.pop(turn)  # in the order in which this attempt has asked for them
+                episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
             case EpisodeFinished(_, _, counted, reward, later):
                 track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
                 self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for number in episode.turns.keys() - {*counted}:
-                    self._answers.pop(number, None)  # an ancestor that is not complete: it no longer grows
+                    self._answers.pop(number, None)  # an incomplete ancestor, which rollouts must not extend
                     self.changed.add(number)
                 self._count_finished(track, episode)
 
@@ -94,7 +95,7 @@ class EpisodeRecords:
         self.changed.add(turn.id)
 
     def forget(self, group: Group, *, dropped: bool) -> None:
-        """Note that a group of episodes is deleted; ``dropped`` unless it was trained."""
+        """Note that a group of episodes is deleted; ``dropped`` is False if it was trained."""
         self.changed.update(turn.id for turn in group.answers)
         if dropped:
             self.counted = replace(self.counted, dropped=self.counted.dropped + len(group.trajectories))
@@ -109,7 +110,10 @@ class EpisodeRecords:
             group.oldest = record.weights if group.oldest is None else min(group.oldest, record.weights)
 
     def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
-        """Discard tokens sampled after the first ``length``; a turn that continues after them gets them as given."""
+        """Discard the tokens of a turn that were sampled after the first ``length``.
+
+        A turn that continues after discarded tokens gets these tokens as given tokens.
+        """
         assert turn.turn is not None
         whole, end = sampled_tokens(turn), prompt_length(turn) + length
         for other in episode.turns.values():

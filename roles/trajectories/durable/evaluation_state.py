@@ -1,7 +1,7 @@
-"""The evaluations in the store's state: the answers of the open one, and the results of those that are finished.
+"""The evaluations in the store's state: the answers of the open evaluation, and the results of finished ones.
 
-Answers of an evaluation belong to no group: no step can train on them, and the expected lengths
-are not learned from them.
+Answers of an evaluation belong to no group, so no step can train on them, and expected lengths are not learned from
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .records import (
 )
 
 RETAINED_RESULTS = 4096
-"""Number of newest results that are kept for a manager that is not running."""
+"""Number of newest results that are kept, for a manager that was not running when they were recorded."""
 RIGHT_REWARD = 1.0
 """Lowest reward of an answer that counts as right."""
 
@@ -41,7 +41,7 @@ class EvaluatedAnswer(Struct, eq=False):
     finished: bool = False
     reward: float | None = None
     failed: bool = False
-    """True if it has no score and never will."""
+    """True if the answer has no score and will never have one."""
 
     @property
     def length(self) -> int:
@@ -50,12 +50,12 @@ class EvaluatedAnswer(Struct, eq=False):
 
     @property
     def settled(self) -> bool:
-        """True if the answer has a score, or never will."""
+        """True if the answer has a score, or will never have one."""
         return self.failed or self.reward is not None
 
 
 class EvaluationState:
-    """What the records of evaluations describe."""
+    """The open evaluation and the results of earlier ones, computed from the records of evaluations."""
 
     def __init__(self) -> None:
         self.open: EvaluationStarted | None = None
@@ -63,7 +63,7 @@ class EvaluationState:
         self.answers: dict[int, EvaluatedAnswer] = {}
         """Answers of the open evaluation by number."""
         self.unsettled = 0
-        """Number of these answers without a score."""
+        """Number of answers of the open evaluation that are not settled."""
         self.results: dict[int, EvaluationFinished] = {}
         """Results by step, in the order of the steps."""
         self.next = FIRST_EVALUATED

@@ -31,9 +31,9 @@ class TrajectoryState(Struct, eq=False):
     finished: bool = False
     score: Score | None = None
     turn: TurnCreated | None = None
-    """For a turn: how it continues its episode."""
+    """The record that created the turn; None for a trajectory or episode."""
     episode: EpisodeState | None = None
-    """For an episode: its attempts and turns."""
+    """The attempts and turns of the episode; None for a turn, and in a job without agents."""
 
     @property
     def length(self) -> int:
@@ -49,7 +49,7 @@ class TrajectoryState(Struct, eq=False):
 class Run(Struct, frozen=True, gc=False):
     """Consecutive tokens of a sample that were all given, or all sampled under one version.
 
-    ``tokens`` is int32 and ``logprobs`` float32. ``counts`` says whether they are trained in this sample.
+    ``tokens`` is int32 and ``logprobs`` float32. ``counts`` is True if the tokens are trained in this sample.
     """
 
     tokens: bytes
@@ -64,20 +64,20 @@ class Run(Struct, frozen=True, gc=False):
 
 
 class EpisodeState(Struct, eq=False):
-    """The attempts of an episode, and the turns of the newest one and of those that it may replay."""
+    """The attempts of an episode, the turns of its newest attempt, and the turns that this attempt may replay."""
 
     attempt: int = 0
     """Number of the newest attempt; 0 before the first."""
     holder: Incarnation | None = None
-    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed. The
-    incarnation that asked for it, if an agent outside of the run makes it."""
+    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed. If an
+    agent outside of the run makes the attempt, the incarnation that requested the episode for it."""
     request: str | None = None
     """Request of the agent outside of the run that makes the newest attempt; None if an agents replica makes it."""
     failures: int = 0
     """Number of attempts that count as failed."""
     turns: dict[int, TrajectoryState] = {}
-    """Turns of the newest attempt, and recorded ones; once the episode is finished, only those that count and their
-    ancestors."""
+    """Turns of the newest attempt, and recorded turns. Once the episode is finished, only the turns that count and
+    their ancestors."""
     recorded: set[int] = set()
     """Turns of earlier attempts, whose process died, that the newest attempt has not taken over."""
     counted: tuple[int, ...] = ()
@@ -94,16 +94,16 @@ class EpisodeState(Struct, eq=False):
 
 
 class Group(Struct, eq=False):
-    """A group whose data is still stored: it was not dropped, and no much later step than its own is committed."""
+    """A group whose data is still stored: it was not dropped, and no step much later than its own is committed."""
 
     created: GroupCreated
     trajectories: list[TrajectoryState] = []
     unscored: int = 0
     """Number of trajectories of the group without a score."""
     bound: int | None = None
-    """Training step that the group, or a part with the group, is bound to."""
+    """Training step that the group, or a part with the group, is bound to; None if neither is bound."""
     oldest: int | None = None
-    """Training step of the oldest weights that sampled a token of the group, or with which one of its episodes was
+    """Training step of the oldest weights that sampled a token of the group, or with which an episode of the group was
     begun; None before the first token or episode."""
 
     @property
@@ -113,7 +113,7 @@ class Group(Struct, eq=False):
 
     @property
     def answers(self) -> Iterator[TrajectoryState]:
-        """What rollouts extend: the trajectories of the group, or the turns of its episodes."""
+        """The trajectories that rollouts extend: those of the group or, with agents, the turns of its episodes."""
         for track in self.trajectories:
             if track.episode is None:
                 yield track
@@ -122,7 +122,7 @@ class Group(Struct, eq=False):
 
 
 def own_length(turn: TrajectoryState) -> int:
-    """Return the number of tokens that a turn adds to the path of its parent: given and sampled ones."""
+    """Return the number of given and sampled tokens that a turn adds to the path of its parent."""
     assert turn.turn is not None
     return given_length(turn.turn) + turn.length
 
@@ -147,8 +147,8 @@ def given_length(turn: TurnCreated) -> int:
 def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[tuple[TrajectoryState, int]]:
     """Return the turns that the path of a turn leads through, from the first to the turn itself.
 
-    Each comes with the number of its own tokens, given and sampled, that the path has. Turns without a token in the
-    path are missing.
+    Each turn comes with the number of its own tokens, given and sampled, in the path. Turns without a token in the path
+    are missing.
     """
     end = path_length(turn)
     path: list[tuple[TrajectoryState, int]] = []
@@ -162,7 +162,7 @@ def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[t
 
 
 def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:
-    """Return these turns and all that they continue, including those without a token in their paths."""
+    """Return these turns and all their ancestors, including ancestors without a token in the paths of these turns."""
     result: set[int] = set()
     for number in turns:
         current: int | None = number
@@ -184,7 +184,7 @@ def is_foreign(turn: TrajectoryState) -> bool:
 
 
 def parent_of(turn: TrajectoryState) -> TrajectoryState:
-    """Return the turn that a turn continues; there must be one."""
+    """Return the turn that a turn continues; the turn must have a parent."""
     assert turn.turn is not None
     assert turn.turn.parent is not None
     return _episode_of(turn).turns[turn.turn.parent]

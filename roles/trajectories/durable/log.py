@@ -1,12 +1,13 @@
 """The trajectory store's log: framed, checksummed records from one writer, durable when :meth:`Log.flush` returns.
 
 A folder contains ``log.<k>``, where k counts how often the log was opened. A new writer claims k by creating the file,
-exclusively and empty. *Then* it reads the newest earlier log, and writes the records that are still needed to a
-temporary file, which it renames to its own log. An earlier writer that still runs, for example on a node that lost its
-network, looks for such a claim after each flush; if there is one, it stops before it acknowledges the flushed records.
-So either the earlier writer sees the claim, or the new writer has read the flushed records. On NFS a cached directory
-entry can hide the claim for as long as the site's ``acdirmax``; the manager's fencing covers that time. The log does
-not rely on O_APPEND between NFS clients, on flock or on mtime (docs/sources.md, sites).
+exclusively and empty. *Then* it reads the newest earlier log. It writes the records that are still needed to a
+temporary file, and renames this file to its own log. An earlier writer may still run, for example on a node that lost
+its network. It looks for a later claim after each flush. If there is one, the earlier writer stops before it
+acknowledges the flushed records. So either the earlier writer sees the claim, or the new writer has read the flushed
+records. On NFS a cached directory entry can hide the claim for as long as the site's ``acdirmax``; the manager's
+fencing covers that time. The log does not rely on O_APPEND between NFS clients, on flock or on mtime (docs/sources.md,
+sites).
 
 :class:`DurableState` keeps the store's state consistent with its log: a record changes the state at once, and is
 durable at the next flush.
@@ -69,12 +70,12 @@ def read_frames(path: Path) -> Iterator[bytes]:
             mark, payload = frame
             torn = (
                 mark + 1
-            ) // 2  # flush of the next frame: the same flush, or the following one if this frame ended its flush
+            ) // 2  # number of the flush that the next frame belongs to: the next number if this frame ended its flush
             yield payload
         file.seek(at)
         rest = file.read()
     if torn == 0:
-        raise LogDamaged(f"{path}: unreadable from byte {at} on, although the file was complete when it was renamed")
+        raise LogDamaged(f"{path}: unreadable from byte {at} on, though complete when written; restore it from a copy")
     if (later := _later_flush(rest, torn)) is not None:
         raise LogDamaged(f"{path}: unreadable at byte {at}, but flush {later} follows; restore the file from a copy")
 
@@ -112,7 +113,7 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``, or None."""
+    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``; None if there is none."""
     at = rest.find(_MAGIC)
     while at >= 0:
         view = memoryview(rest)[at:]
@@ -200,7 +201,7 @@ class Log:
     def _check_ours(self) -> None:
         if (self._folder / f"log.{self._number + 1}").exists() or not self._path.exists():
             raise Superseded(
-                f"{self._folder}: another process has opened this store since this process did (opening {self._number})"
+                f"{self._folder}: another process has opened this store after this process (opening {self._number})"
             )
 
     def close(self) -> None:
@@ -238,7 +239,7 @@ def _number(name: str) -> int:
 _RETAINED_STEPS = 2
 """Number of committed steps whose token data is kept (rule 9)."""
 _COMPACT_GROWTH = 4
-"""Growth factor of the log after which it is compacted, so that rewriting stays a fixed share of all writing."""
+"""Factor by which the log must grow before it is compacted again, so that rewriting is a fixed share of all writing."""
 
 
 class DurableState:
@@ -264,7 +265,7 @@ class DurableState:
                 self.state.apply(decode(payload))
             except LogFormatError as error:
                 raise LogFormatError(f"the trajectory log in {folder} {error}") from error
-        self.state.lengths.limit = max_new_tokens  # the log's answers were cut at the limit of its own time
+        self.state.lengths.limit = max_new_tokens  # the log has the limit of an earlier job spec
         self._rewrite(self._log.inherited())
 
     def write(self, record: Record) -> None:

@@ -70,12 +70,12 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     item: int
     prompt: bytes
     expected: tuple[float, float] | None = None
-    """Mean and variance of the mean logarithm of its answers' lengths, as expected when it was created; None if lengths
-    were not expected to differ."""
+    """Mean and variance of the mean logarithm of the lengths of the group's answers, as expected at its creation; None
+    if lengths were not expected to differ."""
 
 
 class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):
-    """Segments that an incarnation appended, and the trajectories that were complete afterwards."""
+    """Segments that an incarnation appended, and the trajectories that these segments completed."""
 
     incarnation: Incarnation
     segments: tuple[PackedSegment, ...]
@@ -128,7 +128,7 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     stale: int
     """Number of groups that the run had dropped as stale before this part."""
     max_age: int
-    """Age, in training steps, of the oldest token of this part and everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and of everything that was bound before it."""
     ages: dict[int, int]
     """Number of tokens of the part by their age in training steps."""
     unscored: int = 0
@@ -169,7 +169,7 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
-    """The commit of step ``number`` and all steps since the commit before: checkpoint and consumed batches together."""
+    """The commit of step ``number`` and of all steps since the previous commit: their batches and the checkpoint."""
 
     number: int
     incarnation: Incarnation
@@ -191,10 +191,10 @@ class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True
 
 
 class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True):
-    """Numbers of answers and tokens of the run up to this record, whose own records may be deleted."""
+    """Numbers of the run's answers and tokens up to this record. The records of these answers may be deleted."""
 
     ended: int = 0
-    """Answers that ended or were cut by ``max_new_tokens``, and running ones whose group was dropped as stale."""
+    """Answers that ended or were cut by ``max_new_tokens``, and running answers whose group was dropped as stale."""
     ended_tokens: int = 0
     trained: int = 0
     """Answers of the steps that were bound completely."""
@@ -202,7 +202,7 @@ class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True
 
 
 class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
-    """What appends have shown of the times of a rollout's engine; times of its earlier incarnations do not count."""
+    """Times of a rollout's engine that its appends have shown. Times of earlier incarnations do not count."""
 
     incarnation: Incarnation
     observed: Observed
@@ -220,8 +220,8 @@ class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True
     incarnation: Incarnation
     weights: int | None = None
     request: str | None = None
-    """For an agent outside of the run the request by which it got the episode. The attempt then does not end with the
-    incarnation."""
+    """For an agent outside of the run, the request by which it got the episode. The attempt of such an agent does not
+    end with the incarnation. None if an agents replica makes the attempt."""
 
 
 class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
@@ -250,9 +250,9 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     max_new: int
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...]
-    """Hashes of the messages of the request, from the first on, each with all messages before it."""
+    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it."""
     options: str = ""
-    """Text of the endpoint, which the store only keeps."""
+    """Text of the endpoint, which the store stores but does not read."""
     sampling: Sampling | None = None
     """How to sample a turn that is not trained; None for any other turn."""
 
@@ -265,7 +265,7 @@ class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):
 
 
 class TurnEnded(Struct, frozen=True, tag="turn_ended", array_like=True):
-    """End of the answer of a turn after ``length`` sampled tokens; what was sampled after them is discarded."""
+    """End of the answer of a turn after ``length`` sampled tokens; tokens that were sampled later are discarded."""
 
     turn: int
     episode: int
@@ -279,7 +279,10 @@ class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
 
 
 class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
-    """End of an episode with a result; ``turns`` are those that count. Its score is ``reward`` unless that is None."""
+    """End of an episode with a result.
+
+    ``turns`` are the turns that count. ``reward`` is the score of the episode; None if another record has the score.
+    """
 
     episode: int
     attempt: int
@@ -290,22 +293,22 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
 
 
 class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=True):
-    """Numbers of the run's episodes and turns up to this record, whose own records may be deleted."""
+    """Numbers of the run's episodes and turns up to this record. The records of these episodes may be deleted."""
 
     finished: int = 0
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that could take over turns of an earlier one."""
+    """Attempts that could take over turns of an earlier attempt."""
     dropped: int = 0
     turns: int = 0
     """Complete turns of the finished attempts."""
     branches: int = 0
     """Samples of the finished episodes: leaves of their trees of turns."""
     given_tokens: int = 0
-    """Tokens that agents gave to these turns."""
+    """Tokens that agents gave to the turns that ``turns`` counts."""
     untrained_turns: int = 0
-    """Number of these turns that were sampled from another policy than the one that is trained."""
+    """Number of the turns in ``turns`` that were sampled from another policy than the trained one."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 

@@ -52,8 +52,8 @@ from .records import (
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
-"""Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
-few MB."""
+"""Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. With steps
+of 10 s these are eleven hours of a run, in a few MB."""
 
 TOKENS_AGED = "tokens_aged_"
 """Prefix of the names of figures that count a step's tokens of one age; the age in training steps follows it."""
@@ -76,9 +76,9 @@ class State:
     def __init__(self, retained_steps: int, max_new_tokens: int, retained_commits: int = 0) -> None:
         self._retained_steps, self._retained_commits = retained_steps, max(retained_steps, retained_commits)
         self.lengths = Lengths(max_new_tokens)
-        """What was learned of the lengths of answers."""
+        """The expected lengths of answers, learned from the answers of the run."""
         self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
-        """Number and times of the newest incarnation of each rollout of which times were observed."""
+        """By rollout, the number of its newest incarnation with observed times, and these times."""
         self._counted = AnswersCounted()
         self.item_order: list[int] = []
         """Items of the next groups; if empty, the next item has the number of the next group."""
@@ -87,19 +87,20 @@ class State:
         self.groups: dict[int, Group] = {}
         self.next_turn = FIRST_TURN
         self.trajectories: dict[int, TrajectoryState] = {}
-        """What is scored and trained, by number; in a job with agents, these are episodes."""
+        """The trajectories that are scored and trained, by number; in a job with agents, the episodes."""
         self.answers: dict[int, TrajectoryState] = {}
-        """What rollouts extend, by number: the trajectories or, in a job with agents, turns."""
+        """The answers that rollouts extend, by number: the trajectories or, in a job with agents, the turns."""
         self.episode_records = EpisodeRecords(self.answers)
         self.evaluations = EvaluationState()
         self.bindings: dict[int, Binding] = {}
         self.parts: dict[int, list[Part]] = {}
-        """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
+        """Parts of the steps that were bound in parts, by step. A step that has parts and no binding still lacks
+        groups."""
         self.commitments: dict[int, StepCommitted] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         """Metrics of the newest steps, by step."""
         self.unbound = 0
-        """Number of groups that no step or part has."""
+        """Number of groups that are bound to no step and no part."""
         self.committed = 0
         """Newest committed step; 0 before the first commit, since steps are numbered from 1."""
         self.fences: dict[ReplicaId, int] = {}
@@ -141,7 +142,7 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 self.unscored += cause is DropCause.UNSCORED
-                if group in self.groups:  # otherwise the record was only copied for the audit
+                if group in self.groups:  # otherwise only the audit needs the record
                     if cause is DropCause.STALE:
                         running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
@@ -186,7 +187,7 @@ class State:
         )  # fmt: skip
 
     def figures(self, number: int) -> dict[str, float]:
-        """Return figures for people on the run up to step ``number``, which is bound, by name (docs/stream.md)."""
+        """Return the figures of the run up to the bound step ``number``, by name, for people (docs/stream.md)."""
         aged = Counter[int]()
         for age, tokens in self.bindings[number].ages.items():
             aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
@@ -209,7 +210,7 @@ class State:
         return figures | self.episode_records.figures()
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:
-        """Return the times of a rollout's engine; new ones if nothing was observed of this incarnation."""
+        """Return the times of a rollout's engine; a new object if nothing was observed of this incarnation."""
         number, times = self._token_times.get(incarnation.replica, (0, None))
         return times if times is not None and number == incarnation.number else TokenTimes()
 
@@ -262,9 +263,9 @@ class State:
             track.group.unscored -= 1
 
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
-        """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before.
+        """Learn the lengths of a group whose last trajectory is complete, or that is dropped before (``cut``).
 
-        Nothing is learned of episodes: the length of a turn depends on what the agent asks, not on the group.
+        Nothing is learned from episodes, because the length of a turn depends on the agent's request, not on the group.
         """
         if group.has_episodes:
             return
@@ -312,7 +313,7 @@ class State:
 
     @property
     def open_parts(self) -> Sequence[Part]:
-        """Parts of the open step: the step after the latest, which may have parts already."""
+        """Parts of the open step, which is the step after :attr:`latest`."""
         return self.parts.get(self.latest + 1, ())
 
     def lacking(self, groups_per_batch: int) -> int:
@@ -364,7 +365,7 @@ class State:
         yield self._counted
         yield LengthsLearned(
             self.lengths.state()
-        )  # the last records: they replace what the records above have counted and learned again
+        )  # last, because these records replace the counts and lengths that a reader derives from the records above
 
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def binding(self, number: int, groups: tuple[int, ...]) -> Binding:

@@ -1,9 +1,9 @@
-"""What the trainer reads of a group: the samples of its trajectories, their digest, and the ages of their tokens.
+"""The data that a trainer reads of a group: the samples of its trajectories, their digest and their tokens' ages.
 
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
-turns: a turn with tokens whose whole path is not the beginning of another counted turn's. A sample consists of the path
-of its leaf. A sampled token counts in one sample only: the first that has it, in the order of the turns. Given tokens
-never count, and the answers of foreign turns are given tokens.
+turns. A leaf is a turn with tokens whose whole path is not the beginning of another counted turn's path. A sample
+consists of the path of its leaf. A sampled token counts in one sample only: the first sample, in the order of the
+turns, that contains it. Given tokens never count, and the answers of foreign turns are given tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TOKEN_BYTES = 8
 _RUN_BYTES = 28
 """Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
 _TRAJECTORY_BYTES = 64
-"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers), and of those of a group
-beside its prompt."""
+"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers). The same bound holds for
+the bytes of a group without its prompt and trajectories."""
 
 
 def packed(track: TrajectoryState) -> list[PackedTrajectory]:
@@ -48,7 +48,7 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
 
 
 def content_digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
-    """Return the digest of ``place`` and of everything that a step trains of the trajectories."""
+    """Return the digest of ``place`` and of all values of the trajectories on which a step trains."""
     content_hash = hashlib.sha256(place.encode())
     for track in tracks:
         content: object = (track.id, track.group.created.prompt, track.segments, track.score)
@@ -78,7 +78,7 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
             runs = sum(1 for _ in groupby(track.segments, _version))
             size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES
         else:
-            for sample in track.episode.samples:  # a run that does not count is listed twice
+            for sample in track.episode.samples:  # runs that do not count are also in ``masked``
                 size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
                 size += _TRAJECTORY_BYTES
     return size
@@ -145,7 +145,8 @@ def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
     counted: Counter[int] = Counter()
     """Number of sampled tokens of each turn that an earlier sample has."""
     differing: dict[tuple[int, int], int] = {}
-    """For each segment (turn and end) whose digest was compared, the number of its tokens if it differs, else 0."""
+    """For each segment (turn and end) whose digest was compared, the number of its tokens if the digests differ, else
+    0."""
     for leaf in leaves(track):
         runs: list[Run] = []
         path = PathDigest()

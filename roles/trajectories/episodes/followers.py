@@ -44,7 +44,7 @@ class TurnFollowers:
         self._waiting: dict[_Key, _Waiting] = {}
         self._by_turn: dict[int, set[_Key]] = {}
         self._due: list[tuple[float, _Key]] = []
-        """(end of the wait, request) of all requests; an entry of an answered or repeated request is skipped."""
+        """(end of the wait, request) of all requests; entries of answered or repeated requests are skipped."""
         self._arrived: set[_Key] = set()
         self._evaluate_all = False
         self._unnumbered = count(-1, -1)

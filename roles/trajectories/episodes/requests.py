@@ -19,8 +19,8 @@ class LeaseEpisodes(Struct, frozen=True, tag=True):
     """Request of an agents replica for up to ``at_most`` episodes, each a new attempt.
 
     Answered with :class:`LeasedEpisodes`, which is empty if there is none within ``wait`` seconds. ``holding`` lists
-    the episodes that the replica works on already; any other episode whose newest attempt this incarnation makes is
-    sent again, with the same attempt, because the answer that contained it was lost.
+    the episodes that the replica works on already. If this incarnation makes the newest attempt at any other episode,
+    the answer with that episode was lost, so it is sent again with the same attempt.
     """
 
     incarnation: Incarnation
@@ -47,21 +47,21 @@ class OpenTurn(Struct, frozen=True, tag=True):
     max_new: int
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...] = ()
-    """Hashes of the messages of the request, from the first on, each with all messages before it. The store only keeps
-    them, for :class:`GetEpisode`."""
+    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it. The
+    store only keeps the hashes, for :class:`GetEpisode`."""
     options: str = ""
     """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
-    keeps it, for :class:`GetEpisode`."""
+    keeps this text, for :class:`GetEpisode`."""
     sampling: Sampling | None = None
-    """For a *foreign* turn, which is sampled from another policy than the one that is trained, this sampling; else
-    None. The answer of a foreign turn counts as given tokens and is never trained."""
+    """The sampling of a *foreign* turn, which is sampled from another policy than the trained one; None for any other
+    turn. The answer of a foreign turn counts as given tokens and is never trained."""
 
 
 class EndTurn(Struct, frozen=True, tag=True):
     """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
 
-    Tokens sampled after them are discarded. The end is durable once it is answered with :class:`..types.Done`; the
-    rollout learns of it with its next append.
+    Tokens that were sampled later are discarded. The end is durable once it is answered with :class:`..types.Done`; the
+    rollout learns of the end with its next append.
     """
 
     incarnation: Incarnation
@@ -72,8 +72,8 @@ class EndTurn(Struct, frozen=True, tag=True):
 class Follow(Struct, frozen=True, tag=True):
     """Request for the sampled tokens of a turn from ``offset`` on.
 
-    Answered with :class:`TurnTokens` as soon as there is a durable one or the turn is finished, and otherwise with
-    :class:`..types.NotReady` after ``wait`` seconds.
+    Answered with :class:`TurnTokens` as soon as one of these tokens is durable or the turn is finished, and otherwise
+    with :class:`..types.NotReady` after ``wait`` seconds.
     """
 
     incarnation: Incarnation
@@ -88,8 +88,8 @@ class GetEpisode(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     episode: int
     holding: tuple[int, ...] = ()
-    """Turns that the sender has complete: the answer leaves them out, so that the answers about a long episode do not
-    grow with the square of its length."""
+    """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
+    episode would grow with the square of its length."""
 
 
 class FinishEpisode(Struct, frozen=True, tag=True):
@@ -180,7 +180,7 @@ class TurnTokens(Struct, frozen=True, tag=True):
     logprobs: tuple[float, ...]
     versions: tuple[Version, ...]
     finished: bool
-    """True if no token follows these."""
+    """True if no token follows the tokens of this answer."""
 
 
 class Turn(Struct, frozen=True):
@@ -194,7 +194,7 @@ class Turn(Struct, frozen=True):
     finished: bool
     messages: tuple[str, ...]
     attempt: int
-    """Attempt that opened the turn; a later one may have taken it over."""
+    """Attempt that opened the turn; a later attempt may have taken the turn over."""
     request: str
     options: str = ""
     sampling: Sampling | None = None

@@ -1,12 +1,12 @@
 """The rules of episodes: how the store leases, retries, finishes and drops them (those of turns: :mod:`.turn_rules`).
 
-Evaluates one request at a time, as :class:`..store.Store` does, whose records, leases and queues it shares. Which
-incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
+:class:`Episodes` evaluates one request at a time. It shares records, leases and queues with :class:`..store.Store`.
+Which incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
 
 A rollout with weights that are too old for an episode's group may not begin it (:mod:`..steps.staleness`). In a job
-with agents this is decided when the episode is leased: it counts as begun with the newest weights that a rollout has
-reported. So a running agent never waits for the admission of a turn, and agents that occupy all places cannot block an
-episode that a step needs.
+with agents this is decided when the episode is leased: the group then counts as begun with the newest weights that a
+rollout has reported. So a running agent never waits for the admission of a turn, and agents that occupy all places
+cannot block an episode that a step needs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ REPLICA_ENDED = "the agents replica that made the attempt has ended"
 NO_ANSWER = "the agent ended without a complete answer of the model"
 """Reason for the failure of an attempt that has nothing to train."""
 _NO_EPISODES = "the job has no agents"
-"""Why an episode is refused in a job without them."""
+"""Reason for refusing requests about episodes in a job without agents."""
 NO_AGENTS = "the job no longer has agents"
-"""Reason for dropping the groups of agents in a job without them."""
+"""Reason for dropping groups of episodes in a job that no longer has agents."""
 
 _MAX_REASON_CHARS = 200
 """Characters of the reason for a failure that are stored: a reason comes from the code of an agent, and the audit
@@ -67,8 +67,9 @@ class EpisodeSettings(Struct, frozen=True):
     retries: int = 2
     """Number of failed attempts at an episode after which another failure drops its group."""
     on_death: Literal["replay", "again", "drop"] = "replay"
-    """What happens to an episode if the process that makes an attempt at it dies: the next attempt takes over the turns
-    that it repeats, or begins again without them, or the group is dropped. The attempt never counts as failed."""
+    """Consequence for an episode if the process that makes an attempt at it dies. With ``replay`` the next attempt
+    takes over the turns that it repeats, with ``again`` it begins without turns, and with ``drop`` the group is
+    dropped. The attempt never counts as failed."""
     timeout: float = 1200.0
     """Duration after which an attempt of an agent outside of the run counts as failed."""
     reward_timeout: float = 3600.0
@@ -81,11 +82,11 @@ class StoreRules(Protocol):
     newest_weights: int | None
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a worker is not served, or None."""
+        """Return why a request of a worker is not served; None if it is served."""
         ...
 
     def create_group(self) -> bool:
-        """Create a group if the limits allow it, and return whether it exists."""
+        """Create a group if the limits allow it, and return whether it was created."""
         ...
 
     def drop(self, group: Group, reason: str, cause: DropCause) -> None:
@@ -126,15 +127,15 @@ class Episodes:
         self._turns = TurnRules(durable, work)
         self._leases = Leases()
         self._requests: dict[str, int] = {}
-        """Episode of each request of an agent outside of the run whose attempt goes on."""
+        """Episode by request of an agent outside of the run, for each attempt that is not over."""
         self._limits = TimeLimits()
         self._heap: list[tuple[float, int]] = []
         """(step of the weights that the episode's group was begun with, episode) of every episode without an attempt.
-        An entry of an episode that is not free is skipped when it is popped, and one with an outdated step is replaced.
+        When an entry is popped, it is skipped if the episode has an attempt, and replaced if its step is outdated.
         """
 
     def rebuild(self) -> None:
-        """Build leases and queue from the state; without agents, drop the groups that only agents can complete."""
+        """Build leases and queue from the state; in a job without agents, drop the groups that need agents."""
         for group in [group for group in self._state.groups.values() if group.has_episodes]:
             if not self._has_agents and group.unscored:
                 self._rules.drop(group, NO_AGENTS, DropCause.OTHER)
@@ -174,7 +175,7 @@ class Episodes:
         for number in sorted(self._leases.release_departed(current)):
             track = self._state.trajectories.get(number)
             if track is None:
-                continue  # its group was dropped together with an episode before
+                continue  # the group was dropped for one of its earlier episodes
             if self._settings.on_death == "drop":
                 self._rules.drop(track.group, REPLICA_ENDED, DropCause.FAILED)
             else:
@@ -232,7 +233,7 @@ class Episodes:
         return LeasedEpisodes(() if track is None else (self._item(track),))
 
     def _begin(self, incarnation: Incarnation, request: str | None) -> TrajectoryState | None:
-        """Begin an attempt at the next episode; None if there is none, or none that may begin now."""
+        """Begin an attempt at the next episode and return it; return None if no episode may begin now."""
         weights = self._state.committed if self._rules.newest_weights is None else self._rules.newest_weights
         while True:
             track = self._first()
@@ -280,7 +281,7 @@ class Episodes:
     def _end_attempt(self, track: TrajectoryState, reason: str, failures: int, *, replay: bool = False) -> None:
         """End an attempt without a result, so that another replica may begin the next one.
 
-        With ``replay`` rollouts go on extending its turns, for the next attempt to take over.
+        With ``replay``, rollouts continue to extend its turns, so that the next attempt can take them over.
         """
         episode = _episode(track)
         if not replay:
@@ -328,7 +329,7 @@ class Episodes:
         counted = tuple(turn.id for turn in complete)
         self._durable.write(
             EpisodeFinished(number, attempt, counted, reward, request.later)
-        )  # one record: a crash may come between two
+        )  # one record, because a crash may occur between two
         if reward is not None:
             self._rules.scored((number,))
         elif request.later:
@@ -338,7 +339,7 @@ class Episodes:
         return Done()
 
     def _current(self, number: int, attempt: int) -> TrajectoryState | Denied:
-        """Return an episode whose newest attempt is ``attempt`` and goes on, or the refusal of the request."""
+        """Return the episode if ``attempt`` is its newest attempt and is not over; otherwise return the refusal."""
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)

@@ -1,7 +1,7 @@
 """Time limits of attempts by agents outside of the run, and of rewards that come later.
 
-Time limits are not durable: after a restart of the store each begins again. The caller checks whether an expired limit
-still applies, so that no limit has to be removed when an attempt ends or a reward arrives.
+Time limits are not durable: after a restart of the store each limit begins again. The caller checks whether an expired
+limit still applies, so that no limit has to be removed when an attempt ends or a reward arrives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._new: list[tuple[float, int, int]] = []
-        """(seconds, episode, attempt) of the limits that begin with the next call of :meth:`expired`."""
+        """(seconds, episode, attempt) of each limit that begins with the next call of :meth:`expired`."""
         self._heap: list[tuple[float, int, int]] = []
-        """(time, episode, attempt) of all other limits."""
+        """(time of its end, episode, attempt) of each limit that has begun."""
 
     def begin(self, episode: int, attempt: int, seconds: float) -> None:
         """Begin a time limit of an attempt."""

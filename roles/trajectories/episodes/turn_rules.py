@@ -1,7 +1,8 @@
 """The rules of turns: how they are opened, taken over from a recorded attempt, ended, followed and shown.
 
-A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. Its parent may be
-a recorded turn itself: agents that run at the same time may ask in another order than before.
+A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. The parent of the
+turn may still be a recorded turn, because agents that run concurrently in an episode may send their requests in another
+order than before.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class TurnRules:
         return TurnOpened(number)
 
     def end(self, request: EndTurn) -> Done | Denied:
-        """End an answer after some of its tokens, and take it from its rollout."""
+        """End an answer after some of its tokens, and end its lease."""
         turn = self._current(request.turn)
         if isinstance(turn, Denied):
             return turn
         if not 1 <= request.length <= turn.length:
-            return Denied(f"turn {turn.id} has {turn.length} sampled tokens; it cannot end after {request.length}")
+            return Denied(f"turn {turn.id} cannot end after {request.length} tokens: it must be 1 to {turn.length}")
         if turn.finished and request.length == turn.length:
-            return Done()  # repeated, or it ends there anyway
+            return Done()  # a repeated request, or the answer ends there by itself
         assert turn.turn is not None
         if self._state.trajectories[turn.turn.episode].finished:
             return Denied(f"turn {turn.id} is complete, and its episode is finished", fenced_attempt=True)
@@ -88,7 +89,7 @@ class TurnRules:
         if isinstance(turn, Denied):
             return turn
         if not 0 <= offset <= turn.length:
-            return Denied(f"turn {number} has {turn.length} sampled tokens, so none from {offset} on")
+            return Denied(f"the offset {offset} is invalid: turn {number} allows 0 to {turn.length}")
         if offset == turn.length and not turn.finished:
             return NotReady()
         tokens: list[int] = []
@@ -110,7 +111,7 @@ class TurnRules:
             return Denied(f"turn {number} is not stored: its attempt is over", fenced_attempt=True)
         episode = self._state.trajectories[turn.turn.episode].episode
         if episode is not None and number in episode.recorded:
-            text = f"turn {number} is of an attempt that is over, and the newest one has not asked for it"
+            text = f"turn {number} belongs to an attempt that is over, and the newest attempt has not taken it over"
             return Denied(text, fenced_attempt=True)
         return turn
 
@@ -142,7 +143,7 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
 
 
 def sampling_problem(sampling: Sampling | None) -> str | None:
-    """Return which field of a turn's sampling no engine accepts, and a valid value; None if all fields are valid."""
+    """Return a text that names an invalid field of a turn's sampling and its valid values; None if all are valid."""
     for name, value in ({} if sampling is None else asdict(sampling)).items():
         accepts, words = _ACCEPTED[name]
         if value is not None and not (math.isfinite(value) and accepts(value)):
@@ -161,11 +162,12 @@ _ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: value > 0, "more than 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
-"""The values of each field of :class:`..types.Sampling` that vLLM accepts; it raises an error for any other value."""
+"""For each field of :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.
+vLLM raises an error for any other value."""
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:
-    """Return why the tokens before a turn are invalid, or None."""
+    """Return why the tokens before a turn are invalid; None if they are valid."""
     longest = 0
     if request.parent is not None:
         if request.parent not in episode.turns or request.parent in episode.recorded:

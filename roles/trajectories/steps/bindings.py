@@ -1,10 +1,10 @@
-"""How complete groups are bound to steps, as a whole or in parts, and how steps are committed.
+"""Binds complete groups to steps, as a whole or in parts, and commits steps.
 
 The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
-newest step that is bound completely. It may have parts already: a trainer that does not wait for whole batches requests
-part 0, 1, … of the step, and each request takes the groups that are complete at that time. So the pace of the trainer
-determines into which parts a step is cut. A part never changes, and neither does the number of groups of a step that
-has parts.
+newest step that is bound completely. The open step may have parts already. A trainer that does not wait for whole
+batches requests part 0, 1, … of the step, and each request takes the groups that are complete at this time. So the pace
+of the trainer determines into which parts a step is cut. A part never changes, and neither does the number of groups of
+a step that has parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredM
 from .staleness import StalenessLimit
 
 PARTS_PER_STEP = 8
-"""Number of parts that a step is cut into at most, unless the size of a part is set or messages are too small."""
+"""Maximum number of parts of a step, unless the job sets the size of a part or messages are too small."""
 METRICS_PER_ANSWER = 256
 """Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 
@@ -87,8 +87,8 @@ class Bindings:
 
         A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
         bound completely now or was already, and Denied if ``number`` is not the next step. Returns NotReady while too
-        many bound steps are uncommitted, while too few groups are complete, or, with ``wait_for_late``, while the
-        binding would let an incomplete group miss its last step.
+        many bound steps are uncommitted or too few groups are complete. With ``wait_for_late``, also returns NotReady
+        while the binding would let an incomplete group miss its last step.
         """
         if number in self._state.bindings:
             return None
@@ -110,18 +110,18 @@ class Bindings:
         """Bind the next part of step ``number``, unless part ``index`` exists.
 
         The part gets all complete groups that may be bound, as :meth:`bind` orders them, but not more than fit into a
-        message. Returns None if the part exists now or did already, and Denied if ``index`` is not the next part of the
-        open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
+        message. Returns None if the part exists now or existed already, and Denied if ``index`` is not the next part of
+        the open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
         """
         count = len(self._state.parts_of(number))
         if index in range(count):
             return None
         if number in self._state.bindings:
-            return Denied(f"part {index} of step {number} does not exist: the step has {count} parts")
+            return Denied(f"part {index} of step {number} does not exist: the number of its parts is {count}")
         if rejection := self._check_open(number):
             return rejection
         if index != count:
-            return Denied(f"part {index} is out of order: step {number} has {count} parts so far")
+            return Denied(f"part {index} is out of order: the next part of step {number} is part {count}")
         at_most = min(self._bindable(), self.lacking)
         if at_most < self._least(index):
             return NotReady()
@@ -129,7 +129,7 @@ class Bindings:
         return None
 
     def _check_open(self, number: int) -> NotReady | Denied | None:
-        """Return why no group can be bound to step ``number`` whatever groups are complete, or None."""
+        """Return why no group can be bound to step ``number``, whichever groups are complete; None if some can."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(
@@ -142,7 +142,7 @@ class Bindings:
         return int(min(len(self._ready), self._staleness.bindable()))
 
     def _least(self, index: int | None) -> int:
-        """Return the minimum number of groups that a request for a part, or for the batch (None), binds."""
+        """Return the minimum number of groups to bind for part ``index``, or for the batch if ``index`` is None."""
         return self.lacking if index is None else min(self._per_part, self.lacking)
 
     def _take(self, at_most: int) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class Bindings:
         Args:
             number: Step that the trainer requested.
             index: Part of the step that the trainer requested; None for the batch.
-            holder: Returns the rollout that a trajectory is leased to, or None.
+            holder: Returns the rollout that a trajectory is leased to; None without a lease.
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
             published: Whether a weight version is known that the trainer has published.
         """
@@ -204,15 +204,15 @@ class Bindings:
         oldest = self._staleness.oldest_allowed
         if oldest is not None and newest_weights is not None and newest_weights < oldest:
             return (
-                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest_weights}'s: the"
-                f" trainer must publish at least once in {self._staleness.publish_every} steps"
+                f"the trainer waits for step {number}, the rollouts for weights newer than those of step"
+                f" {newest_weights}: the trainer must publish at least once in {self._staleness.publish_every} steps"
             )
         bound = sum(len(part.groups) for part in self._state.open_parts)
         rest = f" (bound already: {bound})" if bound else ""
         return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     def has_data(self) -> bool:
-        """Return whether the trainer could train now: on uncommitted groups that are bound, or on a step to bind."""
+        """Return whether the trainer could train now: uncommitted groups are bound, or the next step can be bound."""
         if self._state.latest > self._state.committed or self._state.open_parts:
             return True
         return self._bindable() >= self.lacking
@@ -224,9 +224,9 @@ class Bindings:
     ) -> Done | Denied:  # fmt: skip
         """Commit a checkpoint and the consumption of all steps up to ``number`` in one record (rule 4).
 
-        A commit covers at most ``checkpoint_every`` steps. ``earlier`` has those before ``number``: each must have been
-        trained on the batch that is bound to it. The request may be repeated. The metrics are written before the
-        commit: metrics of an uncommitted step are never read.
+        A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step
+        must have been trained on the batch that is bound to it. The request may be repeated. The metrics are written
+        before the commit, because metrics of an uncommitted step are never read.
         """
         before, committed = self._state.commitments.get(number), self._state.committed
         described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}
@@ -249,17 +249,17 @@ class Bindings:
         return self._done(described)
 
     def _done(self, steps: Iterable[int]) -> Done:
-        """Return the answer to a commit: the metrics of its steps, of which the last is the one with the checkpoint."""
+        """Return the answer to a commit: the metrics of its steps. The last step is the one with the checkpoint."""
         *earlier, last = [StepMetrics(step, self._state.metrics.get(step, {})) for step in sorted(steps)]
         return Done(metrics=last.metrics, earlier=tuple(earlier))
 
     def committed(self) -> CommittedState:
-        """Return number and manifest of the newest commit; None for both before the first one."""
+        """Return number and manifest of the newest commit; both are None before the first commit."""
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def commit_status(self) -> CommitStatus:
-        """Return the newest commit and the folder of each commit; it is durable only once the log is flushed."""
+        """Return the newest commit and the folder of each commit; all are durable only after the log is flushed."""
         folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
         return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
 

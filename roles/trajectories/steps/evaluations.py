@@ -5,7 +5,7 @@ An evaluation of step s belongs to one weight version, and to the time between t
 - It starts once the current trainer has published the weights of step s. Rollouts with these weights get its answers
   before any other work; a token of another version is refused.
 - The trainer gets no data of step s + 1 before each answer has a score (or cannot be scored). So the trainer publishes
-  no newer version meanwhile, and a rollout that replaces a failed one receives the weights of step s.
+  no newer version during the evaluation, and a rollout that replaces a failed one receives the weights of step s.
 - Its result is recorded once step s is committed (for s = 0 at once). A trainer that is restarted begins the
   evaluation again, since it may compute step s again; a result that is recorded is never replaced.
 
@@ -39,11 +39,11 @@ from ..durable.records import (
 from ..types import Item, NewestVersion, Prompt, Sampling, Score, ToScore
 
 _SEEDS = 2**31
-"""Number of seeds of an answer; vLLM accepts 32 bits with a sign."""
+"""Number of possible seeds of an answer; vLLM accepts signed integers of 32 bits."""
 
 
 class EvaluationSettings(Struct, frozen=True):
-    """What is evaluated, and how."""
+    """The settings of the job's evaluations."""
 
     spec: EvalSpec
     steps: int
@@ -53,12 +53,13 @@ class EvaluationSettings(Struct, frozen=True):
     count: int
     """Number of prompts."""
     prompt: Callable[[int], Prompt]
-    """Makes the prompt of an item of the evaluation's task; the answers to an item for which it raises do not count."""
+    """Makes the prompt of an item of the evaluation's task. If it raises an exception, the item's answers do not
+    count."""
     max_new_tokens: int
 
 
 class Evaluations:
-    """The open evaluation: its leases to rollouts and to reward replicas, and which step waits for it.
+    """The open evaluation, its leases to rollouts and to reward replicas, and the step that waits for it.
 
     Args:
         durable: State and log of the store.
@@ -93,13 +94,13 @@ class Evaluations:
 
     @property
     def _current(self) -> EvaluationStarted | None:
-        """The open evaluation, unless a newer trainer may compute its step again."""
+        """The open evaluation; None if there is none, or if a newer trainer may compute its step again."""
         started = self._state.open
         fence = self._durable.state.fences.get(TRAINER, -1)
         return None if started is None or self._settings is None or started.incarnation < fence else started
 
     def _is_wanted(self, step: int) -> bool:
-        """Return whether the weights of a step are due for an evaluation that has no result yet."""
+        """Return whether the weights of a step must be evaluated and have no result yet."""
         settings, results = self._settings, self._state.results
         return settings is not None and settings.spec.is_due(step, settings.steps) and step > max(results, default=-1)
 
@@ -122,7 +123,7 @@ class Evaluations:
         return f"the trainer waits for the evaluation of step {step}: {done}"
 
     def _start(self) -> None:
-        """Start the evaluation of the newest version, if its step is to be evaluated and no other one is open."""
+        """Start the evaluation of the newest version, if its step must be evaluated and no other evaluation is open."""
         newest, settings = self._newest(), self._settings
         if newest is None or settings is None or self._current is not None or not self._is_wanted(newest.version.step):
             return
@@ -156,7 +157,7 @@ class Evaluations:
             return ()
         for number in holding or ():
             if self._may_write(incarnation, number) and not self._state.answers[number].finished:
-                self._leases.assign(number, incarnation)  # its lease was lost when the store restarted
+                self._leases.assign(number, incarnation)  # the restart of the store has ended its lease
         leased_before = () if holding is None else self._leases.leased_to(incarnation) - set(holding)
         items = [self._item(self._state.answers[number]) for number in sorted(leased_before)[:at_most]]
         while self._to_extend and len(items) < at_most:
@@ -180,7 +181,7 @@ class Evaluations:
         return self._prompts[item]
 
     def _answers_to(self, item: int) -> tuple[int, ...]:
-        """Return the answers to a prompt without a score: their numbers follow each other."""
+        """Return the numbers of the answers to a prompt that are not settled."""
         assert self._state.open is not None
         first, samples = self._state.open.first + item * self._state.open.samples, self._state.open.samples
         return tuple(number for number in range(first, first + samples) if not self._state.answers[number].settled)
@@ -249,7 +250,7 @@ class Evaluations:
         return write, lost
 
     def _release(self, number: int, incarnation: Incarnation) -> None:
-        """End the lease of an answer whose rollout has to stop working on it, and offer it again."""
+        """End the lease of an answer whose rollout must stop working on it, and offer the answer to other rollouts."""
         if self._leases.holder(number) == incarnation:
             self._leases.release(number)
             heappush(self._to_extend, number)
@@ -309,7 +310,7 @@ class EvaluationReports:
     def __init__(self, evaluations: Evaluations, report: Callable[[int, dict[str, float]], None]) -> None:
         self._evaluations, self._report = evaluations, report
         self._sent_at: dict[int, float] = {}
-        """When the results that are not confirmed were sent (s), by step."""
+        """Time (s) at which each unconfirmed result was last sent, by step."""
 
     def send(self, confirmed: int, now: float) -> None:
         """Send the results of steps after ``confirmed`` in order, except those sent in the last :data:`RESEND_S`."""
@@ -321,5 +322,5 @@ class EvaluationReports:
 
 
 def is_evaluated(number: int) -> bool:
-    """Return whether the number of a trajectory is that of an answer of an evaluation."""
+    """Return whether a trajectory's number belongs to an answer of an evaluation."""
     return number >= FIRST_EVALUATED

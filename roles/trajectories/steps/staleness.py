@@ -55,7 +55,7 @@ from ..durable.groups import Group
 from ..durable.state import State
 
 _WARNING_WINDOW_BATCHES = 10
-"""Number of batches' worth of groups, trained or dropped, after which the share of dropped groups is evaluated."""
+"""The share of dropped groups is evaluated whenever so many batches of groups have been trained or dropped."""
 
 
 class StalenessLimit:
@@ -81,9 +81,9 @@ class StalenessLimit:
         self._begun: dict[int, int] = {}
         """Step of the weights that a group was begun with, by group number."""
         self._counts: Counter[int] = Counter()
-        """Number of groups for each such step."""
+        """Number of unbound groups, by the step of the weights that they were begun with."""
         self._complete_counts: Counter[int] = Counter()
-        """Number of complete groups (which can be bound) for each such step."""
+        """Number of complete unbound groups, by the step of the weights that they were begun with."""
         self._evaluated_at = state.latest, state.stale
         for group in state.groups.values():
             if group.bound is None and group.oldest is not None:
@@ -117,7 +117,7 @@ class StalenessLimit:
             self._complete_counts[weights] += 1
 
     def forget(self, group: Group, *, complete: bool) -> None:
-        """Stop counting a group that a step trains or that was dropped; ``complete`` if it counted as complete."""
+        """Stop counting a group that is bound or dropped; ``complete`` is True if it counted as complete."""
         if complete and (weights := self._begun.get(group.created.group)) is not None:
             _decrease(self._complete_counts, weights)
         self._uncount(group)
@@ -157,13 +157,14 @@ class StalenessLimit:
     def blocking_weights(self, least: int) -> int | None:
         """Return the step of the weights whose groups must be complete before ``least`` groups can be bound.
 
-        If as many groups were bound now, more groups begun with these or older weights would remain than there are
-        places left for. Returns None if no such groups prevent the binding, which is always so with ``late = "drop"``.
+        If ``least`` groups were bound now, the remaining steps would have too few places for the groups that were begun
+        with these or older weights. Returns None if no such groups prevent the binding, which is always so with
+        ``late = "drop"``.
         """
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 
     def _bindable_by_weights(self) -> Iterator[tuple[int, int]]:
-        """Yield, for each v with groups begun with it, v and how many groups (**) allows for v."""
+        """Yield each v with which groups were begun, and the number of groups that (**) allows for v."""
         if self._limit is None or not self.wait_for_late:
             return
         begun = complete = 0
@@ -194,8 +195,8 @@ class StalenessLimit:
     def describe(self, weights: int, holder: Callable[[int], Incarnation | None]) -> str:
         """Describe the groups of :meth:`incomplete` for a person; there must be at least one.
 
-        The text names the groups, the last steps that may train them, and the incarnations that work on the first of
-        them. ``holder`` returns the incarnation that a trajectory is leased to.
+        The text names the groups, the last steps that may train them, and the incarnations that work on the first
+        group. ``holder`` returns the incarnation that a trajectory is leased to.
         """
         groups = self.incomplete(weights)
         first, last = groups[0], groups[-1]
@@ -254,7 +255,7 @@ class StalenessLimit:
 
 
 def _decrease(counts: Counter[int], key: int) -> None:
-    """Subtract one; remove a count of zero, so that there are about as many keys as the limit on the age has steps."""
+    """Subtract one from a count, and remove a zero count, so that there are about as many keys as allowed ages."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -48,7 +48,7 @@ def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
         async with staged("killed").open() as stage:
             await dies(stage, SEALED if snapshots else "after the commit", 1)
             assert await stage.live() == [0] * world, stage.logs()
-            from_step_1 = "the snapshot of step 1; committed is 0" if snapshots else "the commit of step 1"
+            from_step_1 = "the snapshot of step 1 (committed: step 0)" if snapshots else "the commit of step 1"
             assert goes_on_from(stage) == from_step_1
             assert _apart_from_files(end_of(stage)) == _apart_from_files(expected)
 

@@ -120,7 +120,7 @@ def test_gang_resumes_from_its_snapshots_and_finishes_their_commit(
             stage.agent_dies(NodeName("n1"))  # with the node: only its buddy has the second member's state
             stage.agent_starts(NodeName("n1"))
             assert await stage.live() == [0, 0], stage.logs()
-            assert goes_on_from(stage) == "the snapshot of step 2; committed is 1"
+            assert goes_on_from(stage) == "the snapshot of step 2 (committed: step 1)"
             assert end_of(stage) == await undisturbed_end(2, 3)
 
     asyncio.run(story())

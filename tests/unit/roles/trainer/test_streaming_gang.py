@@ -75,7 +75,7 @@ def test_snapshot_of_a_step_in_parts_is_restored_and_its_commit_finished(
         async with killed.open() as stage:
             await dies(stage, SEALED, 2, rank=1)
             assert await stage.live() == [0, 0], stage.logs()
-            assert goes_on_from(stage) == "the snapshot of step 2; committed is 1"
+            assert goes_on_from(stage) == "the snapshot of step 2 (committed: step 1)"
             assert end_of(stage) == expected
 
     asyncio.run(story())

@@ -530,7 +530,7 @@ def test_a_group_larger_than_a_message_is_refused(tmp_path: Path, monkeypatch: p
         denial = script.replies[1]
         assert isinstance(denial, Denied)
         assert denial.why == (
-            "the part has 0 MiB, but a message at most 0 MiB; lower group_size or max_new_tokens in [sampling]"
+            "the part has 0 MiB, but a message has at most 0 MiB; lower group_size or max_new_tokens in [sampling]"
         )
 
     _serve(tmp_path, play, store=_ready(tmp_path))
@@ -581,7 +581,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
         await script.until(lambda: 1 in script.replies)
         denial = script.replies[1]
         assert isinstance(denial, Denied)
-        assert "but a message at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in denial.why
+        assert "but a message has at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in denial.why
         assert denial.why.endswith("or train in parts (stream = true)")
 
     _serve(tmp_path, play, store=_ready(tmp_path))

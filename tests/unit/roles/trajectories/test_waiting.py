@@ -243,7 +243,7 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert answer == store.lease(ROLLOUT, 1, (), 0)
     assert store.wait_reason(3) == (
-        "the trainer waits for step 3, the rollouts for weights newer than step 0's: the trainer"
+        "the trainer waits for step 3, the rollouts for weights newer than those of step 0: the trainer"
         " must publish at least once in 2 steps"
     )
 

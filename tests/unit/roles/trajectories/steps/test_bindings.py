@@ -228,7 +228,7 @@ def test_parts_are_requested_in_order_and_only_once_the_previous_step_is_complet
     store = open_store(tmp_path, keep_uncommitted=9)
     lease(store)
     complete(store, 0, 1)
-    assert "is out of order: step 1 has 0 parts so far" in _denied(store.part(TRAINER, 1, 1))
+    assert "is out of order: the next part of step 1 is part 0" in _denied(store.part(TRAINER, 1, 1))
     assert "is out of order" in _denied(store.part(TRAINER, 1, -1))
     assert "batch 2 is out of order" in _denied(store.part(TRAINER, 2, 0))
     part(store, 1, 0)
@@ -236,7 +236,7 @@ def test_parts_are_requested_in_order_and_only_once_the_previous_step_is_complet
     assert "batch 2 is out of order" in _denied(store.batch(TRAINER, 2))
     complete(store, 2, 3)
     assert part(store, 1, 1).last
-    assert _denied(store.part(TRAINER, 1, 2)) == "part 2 of step 1 does not exist: the step has 2 parts"
+    assert _denied(store.part(TRAINER, 1, 2)) == "part 2 of step 1 does not exist: the number of its parts is 2"
     assert store.part(TRAINER, 2, 0) == NotReady()
 
 
