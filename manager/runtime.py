@@ -248,7 +248,7 @@ class Manager:
     def _detect_own_stall(self) -> None:
         """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        After a stall, missing heartbeats may only not have been received.
+        After a stall, heartbeats may seem to be missing that were only not received yet.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:

@@ -72,7 +72,7 @@ def demand(spec: RunSpec, foreground: bool = False) -> Demand:
 def _hours(node_group: NodeGroup, spec: RunSpec) -> float:
     """Return the maximum number of hours for which a node of the group is held.
 
-    An allocation that ends before the run overlaps with its successor, while the replicas move.
+    If an allocation ends before the run does, it overlaps with its successor while the replicas move.
     """
     successors = max(0, math.ceil(spec.walltime / node_group.walltime) - 1)
     overlap = min(spec.limits.rotate, node_group.walltime / 2)
@@ -110,8 +110,9 @@ def max_standbys(spec: RunSpec) -> int:
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the maximum number of standby processes of a role.
 
-    The trainer has one beside each rank. Each spare node, and each node of a donor rollout, has as many as a node of
-    the trainer has ranks. For rollouts, each spare node has as many standby processes as it can host rollouts.
+    The trainer has one standby process beside each rank. Each spare node and each node of a donor rollout has as many
+    standby processes of the trainer as a node of the trainer has ranks. For rollouts, a spare node has as many standby
+    processes as rollouts fit on it.
     """
     if not role.warm or spec.recovery.policy != "role":
         return 0
@@ -123,7 +124,7 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
 def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the maximum number of preloaded processes of a role.
 
-    There is one on each node that its replicas occupy, if the node has memory left for it.
+    There is one process on each node that the role's replicas occupy, if the node has memory left for the process.
     """
     if not role.preload or spec.recovery.policy != "role":
         return 0
@@ -133,7 +134,7 @@ def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """Return (spare nodes, rollouts' nodes) that run standby processes of this role, which must be ``warm``."""
+    """Return (number of spare nodes, number of rollouts' nodes) with standby processes of this ``warm`` role."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
     rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
@@ -198,7 +199,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; of equal allocations, only the first."""
+    """Return (title, batch script) of each allocation; equal allocations are listed once."""
     if spec.manager.where == "pool":
         return [
             (

@@ -27,14 +27,14 @@ _FOREIGN_LINES = (
     re.compile("srun|submitit"),
 )
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
-match the first pattern are skipped. If no line remains, only those that match the second pattern are skipped: if a
-program cannot be started, slurmstepd prints why, and then srun only reports that the program ended."""
+match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped,
+because slurmstepd prints why a program cannot be started, and srun then only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
 
 def start_failure(run: RunDir, spec: RunSpec) -> str:
-    """Return why no manager will begin a run that awaits a manager; empty if one still may, or if that is unknown.
+    """Return why no manager will begin a run that awaits a manager; empty if a manager may begin it, or if unknown.
 
     A run awaits a manager according to :func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`. The text is one
     line with the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a read (10 s) if

@@ -164,15 +164,15 @@ class LocalCluster:
         self._remove_record(self._step_file(tag))
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        """Refuse: virtual nodes belong to this run only."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot drain nodes: its virtual nodes belong to this run only")
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        """Refuse: virtual nodes belong to this run only."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot undrain nodes: its virtual nodes belong to this run only")
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        """Raise Refused: virtual nodes belong to this run alone, so there is nobody to give them back to."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot give single nodes back: its virtual nodes belong to this run only")
 
     async def inject_fault(self, fault: Fault) -> str:

@@ -110,7 +110,7 @@ class Executor:
                     "the action %s with the tag %s failed because of an error in rrl", type(action).__name__, action.tag
                 )
             if isinstance(action, Request | Launch | InjectFault):
-                return  # settled by its tag, or not repeatable: a second attempt could have a second effect
+                return  # not repeated here, because a second attempt could have a second effect
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_INTERVAL_S)  # more frequent attempts would only load a cluster that hangs
 
@@ -187,7 +187,7 @@ class StepControl:
     async def check_standby(self, action: Launch) -> None:
         """Check that the standby process has the environment that a new step of the incarnation would have.
 
-        If files of the run directory cannot be read, the standby process counts as good: a new step would need them.
+        If a file of the run directory cannot be read, the check passes, because a new step would need the same file.
 
         Raises:
             StandbyOutdated: the environment, command, folder, setup or network has changed since its start.

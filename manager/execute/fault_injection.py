@@ -1,12 +1,12 @@
 """Inject requested and planned faults through the node's agent, the role itself, the cluster, or this manager.
 
 Each fault is recorded as one ``FaultInjected`` event that says whether it was injected; a fault with a duration gets a
-second event at its end. A fault is tried only once. If the manager dies meanwhile, the next manager records the result
-as unknown.
+second event at its end. A fault is tried only once. If the manager dies before the result is known, the next manager
+records the result as unknown.
 
 ``disk_full`` writes a file that fills the run directory's file system (blocking). Others use that file system too, so
-the fault is refused unless little space is left. If the manager is killed, the next manager removes the file, or an
-agent that has lost its manager.
+the fault is refused unless little space is left. If the manager is killed, the file is removed by the next manager, or
+by an agent that has lost the connection to its manager.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FaultInjector:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._context.record(injected_event(action, True, await self._cluster.inject_fault(fault)))
-        if fault.seconds:  # measured from the beginning: some clusters confirm an outage only when it is over
+        if fault.seconds:  # counted from the beginning, because some clusters confirm an outage only at its end
             await asyncio.sleep(began + fault.seconds - loop.time())
             self._context.record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
 
@@ -158,7 +158,7 @@ class FaultInjector:
         if action.tag not in self._context.state().intents:
             return
         code = self._exit_codes.pop(action.step, None)
-        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the confirmation was lost with it
+        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the exit lost the confirmation
             self._context.record(injected_event(action, True, f"its step ended with exit code {code}"))
         else:  # the target ended first, perhaps because of the fault
             raise Unanswered(f"{action.incarnation} ended before it confirmed that the fault was injected")

@@ -162,9 +162,9 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:
     """Return the names of the parts in which a standby process differs from a new step of the incarnation to launch.
 
-    A standby process has read its environment already: torch reads OMP_NUM_THREADS when it is imported. The environment
-    differs, for example, if the next manager was started with another PATH. The result has the names of variables and
-    of other parts of the launch file, without their values, which may be secret.
+    A standby process has already read its environment: torch, for example, reads OMP_NUM_THREADS when it is imported.
+    The environment of a new step differs, for example, if the next manager was started with another PATH. The result
+    has the names of variables and of other parts of the launch file, without their values, which may be secret.
 
     Raises:
         OSError: a file of the run directory cannot be read.

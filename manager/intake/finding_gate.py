@@ -129,7 +129,7 @@ class ReportedFindings:
 
 
 def may_report(finding: Finding, agent: Incarnation, node: NodeName) -> bool:
-    """Return whether this agent may report the finding: about its own node, and from no detector of the manager."""
+    """Return whether the finding is one that this agent may report: about its own node, from an agent's check."""
     return is_agent_of(agent, node) and finding.node == node and finding.incarnation is None and from_agent(finding)
 
 
@@ -181,7 +181,7 @@ class FindingGate:
         self._published: dict[str, Finding] = {}
         """Findings as last recorded in the journal, by key."""
         self._input_key: object = None
-        """Inputs of the last call of :meth:`publish`; None if its result may change with time alone."""
+        """Inputs of the last call of :meth:`publish`; None if the result of the call may change with time alone."""
 
     @property
     def nodes(self) -> set[NodeName]:
@@ -191,8 +191,8 @@ class FindingGate:
     def restore(self) -> None:
         """Take over the findings recorded by earlier managers.
 
-        A finding without proof is cleared unless it is found again: at once by the manager's detectors, or in the
-        agent's next Hello. Correlations among the recorded findings remain in effect.
+        A finding without proof is cleared, unless the manager's detectors find it again at once, or the agent's next
+        Hello contains it. Correlations among the recorded findings remain in effect.
         """
         recorded = self._context.state().findings
         for key, finding in recorded.items():
@@ -305,8 +305,7 @@ class FindingGate:
 
 
 BASELINE_CHECK_INTERVAL_S = 60.0
-"""Seconds between two checks for changed baselines. A new manager has to learn at most this time's observations
-again."""
+"""Seconds between two checks for changed baselines. A new manager loses at most the observations of this time."""
 
 
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Record how much the GPUs of the nodes are used, rarely: only views show it, and no decision depends on it."""
+"""Record the use of the nodes' GPUs at long intervals: only views show it, and no decision depends on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..context import RunContext
 from ..model.events import GpuUseRecorded
 
 RECORD_INTERVAL_S = 20.0
-"""Minimum seconds between two records: a person who looks again after half a minute sees other figures."""
+"""Minimum seconds between two records: after half a minute, a person sees other figures."""
 RECORD_INTERVAL_PER_NODE_S = 0.02
-"""Seconds by which each node in a record delays the next one. A node takes 40 bytes, so that records take less than
+"""Seconds by which each node in a record delays the next record. A node takes 40 bytes, so that records take less than
 2 kB/s for any number of nodes."""
 
 

@@ -173,8 +173,8 @@ class MessageHandler:
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
         """Answer whether a launched process may start its command, so that each launch starts exactly one command.
 
-        If a process that an earlier manager admitted asks again while the run is ending, it is admitted, and then
-        stopped in order.
+        A process that an earlier manager admitted may ask again while the run is ending. It is then admitted, and
+        afterwards stopped in order.
         """
         state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)
@@ -202,7 +202,7 @@ class MessageHandler:
             if ok
             else f"{incarnation} is not expected: the newest incarnation is {replica.incarnation} ({replica.status})"
         )
-        # Another node than the one planned for may be in use by other replicas, or not belong to the run.
+        # A node other than the planned one may be in use by other replicas, or not belong to the run.
         if ok and first is None and message.node != replica.node:
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
             _log.warning("%s: the process is not admitted", why)
@@ -215,10 +215,10 @@ class MessageHandler:
         await self._context.send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
 
     def _injected(self, message: msg.Injected) -> None:
-        """Record the report of an injected fault, if this run ordered that fault."""
+        """Record the report of an injected fault, if this run requested that fault."""
         fault = message.fault
         if fault.id not in self._context.state().triggered_faults:
-            return  # this run did not order it
+            return  # this run did not request this fault
         incarnation = message.incarnation or self._context.state().replica(ReplicaId(fault.target)).incarnation
         incarnation = next(
             (

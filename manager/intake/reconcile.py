@@ -46,7 +46,8 @@ class AbsenceCounter:
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
         """Count one poll in which the entry ``tag`` was listed or missing, and return whether the entry is gone.
 
-        It is gone if it was missing in this poll and in the previous one, and for at least ``min_absence_s`` seconds.
+        The entry is gone if it was missing in this poll and in the previous poll, and for ``min_absence_s`` seconds or
+        more.
         """
         if listed:
             self._absent.pop(tag, None)
@@ -73,7 +74,7 @@ def reconcile(
             status = snapshot.allocations.get(tag)
             if status is not None:
                 absences.is_gone(tag, True)
-                # salloc that found no free nodes leaves a cancelled job, and sbatch follows it under the same tag
+                # a salloc that found no free nodes leaves a cancelled job, and sbatch then uses the same tag
                 is_salloc_attempt = status.state is AllocationState.ENDED and unsettled.get(tag) in busy
                 status = _reconcile_allocation(
                     allocation, status, snapshot.nodes, absences, now, state.job.limits.quiet
@@ -123,8 +124,8 @@ def unlisted_steps(
       suspended, and nodes that an allocation has lost, are judged by :func:`reconcile`.
     - The list contains each step that has just sent a message. A list without such a step is incomplete, or is older
       than the step, and does not count.
-    - The step is missing in ``MIN_ABSENT_POLLS`` polls in a row and for ``limits.quiet`` seconds, as an allocation has
-      to be. A poll that could not read the steps does not count.
+    - The step is missing in ``MIN_ABSENT_POLLS`` polls in a row and for ``limits.quiet`` seconds; allocations are
+      judged in the same way. A poll that could not read the steps does not count.
 
     A launch whose intent is open is judged by :func:`reconcile`. The steps of a node that is cut off are not found here
     while they run: Slurm lists them until it reports the node as down.
@@ -199,7 +200,7 @@ def _reconcile_allocation(
     if status.state is AllocationState.ENDING and (allocation.releasing or allocation.orphan):
         return msgspec.structs.replace(
             status, state=AllocationState.ENDED
-        )  # Slurm may keep it in COMPLETING for minutes
+        )  # Slurm may list the job as COMPLETING for minutes
     if before is None or not allocation.running:
         return status
     if status.state is AllocationState.PENDING:

@@ -32,7 +32,7 @@ class LowerRungs(Struct, frozen=True):
     """Rungs before the one that was taken, and what they would have needed, for users."""
 
     rungs: tuple[Rung, ...]
-    """Empty: every rung before the one that was taken."""
+    """The rungs; empty if ``needed`` holds for every rung before the one that was taken."""
     needed: str
     """What was missing, as a noun phrase."""
 
@@ -49,7 +49,7 @@ class Why(Struct, frozen=True):
 
 
 def every_lower(needed: str) -> tuple[LowerRungs, ...]:
-    """Return that all rungs before the one that is taken lack the same thing."""
+    """Return the record that all rungs before the one that is taken lack the same thing."""
     return (LowerRungs((), needed),)
 
 

@@ -65,7 +65,7 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster reports a changed status of an allocation; None if the allocation is no longer listed."""
+    """The cluster reports a changed status of an allocation, or (None) no longer lists the allocation."""
 
     tag: str
     status: AllocationStatus | None
@@ -86,7 +86,7 @@ class AgentJoined(Struct, frozen=True, tag=True):
     host: str
     pid: int
     probe_error: str = ""
-    """What ``[env] probe`` found missing on the node, as text; empty if nothing."""
+    """What ``[env] probe`` found missing on the node, as text; empty if nothing is missing."""
     snapshot_address: str = ""
     """Address of the agent's snapshot server, ``tcp://host:port``."""
 

@@ -96,7 +96,7 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
 def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
     """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
 
-    A program that returns later is only restarted, since few such restarts occur.
+    A program that returns later only leads to a restart, since few such restarts occur.
 
     Args:
         state: The state.
@@ -153,8 +153,8 @@ def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
 def reached_step(state: State) -> int:
     """Return the newest training step that the trainer has finished, as far as the manager knows.
 
-    That is the newest committed step. If a commit covers several steps, the trainer may have published the weights of a
-    later one; after a restart it goes back.
+    This is the newest committed step or, if a commit covers several steps, a later step whose weights the trainer has
+    published. After a restart of the trainer the result may be an earlier step.
     """
     published = state.replica(TRAINER).weight_version if state.job.trainer.checkpoint_every > 1 else None
     return max(state.step, published.step if published is not None else 0)

@@ -24,8 +24,9 @@ MAX_RESTART_BACKOFF_S = 60.0
 """Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take at least four
 minutes, so that they outlast a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
-_STANDBY_UNUSABLE = frozenset({RejectReason.STANDBY_OUTDATED, RejectReason.GPUS_UNREPORTED})
 """Reasons for which a rejected launch counts as a failed start, because the cluster tried to start the step."""
+_STANDBY_UNUSABLE = frozenset({RejectReason.STANDBY_OUTDATED, RejectReason.GPUS_UNREPORTED})
+"""Reasons for which a promotion is rejected although neither the replica nor its node has failed."""
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -133,8 +133,8 @@ class Replica(Struct, frozen=True):
     commits: int = 0
     """Training steps that the newest incarnation committed (counted at a gang's first member)."""
     advanced: bool = False
-    """True once the newest incarnation holds weights of a later step than those that it had first. A trainer that is
-    advanced has trained a step."""
+    """True once the newest incarnation holds weights of a later step than its first weights. If it is a trainer, it has
+    trained a step."""
     not_before: float = 0.0
     """Manager's time (s) of the earliest next launch (back-off)."""
     fault: str = ""
@@ -217,8 +217,8 @@ class Node(Struct, frozen=True):
     snapshot_address: str = ""
     """Address of the snapshot server of the node's agent, ``tcp://host:port``."""
     probe_error: str | None = None
-    """What ``[env] probe`` found missing on the node, as text. Empty if nothing; None until the node's agent has
-    reported."""
+    """What ``[env] probe`` found missing on the node, as text. Empty if nothing is missing; None until the node's agent
+    has reported."""
 
 
 class Allocation(Struct, frozen=True):
@@ -372,7 +372,7 @@ class State(Struct, frozen=True):
     gpu_use: dict[NodeName, GpuUse] = {}
     """Use of the GPUs of each node whose agent has reported it since the previous record."""
     gpu_use_at: float = 0.0
-    """Manager's time (s) of that record."""
+    """Manager's time (s) of the record in ``gpu_use``."""
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}

@@ -80,7 +80,7 @@ class Claims:
 
 
 def _read(path: Path, kind: NotificationKind) -> Claim:
-    """Return a claim; if its writer died, it has no keys, and the time of the file."""
+    """Return a claim. If its writer died during the write, the claim has no keys and the time of its file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Claim)
     except msgspec.MsgspecError:

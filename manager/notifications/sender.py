@@ -23,8 +23,8 @@ from ...core.run_dir import RunDir
 REQUEST_TIMEOUT_S = 20.0
 """Seconds for each operation on the connection to a webhook."""
 LIFETIME_S = 60
-"""Seconds after which the kernel ends this process, or the command that replaces it, if the manager died before it
-could."""
+"""Seconds after which the kernel ends this process, or the command that replaces it. The manager kills the process
+earlier, except if the manager itself has died."""
 
 
 class NotSent(Exception):

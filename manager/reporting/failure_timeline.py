@@ -113,7 +113,7 @@ class FailureTimeline:
             if works(state, replica):
                 self._begin_work(incarnation, state.at)
             waiting = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING)
-            if waiting and replica.ever_joined:  # it worked under an earlier manager
+            if waiting and replica.ever_joined:  # the replica worked under an earlier manager
                 self._begin_outage(incarnation, replica.down_since)
         self._standing = {
             key: (finding, finding.since) for key, finding in state.findings.items() if finding.verdict is Verdict.FAIL

@@ -3,7 +3,7 @@
 The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
 timeline of failures and :class:`RunCounters`, which start at 0 with each manager, as Prometheus permits for counters.
 Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
-Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
+Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.json.
 """
 
 from __future__ import annotations

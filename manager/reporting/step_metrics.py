@@ -104,7 +104,8 @@ class StepRows:
         self._newest = 0
         """Step of the newest row."""
         self._previous_at: float | None = None
-        """Time (s) of the commit before the next one; None until the trainer has joined."""
+        """Time (s) from which the next commit's duration counts: the newest commit, or the trainer's join. None before
+        that."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
         """First step whose evaluation belongs to its own row."""
@@ -293,7 +294,7 @@ def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> Step
 
 
 def _tokens(metrics: Mapping[str, float]) -> int | None:
-    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    """Return how many tokens a step trained on: the trainer's own count, else the number of tokens with known age."""
     if "tokens" in metrics:
         return as_count(metrics["tokens"])
     aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]

@@ -109,7 +109,7 @@ class Recovery(Struct, frozen=True):
     start_s: float | None
     """From the fence to the new incarnation's Hello."""
     weights_s: float | None
-    """From its Hello to a complete weight version."""
+    """From the new incarnation's Hello to a complete weight version."""
     first_work_s: float | None
     """From a complete weight version to the first unit of work (a rollout's first token)."""
     total_s: float | None
@@ -162,7 +162,7 @@ class EpisodeCounts(Struct, frozen=True):
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that began with the turns of an earlier one whose process had died."""
+    """Attempts that began with the turns of an earlier attempt whose process had died."""
     dropped: int = 0
     dropped_by_reason: dict[str, int] = {}
     """Number of dropped episodes by the reason of the drop; empty before the store has ended."""
@@ -207,7 +207,7 @@ class Summary(Struct, frozen=True):
     """Effective training time ratio as in RobustRL."""
     run_seconds: float
     epochs: int
-    """Managers that this run has had."""
+    """Number of managers that this run has had."""
     ettr_estimate: float | None = None
     """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None without an undisturbed step."""
     outage_tokens: int = 0
@@ -217,12 +217,13 @@ class Summary(Struct, frozen=True):
     stale_groups: int = 0
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
-    """Share of these dropped groups among all groups that were trained or dropped for their age."""
+    """Share of the ``stale_groups`` among all groups that were trained or dropped for their age."""
     unscored_groups: int = 0
     """Groups that were dropped because an answer could not be scored: the scorer raised an exception or did not return
     two finite numbers."""
     unscored_share: float = 0.0
-    """Share of these dropped groups among all groups that were trained or dropped for this reason."""
+    """Share of the ``unscored_groups`` among all groups that were trained or dropped because they could not be
+    scored."""
     evaluations: list[Evaluation] = []
     """The results of the evaluations, in the order of their steps."""
     stream: StreamSummary = StreamSummary()
@@ -232,7 +233,7 @@ class Summary(Struct, frozen=True):
     branches: int = 0
     """Samples of the finished episodes."""
     given_tokens: int = 0
-    """Tokens of these turns that were given, not sampled."""
+    """Tokens of the finished episodes' turns that were given, not sampled."""
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
@@ -379,7 +380,7 @@ class _SummaryBuilder:
             self.rewards.setdefault(event.step, event.metrics["reward"])
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
-        if event.trainer_down:  # may be recorded several times before the trainer works again
+        if event.trainer_down:  # an outage may record this event several times
             self.tokens_before.setdefault(self.epochs, event.total)
         else:
             before = self.tokens_before.get(self.epochs, event.total)

@@ -174,7 +174,7 @@ class Journal:
             sync(self._run.journal)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)  # if its removal fails or is undone, a segment without a head is ignored
+                os.ftruncate(fd, 0)  # a segment without a head is ignored if it cannot be removed
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
@@ -191,7 +191,8 @@ class EventFollower:
 
     A manager that lost its lease may have written events that its successor does not know of. If such events were read
     before the successor wrote its first segment, they were yielded; the successor's events with the same numbers are
-    then not yielded. So callers may rely only on events that are durable elsewhere too, such as a committed step.
+    not yielded in this case. So callers may rely only on events that are durable elsewhere too, such as a committed
+    step.
     """
 
     def __init__(self, run: RunDir) -> None:

@@ -1,7 +1,7 @@
 """The interface of experiment trackers, and the values that they get (:mod:`rrl.manager.reporting.step_metrics`).
 
 Which steps a tracker has is read from its own files or its server. A separate record could be wrong, because the
-process may be killed between sending a step and recording that.
+process may be killed between sending a step and recording it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class TrackerSupervisor:
         """Let the processes send what is in the journal, and end them.
 
         Args:
-            ended: whether the run has ended. If so, a tracker that has not got everything is logged.
+            ended: whether the run has ended. If so, a warning names each tracker that lacks steps.
         """
         for task in self._tasks.values():
             task.cancel()
@@ -99,7 +99,7 @@ class TrackerSupervisor:
         return inherited | passed | {TRACKER_ENV: mark_of(self._run, name)}
 
     async def _end(self, name: TrackerName, ended: bool) -> None:
-        """End the process of a tracker, after it has sent what is in the journal if it does so in time."""
+        """End the process of a tracker; it has some time to send what is in the journal."""
         process = self._processes.get(name)
         code: int | None = None
         try:
@@ -107,7 +107,7 @@ class TrackerSupervisor:
                 if process is not None and process.returncode is None:
                     process.send_signal(signal.SIGTERM)
                     code = await process.wait()
-                if code != 0 and ended:  # it was between two attempts, or died just now
+                if code != 0 and ended:  # no process ran, or it failed: a last one sends the rest
                     process = await self._start(name, ONCE)
                     code = await process.wait()
         except (TimeoutError, OSError):

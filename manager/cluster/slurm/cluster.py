@@ -11,7 +11,7 @@ Measured on 22.05 (docs/architecture.md):
 - A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end, because slurmstepd tries
   to report to the srun. A replacement on the same node needs resources for one more step, or waits 2.3 s.
 - After Slurm has taken a node from a job, it still lists the job's steps on that node; rrl ignores these steps.
-- ``salloc --no-shell A : B`` behaves like a single job: the loss of the first component's first node ends nothing else.
+- A heterogeneous job of ``salloc --no-shell A : B`` continues if the first node of its first component is lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .requests import request_options
 from .steps import Sruns
 
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
-"""Line of salloc with the id of a job that has to wait."""
+"""Line that salloc prints for a job that has to wait, with the job's id."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
 """Slurm's message if too few nodes exist besides the excluded nodes."""
 
@@ -115,7 +115,7 @@ class SlurmCluster:
         except Refused as error:
             if not request.may_reuse_own_nodes or _TOO_FEW_NODES not in str(error):
                 raise
-            options = {**request.sbatch, "exclusive": ""}  # Slurm then keeps the job off our nodes until they are free
+            options = {**request.sbatch, "exclusive": ""}  # so Slurm keeps the job off our nodes until they are free
             await self._allocate(msgspec.structs.replace(request, sbatch=options))
 
     async def _allocate(self, request: AllocationRequest) -> None:
@@ -155,7 +155,7 @@ class SlurmCluster:
             Unanswered: the other components have not ended within ``limits.write_timeout_s`` seconds.
         """
         self._released_tags.add(tag)
-        if tag == self._own_tag:  # cancelling it now would end the manager before it has journaled the run's end
+        if tag == self._own_tag:  # cancelling this job now would end the manager before it journals the end
             self._own_released = True
             self._changes += 1
             return
@@ -212,7 +212,7 @@ class SlurmCluster:
         ended = await commands.execute(argv, timeout_s + self._limits.write_timeout_s)
         if not ended.code:
             return True
-        if pending := _PENDING_JOB_LINE.search(ended.err):  # salloc cancels its job, unless Slurm did not answer
+        if pending := _PENDING_JOB_LINE.search(ended.err):  # Slurm may not have answered salloc's cancellation
             self._failed_sallocs.add(pending[1])
             await self._cancel(pending[1])
             return False
@@ -406,8 +406,8 @@ class SlurmCluster:
     def _tag(self, job: text.Job) -> str | None:
         """Return the tag of an allocation of this run, or None for any other job.
 
-        The tag is the last word of the job's comment. If the site has changed the comment, it is the job's name. The
-        jobs that run managers have no tag.
+        The tag is the last word of the job's comment. If the site has changed the comment, the tag is the job's name.
+        The jobs that run managers have no tag.
         """
         own = job.name == f"{self._prefix}{MANAGER}"
         last = job.comment.rpartition(" ")[2]

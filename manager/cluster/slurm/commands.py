@@ -51,7 +51,8 @@ can begin like a refusal ("Batch job submission failed: Socket timed out …")."
 _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 """srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
-"""salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
+"""salloc's message for a job that could not start immediately. sbatch, which is run next, reports whether it can start
+at all."""
 NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
 """Line that ``scontrol show node`` prints on stdout for a node that Slurm does not know."""
 
@@ -74,8 +75,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds that salloc waits for the free nodes of a heterogeneous job: only the backfill scheduler starts such
     jobs, every 30 s by default (slurm.conf(5))."""
     launch_watch_s: float = 2.0
-    """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
-    lab)."""
+    """Seconds for which a new srun is watched for an error. The wait ends as soon as the step starts (median 0.04 s in
+    the lab)."""
     interpreter_watch_s: float = 0.25
     """Seconds for which a step's output is watched for a missing interpreter, after slurmstepd has opened the output
     file."""
@@ -85,8 +86,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
     min_poll_interval_s: float = 1.0
-    """Seconds within which a second poll returns the snapshot of the first, unless this process changed something
-    since."""
+    """Seconds within which a second poll returns the snapshot of the first poll, unless this process has issued a
+    changing command in between."""
     reads_per_minute: int = 60
     """Commands per minute that all managers of a user may run together; a poll takes three. A manager that has used up
     its share returns a snapshot in which everything is unknown."""

@@ -39,7 +39,7 @@ class Partition(Struct, frozen=True):
     """Maximum number of nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return the number of nodes with at least the resources ``node``; with ``usable``, only nodes that are up."""
+        """Return the number of nodes with at least the resources ``node``; with ``usable``, of those that are up."""
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:

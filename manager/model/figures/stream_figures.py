@@ -78,11 +78,11 @@ class EpisodeFigures(Struct, frozen=True):
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that began with the turns of an earlier one whose process had died."""
+    """Attempts that began with the turns of an earlier attempt whose process had died."""
     dropped: int = 0
     turns: int = 0
     branches: int = 0
-    """Samples: paths that are not the beginning of another one."""
+    """Samples: paths that are not the beginning of another path."""
     given_tokens: int = 0
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""

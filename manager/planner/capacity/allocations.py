@@ -228,9 +228,10 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
     """Return the retired replicas without a node whose failures have left the window, so that they are tried again.
 
-    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays,
-    and is used when granted. It also requests no nodes for them while other replicas lack nodes. Otherwise each window
-    would bring a new request, and the other replicas would wait forever instead of being retired.
+    The caller requests no nodes for these replicas within the window after a rejection. A request that is already
+    queued stays, and is used when granted. The caller also requests no nodes for these replicas while other replicas
+    lack nodes. Otherwise each window would bring a new request, and the other replicas would wait forever instead of
+    being retired.
     """
     window = state.job.recovery.window
     return [

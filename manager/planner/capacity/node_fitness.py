@@ -41,7 +41,7 @@ def is_usable(state: State, node: Node, now: float) -> bool:
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
         return False
-    if now >= allocation.ends_at:  # the cluster may take it back a little later
+    if now >= allocation.ends_at:  # the cluster may take the allocation back a little late
         return False
     return node.excluded is None and fit and node.release_result is not ReleaseResult.RELEASED
 

@@ -43,8 +43,7 @@ class NodeInventory:
     """The nodes of a run, what occupies them, and which replica each could host.
 
     ``usable`` are the nodes that may get new processes, in natural order. ``failing_nodes`` are nodes on which the
-    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it cannot start
-    without.
+    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it needs to start.
     """
 
     def __init__(self, state: State, now: float) -> None:
@@ -272,10 +271,10 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the donor rollout whose node, with a ready standby process, this member could take; None if none.
+        """Return the donor rollout whose node, with a ready standby process, this member could take, or None.
 
-        Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and that
-        node has capacity left, :meth:`spare_with_standby` returns the node.
+        Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and the
+        rollout's node has capacity left, :meth:`spare_with_standby` returns this node.
         """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -335,9 +334,9 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """Return whether the node has a standby process that no other replica launched there needs.
 
-        Preloaded processes do not count: they are no reason to choose a node.
-        If the standby process shares the node with working replicas, each member of the gang on the node may need it.
-        An exclusive standby process is only needed by replicas of its role that do not run there yet.
+        Preloaded processes do not count, because they are no reason to choose a node. If the standby process shares the
+        node with working replicas, each member of the gang on the node may need the process. An exclusive standby
+        process is only needed by replicas of its role that do not run on the node yet.
         """
         ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]
@@ -395,7 +394,8 @@ class NodeInventory:
     def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
         """Return whether the replica fits on the node beside the node's other occupants.
 
-        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for their end.
+        With ``wait_for_release``, steps that are still ending on the node are ignored, since the launch waits for their
+        end.
         """
         job = self._state.job
         others = [other for other in occupancy.get(node, ()) if other.id != replica.id]
@@ -403,7 +403,7 @@ class NodeInventory:
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # their ending steps are counted as their new ones
+        returning = {other.id for other in others}  # their ending steps do not count in addition
         if not wait_for_release and any(
             gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):

@@ -153,8 +153,8 @@ def _redundant(
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept.
 
-    This holds if the allocation is the pool, or if one of its nodes must be drained. The first allocation of a group is
-    kept because the manager may run in it, or its end would end other components.
+    It is kept if one of its nodes must be drained. It is also kept if it is the pool, or the first allocation of a
+    group without separate jobs: the manager may run in it, or its end would end other components.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip

@@ -32,7 +32,7 @@ MINORITY_NODES = 2
 """Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many (see
 above)."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
+"""Share of the run's nodes. If a larger share and more than one node are down, only nodes that are down are excluded.
 The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only this run's nodes."""
 
 

@@ -156,9 +156,9 @@ def _repair_gang(
 ) -> Decision | None:
     """Return the decision about a gang if one of its members has failed; None if none has.
 
-    Return None, too, while the exclusion of a member's node is pending: the node is excluded first. ``excluded_nodes``
-    lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed there need not wait for
-    the exclusion, since it is launched on another node anyway.
+    Return None, too, while the exclusion of a member's node is pending, because the node is excluded first.
+    ``excluded_nodes`` lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed on
+    such a node need not wait for the exclusion, since it is launched on another node anyway.
     """
     failing = [
         (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))

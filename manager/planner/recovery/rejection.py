@@ -39,7 +39,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
-    """Return whether the missing command may be on an untried node: a start is under way there, or it has capacity."""
+    """Return whether an untried node may have the missing command: a start is under way on it, or it has capacity."""
     starting = [
         replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
     ]

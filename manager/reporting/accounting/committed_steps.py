@@ -44,7 +44,7 @@ class CommittedStep(Struct, frozen=True):
     """A commit of one or several steps, or several commits that were reported together. Times are the manager's (s)."""
 
     step: int
-    """The newest of these steps."""
+    """Newest step of the commit or commits."""
     count: int
     since: float
     """Time of the previous commit, or of the first ``train``."""
@@ -60,7 +60,7 @@ class CommittedStep(Struct, frozen=True):
     evaluated: bool
     """Whether the trainer waited for an evaluation before this step."""
     kept_s: float = 0.0
-    """Seconds of earlier attempts since the commit before whose work snapshots have kept."""
+    """Seconds of the earlier attempts since the previous commit whose work was kept by snapshots."""
 
     def useful_s(self, medians: StepMedians) -> float:
         """Return the seconds that count: at most the median for each step, but all of an undisturbed first commit."""
@@ -100,7 +100,8 @@ class CommittedSteps:
         """Begin of the current attempt; None until the trainer has begun one."""
         self._discarded: list[Attempt] = []
         self._kept: list[tuple[int, Attempt]] = []
-        """Attempts since the newest commit whose work snapshots have kept, each up to a step, which is named first."""
+        """(step, attempt) for each attempt since the newest commit whose work up to this step was kept by a
+        snapshot."""
         self._published: list[tuple[int, float]] = []
         """Steps whose weights were published in the newest attempt, and when (s)."""
         self._disturbed = False
@@ -137,7 +138,7 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
+        """Return the medians of the undisturbed steps; a kind without such a step gets the other kind's median."""
         undisturbed = [step for step in self.steps if not (step.disturbed or step.first)]
         if not undisturbed:
             return None
@@ -180,7 +181,7 @@ class CommittedSteps:
         if event.phase == TRAIN and event.incarnation.replica == TRAINER:
             if self.began is None:
                 self.began, self._previous_at, self.began_with_train = at, at, True
-                self._disturbed = bool(self._interruptions.open)  # what happened before is outside of the clock
+                self._disturbed = bool(self._interruptions.open)  # what happened earlier does not count
             self._begin_attempt(at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
@@ -193,7 +194,7 @@ class CommittedSteps:
             self._on_restored(step)
 
     def _on_restored(self, step: int) -> None:
-        """Divide the work of the earlier attempts into what was kept and what was lost: the trainer is at ``step``."""
+        """Divide the work of the earlier attempts into kept and lost work, once the trainer has restored ``step``."""
         lost = [attempt for until, attempt in self._kept if until > step]
         self._kept = [kept for kept in self._kept if kept[0] <= step]
         if self._discarded and step > max([self._newest, *(until for until, _ in self._kept)]):
@@ -221,7 +222,7 @@ class CommittedSteps:
             since, until = self._attempt_since, at
         elif self._kept:  # a snapshot has kept the work of the predecessor
             since, until = self._kept[-1][1].since, self._kept.pop()[1].until
-        elif self._discarded:  # the same, but the weights of the snapshot were not reported
+        elif self._discarded:  # a snapshot has kept it, but its weights were not reported
             kept = self._discarded.pop()
             since, until = kept.since, kept.until
         else:
@@ -253,7 +254,7 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
 
 
 def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
-    """Return the strict ETTR against a clean run, and the number of steps that were compared; None if there are none.
+    """Return (strict ETTR against a clean run, number of compared steps); None if no steps can be compared.
 
     ``clean`` is the same job, seed and pace without faults and with every protection off. If one of the runs has
     committed fewer steps, only that many steps are compared.

@@ -44,7 +44,7 @@ TRAIN = "train"
 
 
 class Interruption(Struct, eq=False):
-    """The time in which one replica did not work. Times are the manager's (s); None: not reached."""
+    """The time in which one replica did not work. Times are the manager's (s); None if not reached."""
 
     replica: ReplicaId
     number: int

@@ -327,7 +327,7 @@ def _doubts(run: Account, clean: Account) -> Iterator[str]:
     if differ := [name for name, of in _COMPARED.items() if of(run.job) != of(clean.job)]:
         yield f"The jobs differ in {', '.join(differ)}."
     if run.steps.steps[-1].step != clean.steps.steps[-1].step:
-        yield "The runs have committed different numbers of steps: only the steps of both are compared."
+        yield "The runs have committed different numbers of steps: only steps that both runs have are compared."
 
 
 _COMPARED: dict[str, Callable[[RunSpec], Any]] = {

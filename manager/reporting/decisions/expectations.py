@@ -183,7 +183,7 @@ class Expectations:
         _settle_all(self._unused.pop(launch.node, ()), Arrival.MISSED, at, f"{launch.incarnation} was started there")
 
     def _repaired(self, action: Exclude | Fence | RestartAll, at: float) -> None:
-        """Settle the injected faults that a repair follows from."""
+        """Settle the expectations about the injected faults that this repair answers."""
         node = action.node if isinstance(action, Exclude) else None
         fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
         ended = {fence.incarnation for fence in fences if fence.charged}

@@ -112,7 +112,7 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Whether any buffer must be written now."""
+        """Return whether any buffer must be written now."""
         return bool(self._due)
 
     def write_all_due(self) -> None:
@@ -182,5 +182,5 @@ def _append(path: Path, data: bytes, max_file_bytes: int) -> int:
         os.replace(path, path.with_name(f"{path.name}.1"))
         with open(path, "ab", buffering=0, opener=_private) as file:
             return file.write(data)
-    except (OSError, ValueError):  # storage full or away, or an invalid file name
+    except (OSError, ValueError):  # the storage is full or unavailable, or the file name is invalid
         return 0
