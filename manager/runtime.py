@@ -1,8 +1,9 @@
 """Run one manager: receive messages, detect failures, reduce events to the state, plan, and execute.
 
-All I/O of the manager is wired up in this module. Every turn of the loop has the same order: messages and polls become
-events; ``detect`` turns missing heartbeats and missing progress into findings; changed findings become events; ``plan``
-reads only the state; decisions and intents are journaled and fsynced; only then are external actions carried out.
+All I/O of the manager is wired up in this module. Every turn of the loop has the same order. Messages and polls become
+events. ``detect`` turns missing heartbeats and missing progress into findings, and changed findings become events.
+``plan`` decides from the state only. External actions are carried out only after decisions and intents are journaled
+and fsynced.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ class Manager:
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Pass the findings of the detectors through the pipeline, and record those that changed.
+        """Pass the findings of the detectors through the pipeline, and record changed findings.
 
         Return the time (s) of the next necessary check. :mod:`rrl.health.detection.pipeline` lists the stages.
         """
@@ -348,7 +349,7 @@ class Manager:
     async def _flush(self) -> bool:
         """Make all recorded events durable.
 
-        Return False if the run directory cannot be written; the caller must then not carry out any action.
+        Return False if the run directory cannot be written. In this case the caller must not carry out any action.
         """
         self._flushed_at = time.monotonic()
         try:

@@ -3,8 +3,8 @@
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
 ``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
 ``rrl submit`` queues the first successor, and each manager queues one if none is pending. Some sites do not let a job
-submit jobs; there the only successor is the one that ``rrl submit`` queued. At the end of the run the pending successor
-is cancelled.
+submit jobs. On such a site the only successor is the job that ``rrl submit`` queued. At the end of the run the pending
+successor is cancelled.
 
 With ``[manager] where = "pool"`` the manager has no job of its own: the pool's batch script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).

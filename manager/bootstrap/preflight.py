@@ -66,7 +66,7 @@ class SlurmAnswer(Struct, frozen=True):
     problems: list[Problem]
     """Why Slurm would reject a job, or why that could not be determined."""
     starts: dict[str, str] = {}
-    """When each job would start, by node group, where Slurm estimates it: local times (ISO 8601)."""
+    """When each job would start, by node group, if Slurm estimates it: local times (ISO 8601)."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> SlurmAnswer:

@@ -47,7 +47,7 @@ class Demand(Struct, frozen=True):
     """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
     gives the failed nodes back."""
     core_hours: float
-    """Maximum of core-hours, counted in the same way."""
+    """Maximum of core-hours, counted like ``gpu_hours``."""
     jobs_to_start: int
     """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
     jobs: int
@@ -55,7 +55,7 @@ class Demand(Struct, frozen=True):
 
 
 def demand(spec: RunSpec, foreground: bool = False) -> Demand:
-    """Return the resources that a run requests; with ``foreground`` the manager is not a Slurm job."""
+    """Return the resources that a run requests; ``foreground`` means that the manager is not a Slurm job."""
     on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
     return Demand(
         nodes=spec.nodes,

@@ -70,7 +70,8 @@ def create(job: Job, spec: RunSpec, source: Path, text: bytes | None = None) -> 
         text: The job spec that is kept in the run directory; default: the content of ``source``.
 
     Raises:
-        OSError: the directory cannot be written (no permission, no space, over quota); it has been removed again.
+        OSError: the directory cannot be written (no permission, no space, over quota). What was written of it is
+            removed.
     """
     # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
     run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
@@ -115,7 +116,7 @@ def start(run: RunDir, spec: RunSpec) -> str:
 
 
 def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end: float) -> str:
-    """Resume a run that ended at ``end`` (manager's time) with this job and its run spec; return warnings.
+    """Resume a run that ended at ``end`` (manager's time, s), with this job and its run spec; return warnings.
 
     Raises:
         OSError: no manager could be started; the run is unchanged.

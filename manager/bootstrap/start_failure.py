@@ -52,7 +52,7 @@ def start_failure(run: RunDir, spec: RunSpec) -> str:
 def _submitted(run: RunDir) -> list[str]:
     """Return the ids of the managers that were submitted to begin the run, oldest first.
 
-    An id is that of the Slurm job, or the pid of the process that submitit started.
+    An id is the id of the Slurm job, or the pid of the process that submitit started.
     """
     since = requested_at(run)
     marks = [path for path in run.submit.glob("*_submitted*") if path.stat().st_mtime >= since]
@@ -77,8 +77,8 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
     """Return whether submitit may have started this process for the run; False if another process now has its pid.
 
-    During execve(2) a process has no command line for a moment, like a zombie (observed on a busy machine, right after
-    Popen had returned).
+    A process without a command line counts as submitit's if it is no zombie, because a process has none during
+    execve(2) (observed on a busy machine, right after Popen had returned).
     """
     try:
         line = process.joinpath("cmdline").read_bytes()

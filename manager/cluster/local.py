@@ -99,7 +99,8 @@ class LocalCluster:
         self._python = python
         self._steps = run_dir.cluster / "steps"
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
-        """Child process and event loop, by pidfd. A child is reaped when its pidfd becomes readable."""
+        """Child process and the event loop that watches its pidfd, by pidfd. A child is reaped when its pidfd becomes
+        readable."""
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -187,7 +188,7 @@ class LocalCluster:
             raise Refused(f"{node} is in no allocation of this run")
         until = f"{time.time() + fault.seconds:.3f}" if fault.seconds else ""
         try:
-            down_mark(self._run, node).write_text(until)  # before the kill, so that nothing new is launched there
+            down_mark(self._run, node).write_text(until)  # before the kill, to prevent new launches
         except OSError as error:
             raise Refused(str(error)) from error
         ended, remaining = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Export checkpoints as ``[roles.trainer] export`` says, in a child process of the manager, one at a time.
+"""Export checkpoints according to ``[roles.trainer] export``, in a child process of the manager, one at a time.
 
 The child has the lowest priority and needs little memory. It reads the run directory and writes into it, and uses none
 of the run's nodes. An export that fails is reported and does not change the run. The failed export is not repeated: the
@@ -27,7 +27,7 @@ EXPORT_TIMEOUT_S = 7200.0
 """Seconds after which an export is ended. At 200 MB/s, a slow shared file system, a checkpoint of 1.4 TB (120 billion
 parameters) is read in this time."""
 END_TIMEOUT_S = 5.0
-"""Seconds that a child has to remove its files when it is ended; then it is killed."""
+"""Seconds that a child has to remove its files after SIGTERM, before it is killed."""
 MAX_REASON_CHARS = 1000
 """Maximum number of characters of an error that is reported."""
 

@@ -23,7 +23,8 @@ from .launch import job_dir_of, outdated_parts, write_launch
 _log = logging.getLogger("rrl.manager")
 
 RETRY_INTERVAL_S = 5.0
-"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; repeating it does no harm."""
+"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again. Repeating these actions does no
+harm."""
 MAX_RETRY_INTERVAL_S = 60.0
 """Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0

@@ -1,8 +1,8 @@
 """Inject requested and planned faults through the node's agent, the role itself, the cluster, or this manager.
 
-Each fault is recorded as one ``FaultInjected`` event that says whether it was injected; a fault with a duration gets a
-second event at its end. A fault is tried only once. If the manager dies before the result is known, the next manager
-records the result as unknown.
+Each fault is recorded as one ``FaultInjected`` event, which contains whether the fault was injected. A fault with a
+duration gets a second event at its end. A fault is tried only once. If the manager dies before the result is known, the
+next manager records the result as unknown.
 
 ``disk_full`` writes a file that fills the run directory's file system (blocking). Others use that file system too, so
 the fault is refused unless little space is left. If the manager is killed, the file is removed by the next manager, or
@@ -81,7 +81,8 @@ class FaultInjector:
     async def inject(self, action: InjectFault) -> None:
         """Inject the fault and record the result.
 
-        Returns once the result is known and, for faults injected by this manager or the cluster, once they have ended.
+        Returns once the result is known. For a fault injected by this manager or the cluster, returns once it has
+        ended.
         """
         fault = action.fault
         try:
@@ -168,7 +169,7 @@ MAX_FILL_BYTES = 2**30
 """Maximum free space in bytes of a file system that is filled. More would take minutes, and other users need the
 space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
-"""Sizes of the blocks that are written, in bytes: a smaller block once a larger one no longer fits."""
+"""Sizes in bytes of the blocks that are written. The next size is used once a block no longer fits."""
 
 
 def fill_disk(run: RunDir) -> str:

@@ -28,8 +28,8 @@ from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
-"""Folder through which torch's data loaders and UCX share memory. It is mounted, because pyxis gives a container a
-folder of its own."""
+"""Folder through which torch's data loaders and UCX share memory. The host's folder is mounted, because pyxis gives a
+container a folder of its own."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """Suffixes of images that are files. rrl resolves the path of such an image relative to the folder of job.toml, as
 apptainer does. pyxis would look for a name without a slash in a registry."""
@@ -42,7 +42,7 @@ def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[
     """Return (source, target, flag) of each mount; the flag is empty, ``ro`` or ``rw``.
 
     The mounts are the run directory, the job folder, shared memory, and the mounts in job.toml. A mount in job.toml
-    replaces one of rrl's with the same target.
+    replaces a mount of rrl with the same target.
 
     Raises:
         NotStarted: the name of a folder has a character that a mount cannot express.
@@ -236,7 +236,7 @@ def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Return the command that checks on a node whether the modules of ``[env] probe`` can be imported.
 
     The command is empty if no modules are listed, or if all roles run in containers of pyxis, where an agent cannot
-    start a process. The probe runs on the host or, if no role runs there, in the container of apptainer.
+    start a process. The probe runs on the host or, if no role runs on the host, in the container of apptainer.
     """
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):

@@ -25,7 +25,7 @@ from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
 """Default RLIMIT_MEMLOCK in bytes (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before Linux 5.16). RDMA locks all
-registered memory, which for weights is gigabytes; Open MPI's FAQ recommends "unlimited"."""
+registered memory, and weights need gigabytes. Open MPI's FAQ recommends "unlimited"."""
 
 
 def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None:

@@ -141,7 +141,7 @@ class MessageHandler:
                 self.clock_recorder.on_report(message.incarnation, message.clock)
             return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._context.state(), message.incarnation) is not None:
-            if isinstance(message, msg.Hello):  # it has not received its Promote message
+            if isinstance(message, msg.Hello):  # it did not receive its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
                 await self.standby_promoter.send_postponed()
@@ -304,7 +304,10 @@ class MessageHandler:
             await asyncio.gather(self._exit_record_task, return_exceptions=True)
 
     async def read_exit_records(self) -> None:
-        """Record ends found in the run directory that no message reported (at a manager's start and after polls)."""
+        """Record ends of steps that the run directory contains and no message has reported.
+
+        Called at a manager's start and after polls.
+        """
         state = self._context.state()
         current = [replica.step for replica in state.replicas.values() if replica.is_current and replica.step]
         paths = [self._context.run_dir.exit_file(tag) for tag in (*current, *state.orphan_steps)]

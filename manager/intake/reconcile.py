@@ -88,7 +88,7 @@ def reconcile(
         for tag, status in snapshot.allocations.items():
             is_orphan = tag.startswith(f"{state.run}.") and tag not in state.allocations
             if is_orphan and status.state not in (AllocationState.ENDING, AllocationState.ENDED):
-                events.append(AllocationChanged(tag, status))  # a request that was given up was granted after all
+                events.append(AllocationChanged(tag, status))  # a request was granted although it had been given up
     if snapshot.steps is not None:
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:
@@ -130,9 +130,10 @@ def unlisted_steps(
     A launch whose intent is open is judged by :func:`reconcile`. The steps of a node that is cut off are not found here
     while they run: Slurm lists them until it reports the node as down.
 
-    A wrong result costs a restart, but never leaves two current incarnations. The finding that follows has the
-    incarnation fenced before the next one is launched, so that none of its later messages is accepted. The fenced step
-    is an orphan: the manager requests the cluster to stop it, and its process ends as soon as it reaches the manager.
+    A wrong result costs a restart, but never leaves two current incarnations. The finding that follows leads to the
+    fence of the incarnation before the next incarnation is launched. So no later message of the fenced incarnation is
+    accepted. The fenced step is an orphan: the manager requests the cluster to stop it, and its process ends as soon as
+    it reaches the manager.
     """
     if snapshot.steps is None or snapshot.allocations is None:
         return []

@@ -4,9 +4,9 @@ The intent is journaled before the message is sent, so a new manager sends the s
 the Hello of the promoted member arrives.
 
 No two processes may use one GPU. A standby process that sees all GPUs of its node is promoted only once every other
-incarnation on the node has reported which GPUs it uses. A new manager receives these reports within about a second;
-from an incarnation that is starting, the report comes when it joins. If a report does not come in time, the member is
-launched in a new step, for which the cluster chooses the GPUs.
+incarnation on the node has reported which GPUs it uses. A new manager receives these reports within about a second. An
+incarnation that is starting reports when it joins. If a report does not come in time, the member is launched in a new
+step, for which the cluster chooses the GPUs.
 """
 
 from __future__ import annotations

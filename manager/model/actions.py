@@ -248,11 +248,11 @@ class RestartAll(Struct, frozen=True, tag=True):
 
     why: Why
     fences: tuple[Fence, ...] = ()
-    """One fence for each incarnation that ends; it names the node of the replica's next launch."""
+    """One fence for each incarnation that ends. The fence names the node of the replica's next launch."""
 
     @property
     def failed(self) -> Incarnation | None:
-        """Return the incarnation whose failure led to the restart, which counts on its replica's budget."""
+        """Return the incarnation whose failure led to the restart; the failure counts on its replica's budget."""
         return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property

@@ -1,7 +1,7 @@
 """The events of a run, which are the records of its journal: a tagged union of facts that have occurred.
 
-Every record is a :class:`Stamped` event. New fields have defaults and unknown fields are ignored; the journal reports
-an unknown tag, and no decision is made from a journal that cannot be read.
+Every record is a :class:`Stamped` event. New fields have defaults, and unknown fields are ignored. An unknown tag is an
+error of the journal, and no decision is made from a journal that cannot be read.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class NoteChanged(Struct, frozen=True, tag=True):
-    """The note of a replica, a message for users, has changed; an empty note removes it."""
+    """The note of a replica, which is a message for users, has changed. An empty note removes the earlier note."""
 
     incarnation: Incarnation
     note: str
@@ -164,11 +164,11 @@ class StepCommitted(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, float] = {}
     commit: int = 0
-    """Newest step of the same commit, the one with the checkpoint; 0 if that is this step."""
+    """Newest step of the same commit, which has the checkpoint; 0 if it is this step."""
 
     @property
     def completes_commit(self) -> bool:
-        """True for the newest step of its commit: the time of the event is that of the whole commit."""
+        """True for the newest step of its commit. The time of its event is the time of the whole commit."""
         return self.step >= self.commit
 
 
@@ -221,7 +221,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
     command: str
     by: str
     id: str
-    """Id of the mailbox file: a command is handled once."""
+    """Id of the mailbox file, by which a command is handled only once."""
     target: str = ""
     """Replica to restart, or node to drain or undrain."""
     keep_allocations: bool = False

@@ -35,7 +35,7 @@ def workers(state: State) -> list[Replica]:
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
-    """Return all members of a member's gang in order of rank; if the gang has one rank, only this member."""
+    """Return all members of a member's gang in order of rank; a gang of one rank has only this member."""
     gang_id = gang_of(member)
     ranks = state.job.role(role_of(gang_id)).ranks
     return [state.replica(member_id(gang_id, rank)) for rank in range(ranks)]
@@ -166,7 +166,7 @@ def has_trained(state: State, trainer: Replica) -> bool:
 
 
 def weights_lag_steps(state: State) -> tuple[int, int] | None:
-    """Return by how many steps the rollout with the newest and the one with the oldest weights are behind the trainer.
+    """Return by how many steps the newest and the oldest weights of the rollouts are behind the trainer.
 
     The trainer's step is the newest step that it has committed or published. Returns None if no rollout has weights.
     """
@@ -206,7 +206,7 @@ def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:
     """Return the incarnation that a message belongs to, from the incarnation that it names and the tag of its step.
 
-    A promoted standby process may still send messages as ``standby/<node>``. Its member is then found by the tag of the
+    A promoted standby process may still send messages as ``standby/<node>``. The member is found by the tag of the
     step.
     """
     if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):

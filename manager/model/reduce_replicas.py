@@ -85,8 +85,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
 def on_stop_intended(state: State, at: float, action: StopStep) -> State:
     """Record that a step is being stopped.
 
-    If the step runs a current incarnation, its replica is retired: such a step is only stopped if the run ends or a
-    standby process is no longer needed.
+    If the step runs a current incarnation, its replica is retired, because such a step is only stopped if the run ends
+    or a standby process is no longer needed.
     """
     orphan = state.orphan_steps.get(action.step)
     if orphan is None and not state.is_current(action.incarnation):
@@ -327,7 +327,7 @@ def on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> Stat
 
 
 def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
-    """Record the phase of a replica, and that it has left the previous one."""
+    """Record the phase of a replica, and that the replica has left its previous phase."""
     replica = state.replica(event.incarnation.replica)
     passed = (
         replica.past_phases

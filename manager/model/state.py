@@ -147,8 +147,8 @@ class Replica(Struct, frozen=True):
     ever_worked: bool = False
     """True if any incarnation has completed a unit of work since the run began or was last resumed."""
     last_exception: RaisedException | None = None
-    """Exception of the role's code that ended the newest failed incarnation; None if it failed otherwise, or if the
-    replica has done a unit of work since."""
+    """Exception of the role's code that ended the newest failed incarnation; None if the incarnation failed for another
+    reason, or if the replica has done a unit of work since then."""
     exception_starts: int = 0
     """Number of incarnations in a row that ``last_exception`` ended before their first unit of work."""
     clean_exits: int = 0
@@ -209,9 +209,9 @@ class Node(Struct, frozen=True):
     drain_requested_at: float = 0.0
     """Manager's time (s) at which a user requested the node's drain."""
     drain_reason: str = ""
-    """Reason text of this run's drain of the node; empty if this run has no drain in force there."""
+    """Reason text of this run's drain of the node; empty if no drain of this run is in force on the node."""
     drain_error: str = ""
-    """Why the cluster refused to drain the node for this run; an administrator then has to drain it."""
+    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it."""
     release_result: ReleaseResult | None = None
     """Result of the release of this single node; None before it was tried. The release is tried only once."""
     snapshot_address: str = ""
@@ -318,7 +318,7 @@ class RejectedRequest(Struct, frozen=True):
 
 
 MAX_EVALUATIONS = 64
-"""Maximum number of evaluations in the state: the first one and the newest ones."""
+"""Maximum number of evaluations in the state: the first evaluation and the newest evaluations."""
 
 
 class Evaluation(Struct, frozen=True):
@@ -338,8 +338,7 @@ class State(Struct, frozen=True):
     epoch: int = 0
     started: float = 0.0
     running_since: float | None = None
-    """Manager's time (s) at which the first nodes were first observed to run: the run's walltime counts
-    from then on."""
+    """Manager's time (s) at which the first nodes were observed to run. The run's walltime counts from this time."""
     requested_since: float | None = None
     """Manager's time (s) of the first allocation request."""
     requests_made: dict[str, int] = {}
@@ -362,7 +361,7 @@ class State(Struct, frozen=True):
     metrics: dict[str, float] = {}
     """Metrics of the newest committed training step."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The first evaluation, and the newest ones (:data:`MAX_EVALUATIONS` in all), in the order of their steps."""
+    """The first and the newest evaluations (:data:`MAX_EVALUATIONS` in all), in the order of their steps."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     idle_times: IdleTimes = IdleTimes()

@@ -1,7 +1,7 @@
 """Durable claims of notifications: each is written before its notification is sent, so that none is sent twice.
 
 If a manager dies between claim and sending, its notification is never sent. If two managers claim at the same time,
-because one was frozen and has been replaced, only one of them creates the file.
+because one manager was frozen and has been replaced, only one of them creates the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Claims:
         self._claims: dict[NotificationKind, list[Claim]] = {}
 
     def load(self) -> None:
-        """Read all claims, also those of other managers."""
+        """Read all claims, including the claims of other managers."""
         self._claims = {}
         try:
             names = sorted(os.listdir(self._folder), key=lambda name: (len(name), name))
@@ -57,7 +57,7 @@ class Claims:
         return max((claim.at for claim in self._claims.get(kind, ())), default=None)
 
     def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:
-        """Write a claim durably; return False if another manager claimed the same number first."""
+        """Write a claim durably; return False if another manager has already written a claim with its number."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{kind}-{len(self._claims.get(kind, ())) + 1}.json"
         try:

@@ -1,6 +1,6 @@
 """The conditions of a run that notifications are sent about, found in the state of the run. Pure.
 
-A condition has a key that names this one occurrence. Conditions follow from the state. So if a manager dies before it
+A condition has a key that identifies this occurrence. Conditions follow from the state. So if a manager dies before it
 sends a notification, the next manager finds the condition again.
 """
 

@@ -27,7 +27,7 @@ def unsatisfiable_at(allocation: Allocation) -> float:
 
 
 def shutdown_at(state: State) -> float:
-    """Return the manager's time (s) at which a run begins to shut down, to be complete before its walltime ends.
+    """Return the manager's time (s) at which a run begins to shut down, so that it ends within its walltime.
 
     The margin is the maximum duration of a shutdown plus one poll interval, because the manager may notice the start of
     the walltime up to one poll too late. The margin is at most half of the walltime, so that a short run gets some work

@@ -1,7 +1,7 @@
 """Shut down a run that is complete, cancelled or failed: stop its steps, release its allocations, and end it.
 
 There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
-while the trajectory store still accepts the commit, so that a resumed run continues from there. The trainer is also
+while the trajectory store still accepts the commit, so that a resumed run continues from this step. The trainer is also
 stopped first in a cancelled run whose commits cover several steps, because uncommitted steps would be lost otherwise.
 Then the other roles and the standby processes are stopped, and last the agents, which witness the ends of the other
 steps.

@@ -31,7 +31,7 @@ class Failure(Struct, eq=False):
     """Node that failed, or on which the incarnation ran; empty if it was never launched."""
     recorded_at: float
     diagnosis: Diagnosis
-    """Diagnosis at the first record; at the fence it is replaced by a new diagnosis."""
+    """Diagnosis at the first record. The fence replaces it by a new diagnosis."""
     ended: bool = False
     """True if the incarnation has ended or is fenced; False if it continued."""
     continues: Failure | None = None
@@ -69,7 +69,7 @@ class Failure(Struct, eq=False):
 
 
 class Outage(Struct, frozen=True):
-    """An outage of a replica, ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
+    """An outage of a replica since the manager's time ``since`` (s). ``node`` is the node of the failed member."""
 
     replica: ReplicaId
     node: str
@@ -84,7 +84,7 @@ class Outage(Struct, frozen=True):
 class WorkChange(Struct, frozen=True):
     """A member began or stopped to work at a time (s).
 
-    A stop may lie in the past; then the time after it no longer counts as work.
+    A stop may lie in the past. The time after such a stop no longer counts as work.
     """
 
     replica: ReplicaId

@@ -67,7 +67,7 @@ class StepRow(Struct, frozen=True):
 
     step: int | None
     """The training step; 0 for the weights before the first step, if they were evaluated. None in the last row of a run
-    that ended after its newest step, if something happened then."""
+    that ended after its newest step, if something happened after this step."""
     at: float
     """When the manager learned of the commit."""
     incarnation: str
@@ -280,14 +280,14 @@ _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
 
 
 def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float]) -> StepRow:
-    if not seconds or seconds < 0:  # the manager learned of this commit and the one before at the same time
+    if not seconds or seconds < 0:  # the manager learned of this commit and the previous commit at the same time
         return replace(row, seconds=seconds, phase_seconds=phase_seconds)
     rate = None if row.tokens is None else round(row.tokens / seconds, 3)
     return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
-    """Return the row with the newest result of its step or an earlier one, and remove these results."""
+    """Return the row with the newest evaluation up to its step; remove the evaluations up to its step."""
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}
     return replace(row, evaluation=taken[max(taken)]) if taken else row
@@ -302,7 +302,7 @@ def _tokens(metrics: Mapping[str, float]) -> int | None:
 
 
 def _incarnation(event: Any, replica: str) -> str:
-    """Return the incarnation whose event ended an outage; the replica if the event names none."""
+    """Return the incarnation whose event ended an outage, or the replica if the event names no incarnation."""
     incarnation = getattr(event, "incarnation", None)
     return str(incarnation) if isinstance(incarnation, Incarnation) else replica
 
@@ -331,7 +331,7 @@ def _failure(failure: Failure, at: float) -> Mark:
 
 
 def step_rows(events: Iterable[ev.Stamped]) -> Iterator[StepRow]:
-    """Yield the rows of all events, in order, with those that are not complete yet."""
+    """Yield the rows of all events, in order, including the rows that are not complete yet."""
     rows = StepRows()
     for stamped in events:
         yield from rows.apply(stamped)

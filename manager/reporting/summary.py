@@ -93,8 +93,8 @@ class Recovery(Struct, frozen=True):
     failed: int
     """Number of the incarnation that failed."""
     incarnation: int
-    """Number of the incarnation that replaced the failed one; before it has joined, number of the newest launched
-    incarnation."""
+    """Number of the incarnation that replaced the failed incarnation; until it has joined, number of the newest
+    launched incarnation."""
     cause: str
     detector: str
     """Detector of the finding; empty if the replica failed without one, for example because it was not launched."""
@@ -251,7 +251,7 @@ class Summary(Struct, frozen=True):
 def _escaped(value: Any) -> Any:
     """Return a document of plain values without control characters.
 
-    Evidence comes from roles and nodes, and a user may show the summary with ``cat``; it must not control the terminal.
+    Evidence comes from roles and nodes, and must not control the terminal of a user who shows the summary with ``cat``.
     """
     if isinstance(value, str):
         return escaped_lines(value)

@@ -36,7 +36,7 @@ SCHEMA = 4
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
 3: events, actions and fields of the state have the names of docs/glossary.md.
-4: the run spec contains what the roles read; network, weight transport and staleness moved into tables of it."""
+4: the run spec contains what the roles read; network, weight transport and staleness moved into its tables."""
 SEGMENT_RECORDS = 4000
 """Maximum number of records in a segment. Folding so many records takes about 50 ms."""
 MAGIC = b"RRLJ\n"
@@ -126,14 +126,14 @@ class Journal:
 
     @property
     def full(self) -> bool:
-        """Return whether the segment has ``SEGMENT_RECORDS`` records, so that the next one should begin."""
+        """Return whether the segment has ``SEGMENT_RECORDS`` records, so that the next segment should begin."""
         return self._records >= SEGMENT_RECORDS
 
     def rotate(self, state: State) -> None:
         """Begin a new segment with ``state`` in its head; all records of later events are written to it.
 
         Raises:
-            OSError: there is no space for a segment. The old segment then stays in use.
+            OSError: there is no space for a segment. In this case the old segment stays in use.
         """
         with self._writing:
             self._write(sum(seq <= state.seq for seq, _ in self._buffer))
@@ -317,7 +317,7 @@ def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
 
 
 def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
-    """Return (path, end offset) of the valid segments, oldest first; the newest one has no end offset (None).
+    """Return (path, end offset) of the valid segments, oldest first; the newest segment has no end offset (None).
 
     Starts at the newest segment and follows the name of the previous segment in each head. A segment that is not
     reached was written by a manager that had already been succeeded, and is ignored.

@@ -2,7 +2,8 @@
 
 An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
 compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock.
-Creating the next epoch's file O_EXCL has exactly one winner on any file system; flock may not be available.
+If several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock may not be
+available.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Lease:
 def holder(run: RunDir) -> LeaseHolder | None:
     """Return the holder of the newest epoch, whether or not it is still running.
 
-    Returns None if no manager has started yet, or if the newest one exited in order.
+    Returns None if no manager has started yet, or if the newest manager exited in order.
     """
     newest = _read(run, _newest(run))
     return None if newest is None or newest.counter == RELEASED else newest

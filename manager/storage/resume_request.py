@@ -1,9 +1,9 @@
 """The request to resume a run that has ended: a folder with everything that the next manager needs, created atomically.
 
 ``rrl resume`` prepares a folder and renames it to ``resume/``. Of two concurrent requests exactly one wins, on any file
-system, and their files are never mixed. A manager claims the request by another rename; until then the run is unchanged
-and the request can be withdrawn. The manager then journals the request and replaces the run's files by those in the
-folder. If a manager dies during this procedure, its successor continues it.
+system, and their files are never mixed. A manager claims the request by another rename. Before this claim the run is
+unchanged, and the request can be withdrawn. The manager then journals the request and replaces the run's files by the
+files in the folder. If a manager dies during this procedure, its successor continues it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class TrackedRun(Struct, frozen=True):
     project: str
     """Project of wandb, experiment of MLflow."""
     folder: Path
-    """Folder in the run directory for the files of this tracker; it exists."""
+    """Existing folder in the run directory for the files of this tracker."""
     job: dict[str, Any]
     """The job spec with every default, without values of environment variables."""
     changed: bool

@@ -42,7 +42,8 @@ POLL_S = 1.0
 FLUSH_ROWS = 500
 """Number of rows after which a long backlog is flushed and the progress recorded."""
 HUNG_EXIT, LOCKED_EXIT = 3, 4
-"""Exit codes: a call of the tracker took longer than ``[track] timeout``; another process tracks this run."""
+"""Exit codes: the first means that a call of the tracker took longer than ``[track] timeout``, the second that another
+process tracks this run."""
 FOLLOW, UNTIL_END, ONCE = "follow", "end", "once"
 HIDDEN = "(hidden)"
 """Text that a tracker gets instead of the value of an environment variable or a line of ``[env] setup``."""

@@ -1,7 +1,7 @@
 """Keep one process for each tracker of a job running while this manager manages the run.
 
 A tracker never delays the run. If a tracker does not work, the manager logs one line and starts its process again with
-growing pauses; steps that were not sent remain in the journal until then.
+growing pauses. Steps that were not sent remain in the journal until they are sent.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Measured on 22.05 (docs/architecture.md):
   it.
 - A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end, because slurmstepd tries
   to report to the srun. A replacement on the same node needs resources for one more step, or waits 2.3 s.
-- After Slurm has taken a node from a job, it still lists the job's steps on that node; rrl ignores these steps.
+- After Slurm has taken a node from a job, Slurm still lists the job's steps on that node. rrl ignores these steps.
 - A heterogeneous job of ``salloc --no-shell A : B`` continues if the first node of its first component is lost.
 """
 
@@ -94,7 +94,7 @@ class SlurmCluster:
         """Ids of the jobs of sallocs that found no free nodes. These jobs are ignored, since sbatch then submits
         another job under the same tag."""
         self._known_nodes: set[NodeName] = set()
-        """Nodes that are or were in an allocation of the run; all of them are polled."""
+        """Nodes that are or were in an allocation of the run. All of these nodes are polled."""
         self._poll_lock = asyncio.Lock()
         self._last_snapshot = ClusterSnapshot(None, None, None, "the cluster has not been polled yet")
         self._polled_at = float("-inf")
@@ -105,8 +105,8 @@ class SlurmCluster:
     async def request(self, request: AllocationRequest) -> None:
         """Allocate nodes, and return once Slurm has accepted the job, which may be pending for a long time.
 
-        ``salloc --no-shell`` allocates nodes that are free, if salloc is safe on this cluster; otherwise a batch job
-        waits for nodes.
+        If nodes are free and salloc is safe on this cluster, ``salloc --no-shell`` allocates them. Otherwise a batch
+        job waits for nodes.
         """
         if request.tag == self._own_tag:
             return
@@ -148,7 +148,8 @@ class SlurmCluster:
 
         A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of a
         pending job (measured), and the other components would not start without it. The release of the first component
-        of a running job waits until the other components have ended, because its end would end them.
+        of a running job waits until the other components have ended, because the end of the first component would end
+        them, too.
 
         Raises:
             Refused: another component of the job, which the manager has not released, would end too.
@@ -306,7 +307,7 @@ class SlurmCluster:
 
     # ── polling ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def inject_fault(self, fault: Fault) -> str:
-        """Have a test cluster inject the fault; any other cluster refuses."""
+        """Have a test cluster inject the fault. Raises Refused on any other cluster."""
         return await inject_fault(fault)
 
     async def observe(self) -> ClusterSnapshot:

@@ -20,8 +20,7 @@ from ..base import Refused, Unanswered
 MANAGER = "manager"
 """Last part of ``<run>.manager``, the name of the Slurm jobs of a run's managers."""
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
-"""Prefixes of the variables that Slurm sets inside a job, and of those that change the defaults and formats of its
-commands."""
+"""Prefixes of variables that Slurm sets inside a job, or that change the defaults and formats of its commands."""
 
 _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
 """Variable that makes squeue print times in seconds since 1970. rrl parses no times printed by other commands."""
@@ -97,8 +96,8 @@ class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
     Reads that are needed to carry out an action are never refused (credit). The managers of a user share
-    ``reads_per_minute`` equally. Each manager counts the other managers in the queue that it polls anyway. So no file
-    has to be shared between hosts, and a manager that has died no longer has a share.
+    ``reads_per_minute`` equally. Each manager counts the other managers in the queue, which it polls for its jobs. So
+    no file has to be shared between hosts, and a manager that has died no longer has a share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,7 +128,7 @@ class Budget:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``given`` without those that Slurm sets in a job or that change its commands' defaults."""
+    """Return the variables ``given`` that Slurm does not set in a job and that do not change its commands' defaults."""
     result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
     return result | {"LC_ALL": "C"}
 

@@ -38,8 +38,8 @@ _DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT
 _DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
 _UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
 _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
-"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). ``_DOWN`` to ``_UP`` take precedence. A
-node with a pending reboot accepts no work and counts as down."""
+"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). The sets from ``_DOWN`` to ``_UP`` take
+precedence. A node with a pending reboot accepts no work and counts as down."""
 
 
 _NEVER_CLEARS = re.compile(
@@ -385,7 +385,7 @@ def expand(nodes: str) -> tuple[NodeName, ...]:
 def estimated_start(text: str) -> str | None:
     """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
 
-    The format is ``2026-11-20T09:19:27``, in the client's local time. Of several components of a heterogeneous job, the
-    last start counts.
+    The format is ``2026-11-20T09:19:27``, in the client's local time. For a heterogeneous job, the latest start of its
+    components counts.
     """
     return max(re.findall(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text), default=None)

@@ -42,7 +42,7 @@ class RoleTime(Struct, frozen=True):
 
 
 class RolePoint(Struct, frozen=True, array_like=True):
-    """Total time (ns) of a role's processes by idle cause (empty while at work), and their total progress."""
+    """Total time (ns) of a role's processes by idle cause (empty for time at work), and their total progress."""
 
     ns: dict[str, int] = {}
     done: int = 0
@@ -72,7 +72,7 @@ class IdleTimes(Struct, frozen=True):
     replaced: dict[str, RoleTime] = {}
     """Totals of the processes that were replaced, by role."""
     points: tuple[Point, ...] = ()
-    """Totals of the last minutes, oldest first; the last one is the newest."""
+    """Totals of the last minutes, oldest first; the last entry contains the newest totals."""
     trained_tokens: int = 0
     """Number of tokens in all committed steps whose metrics include ``tokens``."""
 

@@ -54,7 +54,7 @@ class TrainingTime(Struct, frozen=True):
     share: float = 0.0
     """Share of the time that counts as effective training since the last point."""
     points: tuple[Point, ...] = ()
-    """Effective training up to the changes of the share in the last hour, and one point before; oldest first."""
+    """Effective training up to each change of the share in the last hour, and one earlier point; oldest first."""
     commits: tuple[Commit, ...] = ()
     """The newest commits, in the order of their steps."""
 
@@ -151,7 +151,7 @@ def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: 
 
 
 def with_commit(time: TrainingTime, step: int, at: float) -> TrainingTime:
-    """Return the time with one more commit; a step that is not newer than the newest one is ignored."""
+    """Return the time with one more commit; a step that is not newer than the newest step is ignored."""
     if time.commits and step <= time.commits[-1].step:
         return time
     return replace(time, commits=(*time.commits, Commit(step, at))[-MAX_COMMITS:])

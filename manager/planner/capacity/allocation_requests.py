@@ -1,4 +1,4 @@
-"""Build the requests for allocations: the first of a run in each form (pool, hetjob, replica), and later ones. Pure.
+"""Build a run's first requests for allocations in each form (pool, hetjob, replica), and its later requests. Pure.
 
 ``rrl check`` shows the same requests.
 """

@@ -26,7 +26,7 @@ def excludes_node(finding: Finding) -> bool:
 def barred_nodes(state: State) -> set[NodeName]:
     """Return the nodes on which no replica is placed, even if the circuit breaker keeps them in use.
 
-    There is proof of a defect of the node, or no message arrives from it, so that no replica could join there.
+    There is proof of a defect of such a node, or no message arrives from it, so that no replica on it could join.
     """
     return {
         finding.node

@@ -194,10 +194,10 @@ class NodeInventory:
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to launch a replica on, or None.
 
-        In order of preference: the replica's preferred node; a node with a standby process for it; a node with other
-        members of its gang; the first node that fits and on which the replica has not failed too often. If the nodes do
-        not cause its failures, any node that fits is chosen. On a preferred node or a node with a standby process, a
-        gang waits for steps that are still ending, which is faster than a start on another node.
+        The order of preference is: the replica's preferred node; a node with a standby process for the replica; a node
+        with other members of its gang; the first node that fits and on which the replica has not failed too often. If
+        the replica's failures are not caused by nodes, any node that fits is chosen. On a preferred node or a node with
+        a standby process, a gang waits for steps that are still ending, which is faster than a start on another node.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -246,7 +246,7 @@ class NodeInventory:
 
     # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Return the standby processes on the node that can be promoted to the role now, preloaded ones last."""
+        """Return the standby processes on the node that can be promoted to the role now, preloaded processes last."""
         ready = self._ready_standbys.get(node, ()) if node is not None else ()
         of_role = [standby for standby in ready if standby_role_of(standby.id) == role]
         return sorted(of_role, key=lambda standby: is_preloaded(standby.id))
@@ -273,8 +273,8 @@ class NodeInventory:
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
         """Return the donor rollout whose node, with a ready standby process, this member could take, or None.
 
-        Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and the
-        rollout's node has capacity left, :meth:`spare_with_standby` returns this node.
+        Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
+        preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node.
         """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -287,7 +287,7 @@ class NodeInventory:
         return None
 
     def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Yield the rollouts that this member could replace on their nodes, the last one first."""
+        """Yield the rollouts that this member could replace on their nodes, in reverse order."""
         role = self._state.job.role(member.role)
         for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
@@ -301,8 +301,8 @@ class NodeInventory:
         """Return the rollouts to preempt so that this member can be promoted.
 
         These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
-        without a free standby process, the result is one donor; this occurs when a gang loses two nodes at the same
-        time.
+        without a free standby process, the result is one donor. This case occurs when a gang loses two nodes at the
+        same time.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -332,7 +332,7 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has a standby process that no other replica launched there needs.
+        """Return whether the node has a standby process that no other replica launched on the node needs.
 
         Preloaded processes do not count, because they are no reason to choose a node. If the standby process shares the
         node with working replicas, each member of the gang on the node may need the process. An exclusive standby
@@ -350,10 +350,10 @@ class NodeInventory:
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """Return whether the node belongs to the role's group, or can otherwise host the role's members.
+        """Return whether the node can host members of the role, because of its group or its size.
 
-        A node of another group can host them if it is large enough and the role's standby processes share nodes with
-        other roles.
+        A node of another group than the role's can host them if it is large enough and the role's standby processes
+        share nodes with other roles.
         """
         if node not in self._by_node:
             return False

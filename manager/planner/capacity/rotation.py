@@ -116,7 +116,7 @@ def _redundant(
     assigned: Assignment,
     now: float,
 ) -> list[tuple[Allocation, str]]:
-    """Return the redundant allocations among the empty ones of a node group, each with the reason.
+    """Return the empty allocations of a node group that are redundant, each with the reason.
 
     Enough allocations are kept for the replicas without a node and for the retired replicas. Pending allocations are
     also kept for replicas that must move.

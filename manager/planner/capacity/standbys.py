@@ -144,7 +144,7 @@ def _trainer_standbys(
     """Return every wanted standby process of the trainer, and its node.
 
     Each member has a standby process on its node. Each spare node and each node of a donor rollout has as many standby
-    processes as it can host members; nodes that already have standby processes are chosen first.
+    processes as it can host members. Nodes that already have standby processes are chosen first.
     """
     members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
@@ -210,7 +210,7 @@ def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, rol
 
 
 def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
-    """Return the bytes of a node that neither its replicas nor ``others``, its other standby processes, take.
+    """Return the bytes of a node's memory that its replicas and ``others``, its other standby processes, leave free.
 
     The result is inf if the job does not state the memory of the node.
     """

@@ -56,8 +56,8 @@ class RungSpec(Struct, frozen=True):
     rung: Rung
     needs: tuple[Need, ...]
     expects: str
-    """Expected result, with ``{member}``, ``{role}`` and ``{node}`` of the failed member and its target
-    node ``{to}``."""
+    """Expected result as text, with the fields ``{member}``, ``{role}`` and ``{node}`` of the failed member and its
+    target node ``{to}``."""
     time_limit: Callable[[State], float]
     """Time (s) for the expected result. If the result has not occurred by then, this counts as another failure, and the
     ladder is entered again."""
@@ -72,7 +72,7 @@ class RungSpec(Struct, frozen=True):
 def severity(rung: Rung) -> int:
     """Return the severity of a rung.
 
-    The severity is 0 for every repair of a single replica; the order in the policy decides among such repairs.
+    The severity is 0 for every repair of a single replica. Among these repairs the order in the policy decides.
     """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 

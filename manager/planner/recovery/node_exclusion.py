@@ -1,7 +1,7 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
 A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
-node without replicas is also excluded if two agents in a row do not answer there. The node of a straggler is excluded
+node without replicas is also excluded if two of its agents in a row do not answer. The node of a straggler is excluded
 if the job spec says so. A finding about the user's or the run's software does not affect the node. After a WARN about a
 node its replicas stay, but new replicas are placed on other nodes if possible.
 
@@ -141,7 +141,7 @@ def exclusions_allowed(share: float, nodes: int) -> int:
 def limit_exclusions(
     state: State, excludes: Sequence[Exclude], now: float
 ) -> tuple[list[Exclude], list[DeferredExclusion]]:
-    """Return the exclusions that may be carried out now, and those that the circuit breaker holds back.
+    """Return the exclusions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
     window, or while the cluster itself has lost too many of the run's nodes.

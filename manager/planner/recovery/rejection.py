@@ -80,8 +80,8 @@ def invalid_config(state: State) -> Finish | None:
 def no_fit_node(state: State) -> Finish | None:
     """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
-    The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit;
-    one unfit node suffices if the run has no fit node and expects no further nodes.
+    The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit.
+    One unfit node suffices if the run has no fit node and expects no further nodes.
     """
     unfit = unfit_nodes(state)
     if not unfit:

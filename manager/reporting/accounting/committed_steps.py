@@ -11,12 +11,12 @@ by the duration of this run. Training that was done again, waits and the time of
 protection costs in each step is part of the median, so the estimate does not contain it.
 
 An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
-trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
-the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer may
-continue from a snapshot of a step between two commits: the first weights that it publishes are of this step. Then its
-predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit, and
-steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
-interrupted since the commit before, and the manager was the same.
+trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept; in
+this case the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer
+may continue from a snapshot of a step between two commits. The first weights that it publishes are of this step, and
+its predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit,
+and steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
+interrupted and the manager did not change since the previous commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .interruptions import TRAIN, Interruption, Interruptions
 
 
 class Attempt(Struct, frozen=True):
-    """An attempt at a step that its incarnation did not commit: begin and end (s), and what interruption ended it."""
+    """An attempt at a step that its incarnation did not commit: begin, end (s), and the interruption that ended it."""
 
     since: float
     until: float
@@ -90,7 +90,8 @@ class CommittedSteps:
     def __init__(self, interruptions: Interruptions) -> None:
         self.steps: list[CommittedStep] = []
         self.began: float | None = None
-        """Time (s) of the first ``train``; if none was recorded before the first commit, time of the trainer's join."""
+        """Time (s) of the first ``train``. If no ``train`` was recorded before the first commit, time of the trainer's
+        join."""
         self.began_with_train = False
         self._interruptions = interruptions
         self._newest = 0
@@ -117,7 +118,7 @@ class CommittedSteps:
 
     @property
     def ended(self) -> float | None:
-        """Return the time (s) of the newest commit; None before the first one."""
+        """Return the time (s) of the newest commit; None before the first commit."""
         return self.steps[-1].at if self.steps else None
 
     @property

@@ -69,7 +69,7 @@ class Interruption(Struct, eq=False):
     """When the interruption ended: with the first work, the next failure, or the end of the run."""
 
     def stages(self, now: float) -> Iterator[tuple[str, float, float]]:
-        """Yield (stage, start, end) of the stages that took time; the last one lasts until ``now`` if it is open."""
+        """Yield (stage, start, end) of the stages that took time; an open stage lasts until ``now``."""
         end = now if self.ended_at is None else self.ended_at
         weights_at = self.weights_at if self.weights_at is not None else self.worked_at
         ends = (self.detected_at, self.fenced_at, self.launched_at, self.joined_at, weights_at, self.worked_at)

@@ -1,8 +1,8 @@
 """A lane for each member of a role's replica: its incarnations, and what it did at any time of the run. Pure.
 
 A lane is a list of intervals, each with the phase that the member reported. A run of many steps has very many
-intervals, so :meth:`Lane.spans` then divides the run into a limited number of equal parts, and returns the main
-activity in each.
+intervals. For such a run :meth:`Lane.spans` divides the run into a limited number of equal parts, and returns the main
+activity in each part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Use(StrEnum):
     LOADS = "loads"
     """The member was in a phase that does not count as training, such as the restore of a checkpoint."""
     DOWN = "down"
-    """The member's incarnation had ended, and the next one was not launched yet."""
+    """The member's incarnation had ended, and the next incarnation was not launched yet."""
 
 
 USEFUL = (Use.WORKS, Use.WRITES)
@@ -157,7 +157,7 @@ class Lanes:
         self.lanes: dict[ReplicaId, Lane] = {}
         self._ending = False
         self._steps: dict[str, Incarnation] = {}
-        """Incarnation by the tag of its step; for a promoted standby process the incarnation of the member."""
+        """Incarnation by the tag of its step. For a promoted standby process, it is the incarnation of the member."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         """Apply an event."""

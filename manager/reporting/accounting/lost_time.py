@@ -86,7 +86,7 @@ def lost_time(
 
 
 def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
-    """Yield for each step the pieces that overlap it; both are in the order of their times."""
+    """Yield for each step the pieces that overlap it. Steps and pieces must be in the order of their times."""
     active: list[Piece] = []
     following = 0
     for step in steps:

@@ -26,7 +26,8 @@ from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import SlidingPoint, lost_time, sliding_ettr
 
 MAX_DECISIONS = 1000
-"""Maximum number of decisions in a report; beyond it, the newest are left out, and the report says how many."""
+"""Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
+contains how many were left out."""
 
 
 class Loss(Struct, frozen=True):
@@ -75,7 +76,7 @@ class LaneReport(Struct, frozen=True):
     incarnations: list[LaneIncarnation]
     spans: list[Span]
     seconds: dict[str, float]
-    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next one was launched."""
+    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next incarnation was launched."""
 
 
 class Strict(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The manager's decisions in order, each explained: a fold of the run's events. Pure.
 
 An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the rungs
-before it would have needed, the expected effect with its deadline, and whether it occurred (``expectations``).
+before it would have needed, the expected effect with its deadline, and whether this effect occurred (``expectations``).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _LogBuffer:
         self.due_at: float | None = None
         """Time (s) at which the buffer must be written; None if it need not be written."""
         self.complete = False
-        """True once the last line was received; the buffer is then removed after it is written."""
+        """True once the last line was received, so that the buffer is removed after it is written."""
 
     @property
     def size(self) -> int:

@@ -59,7 +59,8 @@ class LogCollector:
     async def open(self, keys: RunKeys, host: str) -> None:
         """Listen on a free port of ``host`` and publish the address in the run directory.
 
-        Call it after the run has a state. Raises what :meth:`rrl.transport.control.endpoints.Listener.open` raises.
+        Must be called after the run has a state. Raises what :meth:`rrl.transport.control.endpoints.Listener.open`
+        raises.
         """
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class ChildFailed(Unanswered):
-    """The process died, did not answer in time, or sent something that is not a reply; it has been ended.
+    """The process died, did not answer in time, or sent something that is not a reply. It no longer runs.
 
     The request may or may not have been carried out.
     """
@@ -141,7 +141,7 @@ class PyslurmChild:
     async def _deadline(self, running: _Running, timeout_s: float) -> AsyncIterator[None]:
         """End the process unless the block succeeds within ``timeout_s`` seconds, also if the caller is cancelled.
 
-        A reply that is still to come would otherwise be taken for the reply to the next request.
+        Otherwise a late reply would be taken for the reply to the next request.
         """
         try:
             async with asyncio.timeout(timeout_s):

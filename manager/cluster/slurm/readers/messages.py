@@ -40,7 +40,7 @@ Request = ReadJobs | ReadSteps | ReadNodes | ReadConfig | DrainNode | UndrainNod
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The first line of the process: pyslurm is imported."""
+    """The first message of the process, sent once pyslurm is imported."""
 
     version: str
     """Version of pyslurm; its first two numbers are the release of Slurm that it was built for."""

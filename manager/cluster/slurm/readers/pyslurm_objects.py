@@ -4,7 +4,7 @@ Peculiarities of pyslurm that this module hides:
 
 - 22.05 reports a node that is partly allocated as ALLOCATED; later versions report MIXED, as scontrol does.
 - In all versions the nodes of a step are a list, and the nodes of a job are a text.
-- InactiveLimit is a value of the class ``config`` of the old API; 25.11 has it in ``slurmctld.Config`` as well.
+- InactiveLimit is a value of the class ``config`` of the old API. 25.11 also has it in ``slurmctld.Config``.
 - A text that is not UTF-8, which any user may put into a reason, cannot be read as an attribute.
 
 pyslurm returns None for a text that is empty or ``None``.

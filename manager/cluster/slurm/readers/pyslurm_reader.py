@@ -118,7 +118,7 @@ class PyslurmReader:
 
 
 def error_of(failed: Failed) -> Refused | Unanswered:
-    """Return the exception for a request that failed, by its number."""
+    """Return the exception for a request that failed, according to the error number in the reply."""
     if failed.number in NO_RIGHTS:
         return NotPermitted(failed.text)
     if failed.number in SLURMCTLD_ERRORS and failed.number not in UNSETTLED:

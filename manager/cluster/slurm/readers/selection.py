@@ -1,8 +1,8 @@
 """Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep the choice until pyslurm fails.
 
 ``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and gave the same values as
-the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. Either way the commands
-take over for the rest of the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child process.
+the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. With both settings, the
+commands take over after :data:`MAX_CHILD_FAILURES` failures of the child process, for the rest of the manager's epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CHILD_FAILURES = 3
 """Number of failures of the child process after which a manager reads by commands only."""
 LARGE_QUEUE_JOBS = 500
 """Number of jobs of all users above which jobs are read by squeue: slurmctld sends squeue only the jobs of this user,
-but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU either way
+but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU with either reader
 (docs/sites.md)."""
 FIRST_LOOKS = 3
 """Number of comparisons of the two readers at the start. A difference counts only if all comparisons show it, because
@@ -102,7 +102,7 @@ async def choose_reader(
 
 
 class SelectedReader:
-    """The reader that ``[cluster] reader`` selects; it is chosen at the first request (:class:`.base.SlurmReader`)."""
+    """The reader that ``[cluster] reader`` selects (:class:`.base.SlurmReader`). It is chosen at the first request."""
 
     def __init__(
         self, setting: ReaderSetting, by_commands: SlurmReader, limits: SlurmLimits, module: str = "pyslurm"
