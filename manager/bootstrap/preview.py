@@ -80,7 +80,10 @@ def _hours(node_group: NodeGroup, spec: RunSpec) -> float:
 
 
 def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
-    """Return the maximum number of jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
+    """Return the maximum number of jobs and steps of a run.
+
+    ``foreground`` means that the manager is not a Slurm job.
+    """
     managers = 0 if foreground or spec.manager.where == "pool" else 2
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
     start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(

@@ -122,7 +122,10 @@ class GpuRegistry:
 
 
 def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
-    """Return whether a process of this replica has GPUs of its own; a standby process that shares a node has none."""
+    """Return whether a process of this replica has GPUs of its own.
+
+    A standby process that shares a node has none.
+    """
     role = role_of(replica)
     if role == STANDBY_ROLE:
         return not shares_node(job, replica) and job.role(standby_role_of(replica)).per_member.gpus > 0

@@ -189,7 +189,7 @@ def most_severe(findings: Iterable[Finding]) -> Finding | None:
 
 
 def promoted_to(state: State, standby: Incarnation) -> Replica | None:
-    """Return the current member that a standby process was or is being promoted to, if any."""
+    """Return the current member to which a standby process was or is being promoted; None if there is none."""
     if role_of(standby.replica) != STANDBY_ROLE:
         return None
     members = (
@@ -255,8 +255,9 @@ def first_symptom_at(
         node: Node of the incarnation, or the node that failed; None if it is unknown.
 
     Returns:
-        The time from the findings about the incarnation itself. Findings about its node count only if there are none:
-        the incarnation may have worked for a long time on a node with findings. None if no such finding has a time.
+        The time from the findings about the incarnation itself. Findings about its node count only if there are no
+        findings about the incarnation, since it may have worked for a long time on a node with findings. None if no
+        such finding has a time.
     """
     failing = [finding for finding in findings if finding.verdict is Verdict.FAIL]
     own = [finding for finding in failing if incarnation is not None and finding.incarnation == incarnation]

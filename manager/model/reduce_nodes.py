@@ -282,7 +282,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
 
 
 def on_exclude(state: State, at: float, action: Exclude) -> State:
-    """Record that a node is excluded, and which user requested it, if any."""
+    """Record that a node is excluded, and the user who requested the exclusion, if a user did."""
     node = state.nodes.get(action.node) or Node(action.node, "")
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])

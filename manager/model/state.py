@@ -398,7 +398,7 @@ class State(Struct, frozen=True):
     handled_commands: tuple[str, ...] = ()
     """Ids of the user commands that were taken from the mailbox."""
     cancelled_by: str = ""
-    """User who cancelled the run; empty if none did."""
+    """User who cancelled the run; empty if no user has cancelled it."""
     keep_allocations: bool = False
     """True if the user who cancelled the run wants to keep the allocations."""
     requested_restarts: dict[ReplicaId, str] = {}
@@ -416,7 +416,7 @@ class State(Struct, frozen=True):
 
     @property
     def evaluated(self) -> int:
-        """Return the newest step with a known evaluation; -1 if there is none."""
+        """Return the newest step with a known evaluation; -1 if there is no such step."""
         return self.evaluations[-1].step if self.evaluations else -1
 
     @property

@@ -53,7 +53,7 @@ class Claims:
         return any(key in claim.keys for claim in self._claims.get(kind, ()))
 
     def newest_at(self, kind: NotificationKind) -> float | None:
-        """Return the manager's time (s) of the newest claim of a kind, or None."""
+        """Return the manager's time (s) of the newest claim of a kind; None if there is no claim."""
         return max((claim.at for claim in self._claims.get(kind, ())), default=None)
 
     def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:

@@ -111,8 +111,8 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
     """Return the tags of the allocations that can be released now, and the manager's time (s) of the next check.
 
-    An allocation whose request is unanswered can be released once the cluster lists it or it certainly does not exist:
-    a timed-out sbatch can take effect after an scancel.
+    An allocation whose request is unanswered can be released once the cluster lists it, or once it certainly does not
+    exist. An earlier scancel would be useless if a timed-out sbatch took effect after it.
     """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
@@ -139,7 +139,7 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 
 
 def _complete(state: State, now: float) -> tuple[str, ...]:
-    """Return the evidence that the run is complete; empty while it is not.
+    """Return the evidence that the run is complete; empty while the run is not complete.
 
     A run without a trainer is complete when every command has completed, except failed commands that it can do without.
     """

@@ -53,7 +53,7 @@ class Mark(Struct, frozen=True, omit_defaults=True):
     """The incarnation (``rollout/1#2``) or replica that the mark is about; ``manager`` or ``run``."""
     text: str
     cause: str = ""
-    """Cause of a failure (:class:`rrl.core.types.Cause`); empty if none was found."""
+    """Cause of a failure (:class:`rrl.core.types.Cause`); empty if no cause was found."""
     rung: str = ""
     """The repair that was chosen for a failure (:class:`rrl.manager.model.actions.Rung`)."""
     injected: bool = False

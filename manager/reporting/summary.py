@@ -243,7 +243,7 @@ class Summary(Struct, frozen=True):
     export: ModelFolder | None = None
     """The newest export by the run itself (``[roles.trainer] export``)."""
     export_failure: str = ""
-    """Why the run's newest export failed; empty if it did not."""
+    """Why the run's newest export failed; empty if it did not fail."""
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -293,7 +293,7 @@ def _drop_reasons(run: RunDir) -> dict[str, int]:
 
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
-    """Return the summary of all events. Raise ValueError if there are none."""
+    """Return the summary of all events. Raise ValueError if there are no events."""
     builder: _SummaryBuilder | None = None
     for stamped in events:
         if isinstance(stamped.event, ev.RunStarted):

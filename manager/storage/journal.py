@@ -304,7 +304,7 @@ def _segments(run: RunDir) -> list[Path]:
 
 
 def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
-    """Return (path, head, offset of the records) of the newest segment with a complete head, or None.
+    """Return (path, head, offset of the records) of the newest segment with a complete head; None if there is none.
 
     A segment without a complete head is being created at this moment, or its manager died while creating it. No
     decision was based on it.

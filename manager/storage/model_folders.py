@@ -29,7 +29,7 @@ class ModelFolders(Struct, frozen=True):
     export: ModelFolder | None = None
     """The newest export by the run itself (``[roles.trainer] export``)."""
     export_failure: str = ""
-    """Why the newest export by the run itself failed; empty if it did not."""
+    """Why the newest export by the run itself failed; empty if it did not fail."""
 
 
 def model_folders(run: RunDir, committed: int) -> ModelFolders:

@@ -39,7 +39,7 @@ class Progress(Struct, frozen=True):
     finished: bool = False
     """True if the end of the run was sent, too."""
     error: str = ""
-    """Why the newest process failed, in one line; empty if it did not."""
+    """Why the newest process failed, in one line; empty if it did not fail."""
 
 
 class Locked(Exception):

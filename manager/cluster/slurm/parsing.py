@@ -124,7 +124,7 @@ class Job(Struct, frozen=True):
     offset: int = 0
     """For a component: its index in the heterogeneous job, from 0."""
     end: JobEnd | None = None
-    """How the job ended; None if it has not."""
+    """How the job ended; None if it has not ended."""
 
     @property
     def target(self) -> tuple[str, ...]:

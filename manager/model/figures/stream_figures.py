@@ -52,7 +52,10 @@ class StreamFigures(Struct, frozen=True):
 
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
-    """Return the figures with one more committed step; if it lacks the two metrics of long groups, these become 0."""
+    """Return the figures with one more committed step.
+
+    If the step lacks the two metrics of long groups, their figures become 0.
+    """
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():

@@ -46,8 +46,7 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
     """In form ``replica``, request nodes until the run has the minimum with which it can start.
 
     Returns:
-        The requests, or the end of the run if they are rejected or take too long; and the next wake (manager's time,
-            s).
+        (the requests, or the end of the run if they are rejected or take too long; the next wake in manager's time, s).
     """
     if rejected := [end for node_group in state.job.node_groups if (end := finish_if_rejected(state, node_group, now))]:
         return [rejected[0]], NEVER

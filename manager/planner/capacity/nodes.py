@@ -192,7 +192,7 @@ class NodeInventory:
         )
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Return the node to launch a replica on, or None.
+        """Return the node on which to launch a replica; None if no node fits.
 
         The order of preference is: the replica's preferred node; a node with a standby process for the replica; a node
         with other members of its gang; the first node that fits and on which the replica has not failed too often. If
@@ -225,7 +225,7 @@ class NodeInventory:
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Return the node to which a replica moves from an expiring node, or None."""
+        """Return the node to which a replica moves from an expiring node; None if no node fits."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
         fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
@@ -271,7 +271,7 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the donor rollout whose node, with a ready standby process, this member could take, or None.
+        """Return a rollout whose node, with a ready standby process, this member could take; None if there is none.
 
         Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
         preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node.

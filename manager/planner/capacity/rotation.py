@@ -187,7 +187,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
 
 
 def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
-    """Return why the replica's allocation can no longer be used; empty if it can."""
+    """Return why the replica's allocation can no longer be used; empty if it can be used."""
     tag = replica.allocation or ""
     allocation = state.allocations.get(tag)
     if allocation is None:

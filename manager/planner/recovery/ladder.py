@@ -202,7 +202,7 @@ def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
-    """Return why the whole run is not restarted again; empty if it may be."""
+    """Return why the whole run is not restarted again; empty if it may be restarted."""
     recovery, gang_id = state.job.recovery, gang_of(failed.id)
     recent = [at for at in state.full_restarts if now < at + recovery.window]
     if len(recent) >= recovery.full_restarts:

@@ -155,9 +155,9 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """Return the decision about a gang if one of its members has failed; None if none has.
+    """Return the decision about a gang if one of its members has failed; None if no member has failed.
 
-    Return None, too, while the exclusion of a member's node is pending, because the node is excluded first.
+    Also return None while the exclusion of a member's node is pending, because the node is excluded first.
     ``excluded_nodes`` lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed on
     such a node need not wait for the exclusion, since it is launched on another node anyway.
     """
@@ -189,7 +189,7 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 
 
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
-    """Return why the current incarnation cannot continue; empty if it can.
+    """Return why the current incarnation cannot continue; empty if it can continue.
 
     If a finding is about the replica, the result contains only the texts of its evidence, which users read as the
     cause.

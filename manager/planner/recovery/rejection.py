@@ -20,7 +20,7 @@ TRIES_TO_PROVE = 2
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
-    """Return the rejection of a run whose nodes lack a role's command, or None.
+    """Return the rejection of a run whose nodes lack a role's command; None if this is not proved.
 
     :data:`TRIES_TO_PROVE` failed starts prove this if no replica of the role has ever joined.
     """

@@ -94,7 +94,7 @@ class Lane:
         self.replica = replica
         self.incarnations: list[LaneIncarnation] = []
         self.current = 0
-        """Number of the incarnation that is launched and not fenced; 0 if there is none."""
+        """Number of the incarnation that is launched and not fenced; 0 if there is no such incarnation."""
         self.starts: list[float] = []
         self.activities: list[Activity] = []
         """Activity of each interval, which begins at the time (s) with the same index in ``starts``. Two neighbours
@@ -119,7 +119,10 @@ class Lane:
         return spent
 
     def spans(self, since: float, until: float) -> list[Span]:
-        """Return the intervals between two times; for a long lane, the main activity in :data:`MAX_SPANS` parts."""
+        """Return the intervals between two times.
+
+        For a long lane, these are :data:`MAX_SPANS` equal parts, each with its main activity.
+        """
         if len(self.starts) > MAX_SPANS:
             return self._prevailing(since, until)
         return [

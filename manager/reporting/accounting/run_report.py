@@ -52,7 +52,7 @@ class InterruptionReport(Struct, frozen=True):
     node_after: str
     at: float
     until: float | None
-    """When the replica worked again; None if it did not."""
+    """When the replica worked again; None if it did not work again."""
     seconds: float
     stages: dict[str, float]
     evidence: tuple[str, ...]
@@ -289,7 +289,7 @@ class NoEvents(Exception):
 
 
 def account(events: Iterable[ev.Stamped]) -> Account:
-    """Fold all events of a run. Raise NoEvents if there are none."""
+    """Fold all events of a run. Raise NoEvents if there are no events."""
     folded: Account | None = None
     for stamped in events:
         if folded is None and isinstance(stamped.event, ev.RunStarted):
