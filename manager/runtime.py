@@ -249,7 +249,7 @@ class Manager:
     def _detect_own_stall(self) -> None:
         """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        After a stall, heartbeats may seem to be missing that were only not received yet.
+        After a stall, heartbeats that seem to be missing may only not be received yet.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
@@ -389,7 +389,7 @@ class Manager:
 
         If an allocation cannot be released, the agents end the steps in it.
         """
-        for tag in reversed(self.state.allocations):  # the first component of a heterogeneous job ends all others
+        for tag in reversed(self.state.allocations):  # the first component last, because its end ends the others
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:

@@ -44,10 +44,10 @@ class Demand(Struct, frozen=True):
     cpus: int
     """Cores of all nodes, as requested."""
     gpu_hours: float
-    """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
-    gives the failed nodes back."""
+    """Maximum GPU-hours of the run's nodes. The replacement of a failed node comes in addition, until the run gives the
+    failed node back."""
     core_hours: float
-    """Maximum of core-hours, counted like ``gpu_hours``."""
+    """Maximum core-hours, counted like ``gpu_hours``."""
     jobs_to_start: int
     """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
     jobs: int

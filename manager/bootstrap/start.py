@@ -70,8 +70,7 @@ def create(job: Job, spec: RunSpec, source: Path, text: bytes | None = None) -> 
         text: The job spec that is kept in the run directory; default: the content of ``source``.
 
     Raises:
-        OSError: the directory cannot be written (no permission, no space, over quota). What was written of it is
-            removed.
+        OSError: the directory cannot be written (no permission, no space, over quota); its written part is removed.
     """
     # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
     run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")

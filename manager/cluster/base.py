@@ -22,7 +22,7 @@ process group at the end of the grace and then writes the exit record; SIGKILL a
 
 
 class RejectReason(StrEnum):
-    """Why a request to the cluster was certainly not carried out."""
+    """The reason why a request to the cluster was certainly not carried out."""
 
     REFUSED = "refused"
     """The cluster rejected the request."""
@@ -125,7 +125,7 @@ class Step(Struct, frozen=True):
 
 
 class NodeState(StrEnum):
-    """Whether a node can be used, as the cluster reports it."""
+    """The usability of a node, as the cluster reports it."""
 
     UP = "up"
     DRAINING = "draining"

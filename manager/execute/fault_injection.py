@@ -1,6 +1,6 @@
 """Inject requested and planned faults through the node's agent, the role itself, the cluster, or this manager.
 
-Each fault is recorded as one ``FaultInjected`` event, which contains whether the fault was injected. A fault with a
+Each fault is recorded as one ``FaultInjected`` event, which says whether the fault was injected. A fault with a
 duration gets a second event at its end. A fault is tried only once. If the manager dies before the result is known, the
 next manager records the result as unknown.
 

@@ -63,7 +63,7 @@ def apptainer(
 ) -> tuple[str, ...]:
     """Return the command that runs ``argv`` in the role's image.
 
-    The container inherits the environment of apptainer, except PATH and LD_LIBRARY_PATH, which are the image's
+    The container inherits the environment of apptainer, except PATH and LD_LIBRARY_PATH, which the image sets
     (apptainer.org, environment and metadata). ``--no-eval`` keeps values as they are: a password may contain a dollar
     sign. The site's default decides whether the home directory is mounted.
     """
@@ -92,8 +92,8 @@ def _image(role: RoleSpec, job_dir: str) -> str:
 
 
 AGENT_CPUS = 1
-"""CPUs of an agent's step. It overlaps with other steps and takes no resources of its own, but sees all GPUs of its
-node."""
+"""CPUs of an agent's step. The step overlaps with other steps and takes no resources of its own, but sees all GPUs of
+its node."""
 PROBE_TIMEOUT_S = 180.0
 """Timeout (s) of ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from one file
 server."""
@@ -144,9 +144,9 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch file and the step of a standby process, which runs the command of the role it may join.
 
     A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
-    and a preloaded process share their node with other steps. To every overlapping step Slurm assigns the first CPUs
-    and GPUs of the node (measured). So their steps request all CPUs and GPUs of the node, and the Promote message names
-    the GPUs that the process must use.
+    and a preloaded process share their node with other steps. Slurm assigns the first CPUs and GPUs of the node to
+    every overlapping step (measured). So the steps of these processes request all CPUs and GPUs of the node, and the
+    Promote message names the GPUs that a process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)

@@ -80,7 +80,7 @@ class GpuRegistry:
     def unreported(
         self, incarnation: Incarnation, node: NodeName, state: State, standbys: Container[Incarnation]
     ) -> list[Incarnation]:
-        """Return the other incarnations on a node that use or will use GPUs which this manager does not know.
+        """Return the other incarnations with GPUs on a node, as far as this manager does not know their GPUs.
 
         Returns [] if ``incarnation`` has its own GPUs already. The GPUs of two kinds of incarnations are not known. The
         first kind was launched or promoted by an earlier manager and has not sent Hello again. The second kind is

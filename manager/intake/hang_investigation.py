@@ -94,7 +94,7 @@ class _StackCollection:
     incarnation: Incarnation
     id: int
     agents: dict[Incarnation, ReplicaId]
-    """Agent that was asked to dump the stacks of each incarnation."""
+    """By incarnation, the agent that was asked to dump its stacks."""
     dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
     errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0

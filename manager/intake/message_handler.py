@@ -36,10 +36,10 @@ _log = logging.getLogger("rrl.manager")
 
 
 def last_output(run: RunDir, tag: str) -> str:
-    """Return the last lines of a step's own output, or '' if there is no output.
+    """Return the last lines of a step's output, or '' if there is no output.
 
     The output comes from the step's first process and from slurmstepd (which reports, for example, a missing
-    interpreter or exceeded memory). If there is none, the output of the step's ``srun`` is returned.
+    interpreter or exceeded memory). If both printed nothing, it is the output of the step's ``srun``.
     """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
@@ -61,7 +61,7 @@ def with_reason(run: RunDir, event: Event) -> Event:
 MAX_NOTE_CHARS = 300
 """Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
-"""Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within some 10
+"""Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within about 10
 ms, or hangs."""
 
 

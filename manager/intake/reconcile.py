@@ -26,7 +26,7 @@ from ..model.state import NEVER_APPEARED, Allocation, Replica, State
 FAST_POLL_AFTER_REQUEST_S = 60.0
 """Seconds after a request during which rrl polls faster than the site's interval while the allocation is pending."""
 MIN_ABSENT_POLLS = 2
-"""Consecutive polls that must miss an allocation before it counts as gone."""
+"""Number of consecutive polls that must not list an allocation before it counts as gone."""
 MIN_END_CHANGE_S = 30.0
 """Minimum change (s) of an allocation's end that is recorded. Smaller changes come from rounding the remaining time to
 seconds."""

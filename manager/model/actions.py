@@ -38,7 +38,7 @@ class LowerRungs(Struct, frozen=True):
 
 
 class Why(Struct, frozen=True):
-    """Why an action is taken: the evidence, the rung, and the expected result with its deadline (manager's time, s)."""
+    """The reason for an action: evidence, rung, and expected result with its deadline (manager's time, s)."""
 
     evidence: tuple[str, ...]
     rung: Rung | None = None
@@ -163,7 +163,7 @@ class Undrain(Struct, frozen=True, tag=True):
 
 
 class Shrink(Struct, frozen=True, tag=True):
-    """Release single nodes of a running allocation, if the cluster can do so without affecting the other nodes."""
+    """Release single nodes of a running allocation, if this does not affect its other nodes."""
 
     allocation: str
     nodes: tuple[NodeName, ...]

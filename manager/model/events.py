@@ -145,7 +145,7 @@ class NoteChanged(Struct, frozen=True, tag=True):
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """An incarnation has completed its first unit of work. If it replaced a failed one, the replica now works again."""
+    """An incarnation has completed its first unit of work. After a failure, the replica now works again."""
 
     incarnation: Incarnation
 
@@ -164,7 +164,7 @@ class StepCommitted(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, float] = {}
     commit: int = 0
-    """Newest step of the same commit, which has the checkpoint; 0 if it is this step."""
+    """Newest step of the same commit, to which the checkpoint belongs; 0 if it is this step."""
 
     @property
     def completes_commit(self) -> bool:
@@ -293,7 +293,7 @@ class ClocksRecorded(Struct, frozen=True, tag=True):
 
 
 class GpuUseRecorded(Struct, frozen=True, tag=True):
-    """How much the GPUs of the nodes are used, for people only.
+    """The use of the nodes' GPUs, for people only.
 
     Contains the nodes whose agents reported since the previous record.
     """

@@ -70,7 +70,7 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
     # the manager failed, or the standby process cannot be used: nothing is wrong with the replica or its node
     if event.undelivered or event.reason in _STANDBY_UNUSABLE:
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
-    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
+    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls show what happened; nothing has failed yet
         return with_replica(
             state, id, status=Status.WANTED, since=at, preferred_node=action.node, not_before=at + RETRY_PAUSE_S
         )

@@ -1,4 +1,4 @@
-"""Reduce the events that change who works into the effective training time of the state. Pure."""
+"""Reduce the events that change which replicas work into the effective training time of the state. Pure."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ class StallClock:
         self._durations: list[float] = []
 
     def stalled_s(self, state: State, now: float) -> float | None:
-        """Return the time (s) without a step if the run counts as stalled at ``now`` (manager's time, s), or None."""
+        """Return the time (s) without a step at ``now`` (manager's time, s).
+
+        Returns None if the run does not count as stalled.
+        """
         if state.running_since is None or not state.job.steps or state.finish is not None:
             self._since = None
             return None

@@ -38,7 +38,7 @@ END_TIMEOUT_S = SEND_TIMEOUT_S + 5.0
 MAX_REASON_CHARS = 300
 """Maximum number of characters of the reason that is logged."""
 LEAVE_TIMEOUT_S = 3.0
-"""Seconds that a manager waits for a notification if it leaves before the end of its run."""
+"""Seconds that a manager waits for a notification if it exits before the end of its run."""
 
 
 class Notifier:

@@ -22,7 +22,7 @@ slurmdbd is down, or partitions are being changed, Slurm reports this for every 
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:
-    """Return the manager's time (s) from which a request counts as impossible to meet, or inf."""
+    """Return the manager's time (s) from which a request counts as impossible to meet; inf if it may be met."""
     return NEVER if allocation.unsatisfiable_since is None else allocation.unsatisfiable_since + UNSATISFIABLE_AFTER_S
 
 

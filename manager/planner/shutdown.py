@@ -141,7 +141,8 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 def _complete(state: State, now: float) -> tuple[str, ...]:
     """Return the evidence that the run is complete; empty while the run is not complete.
 
-    A run without a trainer is complete when every command has completed, except failed commands that it can do without.
+    A run without a trainer is complete when every command has completed, except failed commands that the run can do
+    without.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

@@ -13,7 +13,7 @@ from ..model.actions import Fence, InjectFault, Rung, fault_tag
 
 
 class Diagnosis(Struct, frozen=True):
-    """What is known about the cause of a failure at one moment. Times are the manager's (s)."""
+    """The cause of a failure, as far as it was known at one moment. Times are the manager's (s)."""
 
     finding: Finding | None
     """The FAIL finding that names the cause: about the node if there is one, else about the incarnation."""
@@ -24,7 +24,7 @@ class Diagnosis(Struct, frozen=True):
 
 
 class Failure(Struct, eq=False):
-    """One failure of an incarnation, or of a node (``incarnation`` is None). Times (s) not reached are None."""
+    """One failure of an incarnation, or of a node (``incarnation`` is None). A time (s) is None if not reached."""
 
     incarnation: Incarnation | None
     node: NodeName
@@ -82,7 +82,7 @@ class Outage(Struct, frozen=True):
 
 
 class WorkChange(Struct, frozen=True):
-    """A member began or stopped to work at a time (s).
+    """A member began or stopped working at a time (s).
 
     A stop may lie in the past. The time after such a stop no longer counts as work.
     """
@@ -115,7 +115,7 @@ class InjectedFault(Struct):
     """Incarnations that the fault hit directly."""
     node: NodeName = NodeName("")
     ended_at: float = inf
-    """Time (s) at which the fault ended: an incarnation launched later on its node was not affected."""
+    """Time (s) at which the fault ended. It does not affect an incarnation that is launched later on its node."""
     effects_until: float = inf
     """Time (s) by which every failure that the fault caused has been detected."""
     performed: bool = False
@@ -159,7 +159,7 @@ class InjectedFaults:
         return bool(self._faults)
 
     def behind(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> float | None:
-        """Return the time (s) of the newest fault that can have caused an incarnation's failure, or None."""
+        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None without one."""
         times = (
             fault.at for fault in self._faults.values() if fault.may_have_hit(incarnation, node, launched_at, failed_at)
         )

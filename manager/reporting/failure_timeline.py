@@ -144,7 +144,7 @@ class FailureTimeline:
         return Diagnosis(finding, at if symptom_at is None else symptom_at, detected_at, self.fault_on(node, at))
 
     def fault_on(self, node: NodeName, at: float) -> float | None:
-        """Return the time (s) of a fault that hit the node or a process on it and has an effect at ``at``, or None."""
+        """Return the time (s) of a fault that hit the node or a process on it and acts at ``at``; None without one."""
         if not self.faults:
             return None
         current = [one for one in self._newest.values() if one not in self._retired and self._node(one) == node]

@@ -33,8 +33,8 @@ from .failure_timeline import FailureTimeline, fences
 class RunCounters:
     """The counters of one manager.
 
-    ``state`` is the state that it restored, ``at`` the time of its first record (s), ``timeline`` the timeline of
-    failures that continues from ``state``.
+    ``state`` is the state that the manager restored, ``at`` the time (s) of its first record, ``timeline`` the timeline
+    of failures that continues from ``state``.
     """
 
     def __init__(self, state: State | None, at: float, timeline: FailureTimeline) -> None:

@@ -29,7 +29,7 @@ from .failure_timeline import FailureTimeline
 
 
 class MarkKind(StrEnum):
-    """What a mark is about."""
+    """The subject of a mark."""
 
     FAILURE = "failure"
     """An incarnation failed and was fenced, or the run ended because of it."""
@@ -108,7 +108,7 @@ class StepRows:
         that."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
-        """First step whose evaluation belongs to its own row."""
+        """First step whose evaluation is put into the row of this step itself."""
         self._evaluated = -1
         """Newest step with a known evaluation."""
         self._results: dict[int, dict[str, float]] = {}

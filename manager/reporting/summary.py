@@ -43,7 +43,7 @@ class DrainRequest(Struct, frozen=True):
     at: float
     """Wall clock (s) at the node's exclusion."""
     requested_by: str
-    """User who requested the drain; empty if the run itself did."""
+    """User who requested the drain; empty if the run itself requested it."""
     drain_error: str
     """Reason why the cluster did not drain the node."""
 
@@ -97,7 +97,8 @@ class Recovery(Struct, frozen=True):
     launched incarnation."""
     cause: str
     detector: str
-    """Detector of the finding; empty if the replica failed without one, for example because it was not launched."""
+    """Detector of the finding; empty if the replica failed without a finding, for example because it was not
+    launched."""
     rung: str
     injected: bool
     node_before: str
@@ -199,7 +200,7 @@ class Summary(Struct, frozen=True):
     reward_first10: float | None
     reward_last10: float | None
     faults: int
-    """Injected faults that were performed, planned or requested."""
+    """Number of injected faults that were performed, whether planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
     """Number of failures that were not injected, from which the run recovered or which ended the run."""
@@ -356,7 +357,7 @@ class _SummaryBuilder:
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
             self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
-        elif isinstance(event, ev.Resumed):  # the time since its end does not count as run time
+        elif isinstance(event, ev.Resumed):  # the time between the end and this resume is no run time
             self.ended_s += at - (at if self.ended is None else self.ended)
             self.job, self.outcome, self.outcome_reason, self.ended = event.job, "running", "", None
         elif isinstance(event, ev.TokensCounted):

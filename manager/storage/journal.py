@@ -78,7 +78,8 @@ _decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions that msgspec raises for damaged bytes. Text that is not UTF-8 does not raise a DecodeError."""
+"""Exceptions that msgspec raises for damaged bytes. Text that is not UTF-8 raises another exception than a
+DecodeError."""
 
 
 class Journal:

@@ -235,7 +235,7 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
                 return
             if holder is not None and last_holder is not None and holder != last_holder:
                 raise LeaseHeld(f"a manager of {run.id} is running on {holder.host} (pid {holder.pid})")
-            if holder != last_holder:  # the first time that the file can be read
+            if holder != last_holder:  # the file could be read for the first time
                 since = now
             last_holder, since = holder or last_holder, min(since, now)
             if now - since >= timeout_s:

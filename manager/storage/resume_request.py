@@ -114,7 +114,7 @@ def withdraw(run: RunDir) -> bool:
 
 
 def claim(run: RunDir) -> ResumeRequest | None:
-    """Claim the request for the run's manager, so that it cannot be withdrawn; return it, or None if none exists."""
+    """Claim the request for the run's manager, so that it cannot be withdrawn; return it, or None if there is none."""
     if not (run.resume_claimed / _REQUEST_FILE).exists():
         with contextlib.suppress(FileNotFoundError):
             os.rename(run.resume, run.resume_claimed)

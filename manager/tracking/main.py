@@ -191,7 +191,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def start(self) -> None:
-        """End this process ``timeout_s`` seconds from now, unless it has ended."""
+        """End this process ``timeout_s`` seconds from now, if it still runs."""
         self._ends_at = time.monotonic() + self.timeout_s
 
     def __enter__(self) -> None:

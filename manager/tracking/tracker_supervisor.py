@@ -30,9 +30,11 @@ RESTART_DELAY_S = 1.0
 """Seconds before a process that ended is started again; doubles with each process that has sent no step."""
 MAX_RESTART_DELAY_S = 300.0
 END_TIMEOUT_S = 20.0
-"""Seconds that a manager waits at the end of the run for steps to be sent; ``rrl track`` sends the rest later."""
+"""Seconds that a manager waits at the end of the run for steps to be sent; ``rrl track`` can send the remaining steps
+later."""
 LEAVE_TIMEOUT_S = 3.0
-"""Seconds that a manager which leaves before the run's end waits for a process; the next manager starts another one."""
+"""Seconds that a manager waits for a process if the manager exits before the run's end. The next manager starts another
+process."""
 MAX_LOG_BYTES = 2**20
 """Size of the log of a tracker above which it is emptied before the next process starts."""
 

@@ -31,7 +31,7 @@ _FILE_HEADER = struct.Struct("<4sHB")
 _RECORD_HEADER = struct.Struct("<IHB")
 _IDENT, _MAGIC = b":W&B", 0xBEE1
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-"""Types of the pieces of a record: all of it, or its first, a middle, or its last piece."""
+"""Types of the pieces of a record: the whole record, or its first, a middle, or its last piece."""
 
 
 class WandbRun:

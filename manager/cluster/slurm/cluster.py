@@ -80,8 +80,7 @@ class SlurmCluster:
         self._released_tags: set[str] = set()
         """Tags that the manager has released."""
         self._own_released = False
-        """Whether the manager has released the allocation that it runs in. This allocation ends together with the
-        manager."""
+        """True if the manager has released the allocation that it runs in, which ends together with the manager."""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
         self._reader = SelectedReader(reader, CommandReader.with_limits(limits), limits)
@@ -202,9 +201,9 @@ class SlurmCluster:
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
         """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
 
-        A waiting salloc must not remain, for two reasons. If slurmctld cannot reach the salloc, it ends the job some
-        seconds after the job's start (measured: "Killing interactive JobId"). And a scancel of the manager's job sends
-        SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
+        A waiting salloc must not remain, for two reasons. slurmctld ends a job some seconds after its start if
+        slurmctld cannot reach the salloc (measured: "Killing interactive JobId"). And a scancel of the manager's job
+        sends SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s

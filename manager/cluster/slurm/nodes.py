@@ -34,7 +34,7 @@ _NO_RESIZE = re.compile(
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""Replies by which slurmctld refuses to shrink any job, or to release the requested node."""
+"""Replies by which slurmctld refuses to shrink this job, or to release the requested node from it."""
 
 
 class SlurmNodes:

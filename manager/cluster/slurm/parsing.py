@@ -85,7 +85,7 @@ class Unreadable(Exception):
 
 
 class JobEnd(StrEnum):
-    """How a job is ending or has ended."""
+    """The way in which a job is ending or has ended."""
 
     COMPLETING = "completing"
     """The job is ending; Slurm reports the cause once all its nodes are released."""

@@ -138,7 +138,7 @@ class Sruns:
 
         srun is kept for ``limits.srun_release_delay_s`` seconds, because slurmstepd has to report the task's start to
         it. If slurmstepd cannot report, it retries for 2.3 s and ignores signals (measured with an srun that was killed
-        some ms after its task began).
+        a few ms after its task began).
         """
         if srun := self._running.get(tag):
             srun.joined.set()

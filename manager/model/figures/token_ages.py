@@ -60,7 +60,7 @@ class TokenAges(Struct, frozen=True):
 def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float, ahead: int) -> TokenAges:
     """Return the ages with one more committed step; ``ahead`` is ``[sampling] ahead``.
 
-    The steps may come in any order. A step without ages, or one that is already included, is ignored.
+    The steps may come in any order. A step without ages, or a step that is already included, is ignored.
     """
     if P50_METRIC not in metrics or any(entry.step == step for entry in ages.steps):
         return ages

@@ -1,4 +1,6 @@
-"""The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md), and its steps.
+"""The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md).
+
+It also contains the times of the newest steps.
 
 Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts by the
 rollouts' share of the GPUs, or of the nodes in a job without GPUs. While everything is down, it counts 0.
@@ -125,7 +127,7 @@ def begun(at: float) -> TrainingTime:
 
 
 def resumed(time: TrainingTime, at: float) -> TrainingTime:
-    """Return the time of a run that is resumed at ``at``: the pause is part of no recent figure."""
+    """Return the training time of a run that is resumed at ``at``; the pause counts in no recent figure."""
     if time.began is None:
         return TrainingTime()
     return TrainingTime(began=time.began, points=(Point(at, time.seconds(at)),))

@@ -43,7 +43,7 @@ def first_request(state: State, now: float) -> list[Action]:
 
 
 def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[list[Action], float]:
-    """In form ``replica``, request nodes until the run has the minimum with which it can start.
+    """Request nodes in form ``replica`` until the run has the minimum with which it can start.
 
     Returns:
         (the requests, or the end of the run if they are rejected or take too long; the next wake in manager's time, s).

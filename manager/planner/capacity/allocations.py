@@ -104,11 +104,11 @@ def _is_idle(state: State) -> bool:
 
 
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
-    """Return the manager's time (s) by which a request must have been met, or inf.
+    """Return the manager's time (s) by which a request must have been met; inf if there is no deadline.
 
-    The deadline counts from the request, or from the time at which a replica first lacked the nodes if that was later.
-    It is inf for the successor of an allocation that ends, for the separate job of a replica that is not essential, and
-    for nodes that only retired replicas could use.
+    The deadline counts from the request, or from the time at which a replica first lacked the nodes if this was later.
+    There is no deadline for the successor of an allocation that ends, for the separate job of a replica that is not
+    essential, and for nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]

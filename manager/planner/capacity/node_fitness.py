@@ -57,8 +57,8 @@ def needs_probe(state: State, node: Node) -> bool:
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
     """Return whether the agent of this node may still report its probe, because it has not failed too often.
 
-    The limit is always below the number of failed joins that fit into the recovery window. Otherwise a replica would
-    wait forever for the agent of a node that is cut off.
+    The limit on failures is always below the number of failed joins that fit into the recovery window. Otherwise a
+    replica would wait forever for the agent of a node that is cut off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))

@@ -287,7 +287,7 @@ class NodeInventory:
         return None
 
     def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Yield the rollouts that this member could replace on their nodes, in reverse order."""
+        """Yield the rollouts that this member could replace on their nodes, in reverse order of the job."""
         role = self._state.job.role(member.role)
         for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
@@ -382,7 +382,7 @@ class NodeInventory:
     def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
         """Return the nodes on which the replica failed too often within the recovery window.
 
-        ``refused`` counts launches that the cluster refused, too.
+        With ``refused``, launches that the cluster refused count, too.
         """
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)

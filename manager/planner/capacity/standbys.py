@@ -1,4 +1,4 @@
-"""Plan on which nodes standby processes run, which can be promoted to a trainer member or a rollout at once.
+"""Plan on which nodes standby processes wait to be promoted to a trainer member or a rollout.
 
 Standby processes are started after the current trainer has committed a step, so that they take no resources from its
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped

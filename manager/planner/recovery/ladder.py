@@ -168,7 +168,7 @@ def lower_rungs(
 
 
 def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
-    """Return whether the rung promotes a standby process, and the job keeps none for the role of the failed member."""
+    """Return whether the rung promotes a standby process, although the job keeps none for the failed member's role."""
     if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
         return False
     role = case.state.job.role(case.failed.role)

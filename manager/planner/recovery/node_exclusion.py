@@ -8,9 +8,10 @@ node its replicas stay, but new replicas are placed on other nodes if possible.
 If many nodes fail together, the network, the site or the manager itself is the likely cause. Replacing all these nodes
 would be worse than waiting for a person. So at most max(1, 20 %) of the nodes are excluded within ten minutes
 (docs/sources.md, guard rails). While the cluster reports many of the run's nodes as down, no other nodes are excluded.
-A run of five nodes or more may always exclude two: 20 % of a small run are only one node, and a second lost node would
-stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves that the
-manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is one.
+A run of five nodes or more may always exclude two nodes. 20 % of a small run are only one node, and a second lost node
+would stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves
+that the manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is
+one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2
-"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many (see
-above)."""
+"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many
+nodes."""
 OUTAGE_SHARE = 0.25
 """Share of the run's nodes. If a larger share and more than one node are down, only nodes that are down are excluded.
 The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only this run's nodes."""

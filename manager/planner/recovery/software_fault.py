@@ -58,7 +58,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
 
 
 def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
-    """Return whether the failure has no other explanation: an injection, the cluster, its node, or a shared cause."""
+    """Return whether nothing else explains the failure: no injection, no refusal, no failed node, no shared cause."""
     node = state.nodes.get(failure.node)
     of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
     return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))

@@ -1,4 +1,4 @@
-"""The time of committed training steps: what of a run's time counts, and an estimate of its strict ETTR. Pure.
+"""The time of committed training steps: the part of a run's time that counts, and its estimated strict ETTR. Pure.
 
 *Strict ETTR* is the duration of a run without faults and without protection, divided by the duration of this run, for
 equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
@@ -56,9 +56,9 @@ class CommittedStep(Struct, frozen=True):
     """Attempts since the previous commit whose work was lost."""
     disturbed: bool
     first: bool
-    """Whether this is the first commit of the run. Its duration is part of no median."""
+    """True for the first commit of the run, whose duration is part of no median."""
     evaluated: bool
-    """Whether the trainer waited for an evaluation before this step."""
+    """True if the trainer waited for an evaluation before this step."""
     kept_s: float = 0.0
     """Seconds of the earlier attempts since the previous commit whose work was kept by snapshots."""
 
@@ -74,7 +74,7 @@ class CommittedStep(Struct, frozen=True):
 class StepMedians(Struct, frozen=True):
     """Median seconds of the undisturbed steps; steps after a wait for an evaluation have a median of their own.
 
-    A run without failures evaluates, too: the time of its evaluations is not lost.
+    The time of evaluations is not lost, because a run without failures evaluates, too.
     """
 
     plain_s: float
@@ -128,7 +128,7 @@ class CommittedSteps:
 
     @property
     def discarded_since_last_commit_s(self) -> float:
-        """Return the seconds of the attempts since the newest commit that were discarded."""
+        """Return the seconds of the discarded attempts since the newest commit."""
         return sum(attempt.until - attempt.since for attempt in self._discarded)
 
     @property

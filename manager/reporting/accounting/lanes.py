@@ -1,4 +1,4 @@
-"""A lane for each member of a role's replica: its incarnations, and what it did at any time of the run. Pure.
+"""A lane for each member of a role's replica: its incarnations and activities over the whole run. Pure.
 
 A lane is a list of intervals, each with the phase that the member reported. A run of many steps has very many
 intervals. For such a run :meth:`Lane.spans` divides the run into a limited number of equal parts, and returns the main
@@ -22,7 +22,7 @@ from ...model.actions import Finish, Launch
 from ..failure_timeline import fences
 
 MAX_SPANS = 400
-"""Maximum number of intervals of a lane: a lane with more is shown as this many equal parts of the run."""
+"""Maximum number of intervals of a lane. A lane with more intervals is shown as this many equal parts of the run."""
 
 
 class Use(StrEnum):
@@ -76,7 +76,7 @@ class LaneIncarnation(Struct):
     launched_at: float
     joined_at: float | None = None
     ended_at: float | None = None
-    """When its step ended or it was fenced, whichever was first."""
+    """When the incarnation's step ended or the incarnation was fenced, whichever was first."""
 
 
 class Span(Struct, frozen=True, array_like=True):

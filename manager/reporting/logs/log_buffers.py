@@ -20,8 +20,8 @@ from ....core.types import Incarnation
 from ....transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
-"""Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer without a
-message for the longest time is evicted."""
+"""Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer whose last
+message is the oldest is evicted."""
 MAX_FILE_BYTES = 4 * 2**20
 """Size in bytes at which a file is renamed to ``.1``, which replaces an earlier ``.1``."""
 COMPLETION_GRACE_S = 2.0

@@ -38,7 +38,7 @@ _MESSAGE_BURST = 100
 """Messages that may be handled before the limit applies."""
 _CLOSE_POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 5.0
-"""Seconds for the last buffers to be written when the manager leaves: storage may hang."""
+"""Seconds for the last buffers to be written when the manager exits, since storage may hang."""
 
 
 class LogCollector:
@@ -137,7 +137,7 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Wait until the manager leaves and incarnations that have just ended had time for their last messages."""
+        """Wait until the manager exits and incarnations that have just ended had time for their last messages."""
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):

@@ -139,7 +139,7 @@ class PyslurmChild:
 
     @contextlib.asynccontextmanager
     async def _deadline(self, running: _Running, timeout_s: float) -> AsyncIterator[None]:
-        """End the process unless the block succeeds within ``timeout_s`` seconds, also if the caller is cancelled.
+        """End the process if the block fails, is cancelled, or takes longer than ``timeout_s`` seconds.
 
         Otherwise a late reply would be taken for the reply to the next request.
         """

@@ -63,7 +63,7 @@ class JobRow(Struct, frozen=True):
     limit_s: float | None
     """Time limit; None if unlimited."""
     run_s: float
-    """Time for which the job has run, without suspensions."""
+    """Seconds for which the job has run; suspensions do not count."""
     start: float | None
     """Start (s since 1970); None if unknown."""
     end: float | None
