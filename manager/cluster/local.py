@@ -128,7 +128,7 @@ class LocalCluster:
         """Record the step, start its first process, and record the process id."""
         allocation = self._allocations().get(step.allocation)
         if allocation is None or step.node not in allocation.nodes:
-            raise AllocationNotRunning(f"{step.node} is not in an allocation {step.allocation}")
+            raise AllocationNotRunning(f"{step.node} is not in allocation {step.allocation}")
         if step.node in self._down():
             raise Refused(f"{step.node} is down")
         record = self._step_file(step.tag)

@@ -197,7 +197,7 @@ class StepControl:
         try:
             changed = await asyncio.to_thread(outdated_parts, run, state, action, job_dir_of(self._source))
         except (OSError, ValueError) as error:
-            _log.warning("cannot compare the environment of %s with the present one: %s", action.standby, error)
+            _log.warning("cannot compare the environment of %s with that of a new step: %s", action.standby, error)
             return
         if changed:
             shown = f"{', '.join(changed[:MAX_NAMED_VARIABLES])}{', ...' if len(changed) > MAX_NAMED_VARIABLES else ''}"

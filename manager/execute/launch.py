@@ -49,7 +49,7 @@ def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[
     """
     for folder in (run_dir, job_dir):
         if set(folder) & set(":,+"):
-            raise NotStarted(f"{folder} cannot be mounted into a container: its name has one of : , +")
+            raise NotStarted(f"{folder} cannot be mounted into a container: its name contains : or , or +")
     by_target = {folder: (folder, folder, "") for folder in (run_dir, job_dir, _SHARED_MEMORY)}
     for text in container.mounts:
         source, _, rest = text.partition(":")

@@ -325,7 +325,7 @@ class MessageHandler:
         incarnation = message.incarnation
         known = self._context.state().replica(incarnation.replica)
         if known.step is not None and known.step != message.tag:
-            conflict = f"{incarnation} is the step {known.step}, not {message.tag}"
+            conflict = f"{incarnation} runs in step {known.step}, not in {message.tag}"
             _log.warning("%s: the process that reported later is fenced", conflict)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return

@@ -124,4 +124,7 @@ def _drains(state: State) -> Iterator[Condition]:
 def _drain_text(node: Node) -> str:
     if node.drain_reason:
         return f"{node.name} is drained: {node.excluded}"
-    return f"{node.name} should be drained by an administrator, since rrl may not ({node.drain_error}): {node.excluded}"
+    return (
+        f"{node.name} should be drained by an administrator, since rrl may not drain it ({node.drain_error}):"
+        f" {node.excluded}"
+    )

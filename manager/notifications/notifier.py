@@ -74,7 +74,7 @@ class Notifier:
         self._closing.set()
         self._thread.join(END_TIMEOUT_S if ended else LEAVE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("a notification was still being sent when the manager left")
+            _log.warning("a notification was still being sent when the manager exited")
 
     # ── in the thread ───────────────────────────────────────────────────────────────────────────────────────────────
     def _loop(self) -> None:

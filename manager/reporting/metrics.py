@@ -179,7 +179,8 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
     yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
-        yield _gauge("rrl_length_bias", "Mean length of trained answers, divided by that of all finished answers.",
+        yield _gauge("rrl_length_bias",
+                     "Mean length of trained answers divided by the mean length of all finished answers.",
                      figures.length_bias)  # fmt: skip
     if figures.recall20 is not None:
         yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
@@ -197,10 +198,11 @@ def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
                    ("what",), {(what,): float(count) for what, count in ends.items()})  # fmt: skip
     yield _counter("rrl_turns", "Turns of finished episodes.", figures.turns)
     yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
-    yield _counter("rrl_given_tokens", "Tokens that turns of finished episodes were given.", figures.given_tokens)
+    yield _counter("rrl_given_tokens", "Given tokens (not sampled) in the turns of finished episodes.",
+                   figures.given_tokens)  # fmt: skip
     yield _counter("rrl_untrained_turns", "Turns sampled from another policy than the trained one.",
                    figures.untrained_turns)  # fmt: skip
-    yield _counter("rrl_token_drift", "Tokens trained in another context than that of their sampling; must be 0.",
+    yield _counter("rrl_token_drift", "Tokens trained in another context than they were sampled in; must be 0.",
                    figures.token_drift)  # fmt: skip
 
 

@@ -269,7 +269,7 @@ class Account:
         if steps.step_s is None:
             yield "No step was undisturbed: lost time and the estimate of the ETTR are unknown."
         if without := [one for one in self.interruptions.all if one.cause == UNKNOWN]:
-            yield f"{len(without)} failures have no finding: their cause is unknown."
+            yield f"Number of failures without a finding, whose cause is unknown: {len(without)}."
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
         if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
             yield (
@@ -322,7 +322,7 @@ def _strict(run: Account, clean: Account) -> Strict | None:
 def _doubts(run: Account, clean: Account) -> Iterator[str]:
     """Yield the reasons why the figure of the strict ETTR may be wrong."""
     if clean.interruptions.all:
-        yield f"{clean.run} was interrupted {len(clean.interruptions.all)} times: it is not a clean run."
+        yield f"{clean.run} is not a clean run; number of its interruptions: {len(clean.interruptions.all)}."
     if protections := list(_protections(clean.job)):
         yield f"{clean.run} had protection on ({', '.join(protections)}): the strict ETTR does not contain its cost."
     if differ := [name for name, of in _COMPARED.items() if of(run.job) != of(clean.job)]:
