@@ -196,8 +196,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
 def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended.
 
-    A manager that fails with an exception is started again. On SIGTERM a manager exits in order: the roles keep
-    running, and the next manager takes them over.
+    A manager that fails with an exception is started again. On SIGTERM a manager exits cleanly: the roles keep running,
+    and the next manager takes them over.
 
     Args:
         run: the run's directory.

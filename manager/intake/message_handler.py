@@ -92,7 +92,7 @@ class MessageHandler:
         """Incarnations whose process sent Goodbye. Their command may go on and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
-        """Running reads of the exit records of steps that vanished."""
+        """Running tasks that read the exit records of vanished steps."""
 
     async def handle(self, incoming: Incoming) -> None:
         """Check the sender of one message and pass the message to its handler."""
@@ -174,7 +174,7 @@ class MessageHandler:
         """Answer whether a launched process may start its command, so that each launch starts exactly one command.
 
         A process that an earlier manager admitted may ask again while the run is ending. It is then admitted, and
-        afterwards stopped in order.
+        afterwards stopped with a grace.
         """
         state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)

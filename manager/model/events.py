@@ -65,7 +65,10 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster reports a changed status of an allocation, or (None) no longer lists the allocation."""
+    """The cluster reports a changed status of an allocation.
+
+    ``status`` is None if the cluster no longer lists the allocation.
+    """
 
     tag: str
     status: AllocationStatus | None

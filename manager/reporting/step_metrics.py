@@ -1,6 +1,6 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
-A row is complete once the clock reading that covers its step is recorded, at most some seconds after the commit
+A row is complete once the clock reading that covers its step is recorded, at most a few seconds after the commit
 (:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
 the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
 step once, and a row is the same whenever and wherever the journal is read.
@@ -105,7 +105,7 @@ class StepRows:
         """Step of the newest row."""
         self._previous_at: float | None = None
         """Time (s) from which the next commit's duration counts: the newest commit, or the trainer's join. None before
-        that."""
+        the join."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
         """First step whose evaluation is put into the row of this step itself."""

@@ -25,7 +25,7 @@ from ...core.run_dir import RunDir, write_atomically
 _log = logging.getLogger("rrl.manager")
 
 RELEASED = -1
-"""Counter of a manager that exited in order; its successor need not wait."""
+"""Counter of a manager that exited cleanly; its successor need not wait."""
 RENEWALS_PER_TIMEOUT = 5
 """Number of renewals of a lease within its timeout."""
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
@@ -46,7 +46,7 @@ class LeaseHolder(Struct, frozen=True):
     counter: int
     """Number of renewals so far, or ``RELEASED``."""
     job: str = ""
-    """Id of the manager's own Slurm job; empty if it has none."""
+    """Id of the manager's own Slurm job; empty if the manager has no job of its own."""
 
 
 class LeaseHeld(Exception):
@@ -165,7 +165,7 @@ class Lease:
 def holder(run: RunDir) -> LeaseHolder | None:
     """Return the holder of the newest epoch, whether or not it is still running.
 
-    Returns None if no manager has started yet, or if the newest manager exited in order.
+    Returns None if no manager has started yet, or if the newest manager exited cleanly.
     """
     newest = _read(run, _newest(run))
     return None if newest is None or newest.counter == RELEASED else newest

@@ -88,8 +88,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds within which a second poll returns the snapshot of the first poll, unless this process has issued a
     changing command in between."""
     reads_per_minute: int = 60
-    """Commands per minute that all managers of a user may run together; a poll takes three. A manager that has used up
-    its share returns a snapshot in which everything is unknown."""
+    """Maximum number of commands per minute of all managers of a user; a poll takes three commands. A manager that has
+    used up its share returns a snapshot in which everything is unknown."""
 
 
 class Budget:

@@ -1,8 +1,8 @@
 """Move replicas off allocations that end before the run does, and off nodes that people drain or the cluster reclaims.
 
 Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster takes back
-early (preemption, cancellation, walltime) are stopped in order, within the time that the cluster allows. Such a move is
-not a failure of the replica, so it does not count on the restart budget.
+early (preemption, cancellation, walltime) are stopped with a grace, within the time that the cluster allows. Such a
+move is not a failure of the replica, so it does not count on the restart budget.
 """
 
 from __future__ import annotations

@@ -139,7 +139,11 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps; a kind without such a step gets the other kind's median."""
+        """Return the medians of the undisturbed steps.
+
+        Steps after a wait for an evaluation are one kind of step, all others the other kind. If a kind has no
+        undisturbed step, the median of the other kind is used.
+        """
         undisturbed = [step for step in self.steps if not (step.disturbed or step.first)]
         if not undisturbed:
             return None

@@ -225,7 +225,7 @@ class Interruptions:
         return [interruption]
 
     def _successor_of(self, incarnation: Incarnation) -> Interruption | None:
-        """Return the open interruption that this incarnation should end; None for other members of a gang."""
+        """Return the open interruption that this incarnation should end; None if there is none."""
         interruption = self.open.get(incarnation.replica)
         return interruption if interruption is not None and incarnation.number > interruption.number else None
 

@@ -59,7 +59,10 @@ Losses = dict[str, dict[str, float]]
 def lost_time(
     steps: CommittedSteps, interruptions: Iterable[Interruption], away: Sequence[tuple[float, float]]
 ) -> Losses:  # fmt: skip
-    """Return the lost seconds by cause and stage, largest cause first; no manager ran in the intervals ``away``."""
+    """Return the lost seconds by cause and stage, largest cause first.
+
+    ``away`` contains the intervals in which no manager ran.
+    """
     medians, ended = steps.medians, steps.ended
     if medians is None or ended is None:
         return {}

@@ -27,7 +27,7 @@ from .lost_time import SlidingPoint, lost_time, sliding_ettr
 
 MAX_DECISIONS = 1000
 """Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
-contains how many were left out."""
+contains their number."""
 
 
 class Loss(Struct, frozen=True):
