@@ -153,7 +153,7 @@ class Manager:
         self._exports = CheckpointExports(context, self._wake.set)
         stack.push_async_callback(self._exports.close)
         self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
-        self._state = self._journal.state  # from here on record() may be called: all that it notifies exists
+        self._state = self._journal.state  # record() may be called from here on, as all its recipients exist
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))

@@ -264,7 +264,7 @@ class FindingGate:
         """
         settings = self._context.state().job.health
         input_key = (self._detected, self._stacks, self._reported.changes, settings)
-        if input_key == self._input_key:  # checked in each turn of the manager's loop
+        if input_key == self._input_key:  # this method is called in each turn of the manager's loop
             return inf
         context = PublicationContext(
             self._context.now(), settings, self._stacks, self._correlation_context(), self._correlation_state

@@ -28,7 +28,7 @@ class GpuUseRecorder:
     def on_report(self, node: NodeName, gpu_use: GpuUse) -> None:
         """Keep the newest report of a node, and record all reports if a record is due."""
         now = self._context.now()
-        if self._recorded_at == -inf:  # the agents report one after another
+        if self._recorded_at == -inf:  # so the first record contains the reports of all agents
             self._recorded_at = now
         self._unrecorded[node] = gpu_use
         if now - self._recorded_at >= max(RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_NODE_S):

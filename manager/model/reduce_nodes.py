@@ -95,7 +95,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             state = _add_rejected_request(
                 state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
             )
-        elif _allocation_failed_early(state, at, allocation):  # counted, so that it is not requested without end
+        elif _allocation_failed_early(state, at, allocation):  # counts as rejected, which limits the repetitions
             detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(
                 event.status
             )

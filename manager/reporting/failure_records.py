@@ -188,7 +188,7 @@ class InjectedFaults:
         injected = self._faults.get(tag)
         if injected is None:
             return
-        if not (event.ok or event.unknown):  # later failures are not caused by it
+        if not (event.ok or event.unknown):  # a fault that was not performed causes no failure
             del self._faults[tag]
         elif event.ended:
             injected.ended_at = min(injected.ended_at, at)
@@ -199,4 +199,4 @@ class InjectedFaults:
             self.performed += 1
             traits = FAULT_TRAITS[injected.fault.kind]
             if not traits.by_signals and traits.target_kind is TargetKind.REPLICA:
-                injected.at = at  # it took effect when the role called its API, perhaps long after the request
+                injected.at = at  # the fault took effect when the role called its API, perhaps long after the request

@@ -72,7 +72,7 @@ class TrackerSupervisor:
             except OSError as error:
                 reason = str(error)
             progress = await asyncio.to_thread(read_progress, self._run, name)
-            if progress.step != step:  # it has worked since the last failure
+            if progress.step != step:  # the process has sent steps since the last failure
                 delay_s, step = RESTART_DELAY_S, progress.step
                 _log.warning("tracker %s: %s; the run goes on, and its steps after %d are sent later",
                              name, progress.error or reason, step)  # fmt: skip
