@@ -1,8 +1,9 @@
 """Run one manager: receive messages, detect failures, reduce events to the state, plan, and execute.
 
-All I/O of the manager is wired up in this module. Every turn of the loop has the same order: messages and polls become
-events; ``detect`` turns missing heartbeats and missing progress into findings; changed findings become events; ``plan``
-reads only the state; decisions and intents are journaled and fsynced; only then are external actions carried out.
+All I/O of the manager is wired up in this module. Every turn of the loop has the same order. Messages and polls become
+events. ``detect`` turns missing heartbeats and missing progress into findings, and changed findings become events.
+``plan`` decides from the state only. External actions are carried out only after decisions and intents are journaled
+and fsynced.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Manager:
         self._exports = CheckpointExports(context, self._wake.set)
         stack.push_async_callback(self._exports.close)
         self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
-        self._state = self._journal.state  # from here on record() may be called: all that it notifies exists
+        self._state = self._journal.state  # record() may be called from here on, as all its recipients exist
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
@@ -248,7 +249,7 @@ class Manager:
     def _detect_own_stall(self) -> None:
         """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        After a stall, missing heartbeats may only not have been received.
+        After a stall, heartbeats that seem to be missing may only not be received yet.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
@@ -283,7 +284,7 @@ class Manager:
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Pass the findings of the detectors through the pipeline, and record those that changed.
+        """Pass the findings of the detectors through the pipeline, and record changed findings.
 
         Return the time (s) of the next necessary check. :mod:`rrl.health.detection.pipeline` lists the stages.
         """
@@ -348,7 +349,7 @@ class Manager:
     async def _flush(self) -> bool:
         """Make all recorded events durable.
 
-        Return False if the run directory cannot be written; the caller must then not carry out any action.
+        Return False if the run directory cannot be written. In this case the caller must not carry out any action.
         """
         self._flushed_at = time.monotonic()
         try:
@@ -388,7 +389,7 @@ class Manager:
 
         If an allocation cannot be released, the agents end the steps in it.
         """
-        for tag in reversed(self.state.allocations):  # the first component of a heterogeneous job ends all others
+        for tag in reversed(self.state.allocations):  # the first component last, because its end ends the others
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:

@@ -3,8 +3,8 @@
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
 ``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
 ``rrl submit`` queues the first successor, and each manager queues one if none is pending. Some sites do not let a job
-submit jobs; there the only successor is the one that ``rrl submit`` queued. At the end of the run the pending successor
-is cancelled.
+submit jobs. On such a site the only successor is the job that ``rrl submit`` queued. At the end of the run the pending
+successor is cancelled.
 
 With ``[manager] where = "pool"`` the manager has no job of its own: the pool's batch script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).
@@ -41,8 +41,8 @@ MEM_GB = 1
 WALLTIME_MARGIN_S = 600.0
 """Seconds by which the manager's own job outlasts the run's walltime."""
 MIN_WALLTIME_S = 600.0
-"""Shortest walltime (s) of the manager's job. A manager exits 90 s before the end of its job (submitit), and has queued
-its successor by then."""
+"""Shortest walltime (s) of the manager's job. submitit makes a manager exit 90 s before the end of its job; by then the
+manager has queued its successor."""
 _SLURM_LIMITS = SlurmLimits()
 
 
@@ -88,8 +88,8 @@ def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
     """
     import submitit
 
-    # submitit's own command waits for a file that appears only after sbatch has answered: if this process died in
-    # between, as a login node may, the job would give up after a minute.
+    # submitit's own command waits for a file that appears only after sbatch has answered. If this process died before
+    # it has written that file, for example with its login node, the job would give up after a minute.
     python = spec.env.python or sys.executable
     command = {"_submitit_command_str": shlex.join((python, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))}
     executor = type("SlurmExecutor", (submitit.SlurmExecutor,), command)(folder=run.submit, python=python)
@@ -125,7 +125,7 @@ async def submit_pool(run: RunDir, spec: RunSpec) -> None:
             raise failure("sbatch", ended)
     except (Refused, Unanswered) as error:
         raise RuntimeError(str(error)) from error
-    with contextlib.suppress(OSError):  # the job is queued in any case
+    with contextlib.suppress(OSError):  # without this file the job is queued, too
         write_atomically(run.submit / f"{ended.out.strip().partition(';')[0]}_submitted", b"")  # as submitit does
 
 
@@ -145,7 +145,7 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
 
 
 async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Wait until this manager has run for ``STABLE_AFTER_S`` seconds, then queue its successor unless a job is pending.
+    """Wait until this manager has run for ``STABLE_AFTER_S`` seconds, then queue its successor if none is pending.
 
     Does nothing outside of a manager's job. Retries while Slurm does not answer.
     """
@@ -159,7 +159,7 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
             return
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):
-                continue  # Slurm is not reachable, or has queued the job after all: the next attempt finds out
+                continue  # Slurm is unreachable, or has queued the job: the next attempt shows which
             _log.warning(
                 "cannot queue the next manager's job: %s; if this manager ends before the run, start the next one with"
                 " rrl manage %s", error, run.id,
@@ -168,7 +168,7 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
 
 
 async def is_queued(job: str, *options: str) -> bool:
-    """Return whether a job with the name ``job`` is pending or running; ``options`` of squeue narrow the search.
+    """Return whether a job with the name ``job`` is pending or running; ``options`` are further options of squeue.
 
     Raises:
         Refused, Unanswered: squeue failed.

@@ -1,10 +1,10 @@
 """Keep one manager running on a pool's first node: ``python -P -m rrl.manager.bootstrap.pool_supervisor RUN_DIR``.
 
-The batch script of a pool runs this program if the job asks for the manager in the pool ([manager] where = "pool"). It
-holds the nodes and restarts a manager that dies. It ends with the run, and the pool ends with it. It also ends once
-``MAX_FUTILE_STARTS`` managers in a row have ended before they began the run, for example in a broken environment. If
-the pool's first node fails, this program is lost too, and no manager starts by itself. The roles on the other nodes
-keep running, and a user has to run ``rrl manage RUN`` on the login node.
+The batch script of a pool runs this program if the job asks for the manager in the pool ([manager] where = "pool").
+This program holds the nodes and restarts a manager that dies. It ends with the run, and the pool ends with this
+program. It also ends once ``MAX_FUTILE_STARTS`` managers in a row have ended before they began the run, for example in
+a broken environment. If the pool's first node fails, this program is lost too, and no manager starts by itself. The
+roles on the other nodes keep running, and a user has to run ``rrl manage RUN`` on the login node.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ _KEYS = (
     (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
 )  # fmt: skip
-"""Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If it is
-empty, the pattern captures the name of the option."""
+"""Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If this
+key is empty, the pattern captures the name of the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
-"""Messages that Slurm also gives if nodes are down or drained."""
+"""Pattern of the messages that Slurm also gives if nodes are down or drained."""
 
 
 _NARROWING = ("gres", "constraint", "nodelist", "exclude")
@@ -66,11 +66,11 @@ class SlurmAnswer(Struct, frozen=True):
     problems: list[Problem]
     """Why Slurm would reject a job, or why that could not be determined."""
     starts: dict[str, str] = {}
-    """When each job would start, by node group, where Slurm estimates it: local times (ISO 8601)."""
+    """When each job would start, by node group, if Slurm estimates it: local times (ISO 8601)."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> SlurmAnswer:
-    """Return the problems for which Slurm would reject the job, and its estimates of the start.
+    """Return the problems for which Slurm would reject the job, and Slurm's estimates of the start.
 
     Args:
         job: The job spec, from which the key of a problem in job.toml is found.
@@ -157,7 +157,10 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Return whether enough nodes are up for each component; if so, a rejection by Slurm has another reason."""
+    """Return whether enough nodes are up for each component.
+
+    If so, a rejection by Slurm has another reason than nodes that are down.
+    """
     return all(
         any(
             partition.fitting(required_resources(component), usable=True) >= component.count
@@ -170,11 +173,11 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> tuple[list[Problem], str | None]:
-    """Return the problem that ``sbatch --test-only`` reports, if any, and its estimate of the start, if it has one.
+    """Return the problem that ``sbatch --test-only`` reports, and the estimated start, each only if there is one.
 
     ``request`` is None for the manager's own job.
 
-    ``nodes_suffice``: enough nodes are up, so that a rejection is certain whatever Slurm's message says.
+    ``nodes_suffice`` is True if enough nodes are up; a rejection is then certain, whatever Slurm's message says.
     """
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
@@ -233,9 +236,10 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 
 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
-    """Return the key under which the job spec sets the sbatch option ``name`` for this request; () if it does not.
+    """Return the key under which the job spec sets the sbatch option ``name`` for this request; () if it is not set.
 
-    For ``cpus``, options that restrict the nodes (``_NARROWING``) are searched too.
+    For ``cpus``, the options that restrict the nodes (``_NARROWING``) are searched too, because they may leave only
+    nodes with too few CPUs.
     """
     for component in (request, *request.further_components):
         own = {role: job.every_role()[role].slurm for role in spec.node_group(component.node_group).roles}

@@ -44,10 +44,10 @@ class Demand(Struct, frozen=True):
     cpus: int
     """Cores of all nodes, as requested."""
     gpu_hours: float
-    """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
-    gives the failed nodes back."""
+    """Maximum GPU-hours of the run's nodes. The replacement of a failed node comes in addition, until the run gives the
+    failed node back."""
     core_hours: float
-    """Maximum of core-hours, counted in the same way."""
+    """Maximum core-hours, counted like ``gpu_hours``."""
     jobs_to_start: int
     """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
     jobs: int
@@ -55,7 +55,7 @@ class Demand(Struct, frozen=True):
 
 
 def demand(spec: RunSpec, foreground: bool = False) -> Demand:
-    """Return the resources that a run requests; with ``foreground`` the manager is not a Slurm job."""
+    """Return the resources that a run requests; ``foreground`` means that the manager is not a Slurm job."""
     on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
     return Demand(
         nodes=spec.nodes,
@@ -72,7 +72,7 @@ def demand(spec: RunSpec, foreground: bool = False) -> Demand:
 def _hours(node_group: NodeGroup, spec: RunSpec) -> float:
     """Return the maximum number of hours for which a node of the group is held.
 
-    An allocation that ends before the run overlaps with its successor, while the replicas move.
+    If an allocation ends before the run does, it overlaps with its successor while the replicas move.
     """
     successors = max(0, math.ceil(spec.walltime / node_group.walltime) - 1)
     overlap = min(spec.limits.rotate, node_group.walltime / 2)
@@ -80,7 +80,10 @@ def _hours(node_group: NodeGroup, spec: RunSpec) -> float:
 
 
 def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
-    """Return the maximum number of jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
+    """Return the maximum number of jobs and steps of a run.
+
+    ``foreground`` means that the manager is not a Slurm job.
+    """
     managers = 0 if foreground or spec.manager.where == "pool" else 2
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
     start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(
@@ -110,8 +113,9 @@ def max_standbys(spec: RunSpec) -> int:
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the maximum number of standby processes of a role.
 
-    The trainer has one beside each rank. Each spare node, and each node of a donor rollout, has as many as a node of
-    the trainer has ranks. For rollouts, each spare node has as many standby processes as it can host rollouts.
+    The trainer has one standby process beside each rank. Each spare node and each node of a donor rollout has as many
+    standby processes of the trainer as a node of the trainer has ranks. For rollouts, a spare node has as many standby
+    processes as rollouts fit on it.
     """
     if not role.warm or spec.recovery.policy != "role":
         return 0
@@ -123,7 +127,7 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
 def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the maximum number of preloaded processes of a role.
 
-    There is one on each node that its replicas occupy, if the node has memory left for it.
+    There is one process on each node that the role's replicas occupy, if the node has memory left for the process.
     """
     if not role.preload or spec.recovery.policy != "role":
         return 0
@@ -133,7 +137,7 @@ def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """Return (spare nodes, rollouts' nodes) that run standby processes of this role, which must be ``warm``."""
+    """Return (number of spare nodes, number of rollouts' nodes) with standby processes of this ``warm`` role."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
     rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
@@ -198,7 +202,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; of equal allocations, only the first."""
+    """Return (title, batch script) of each allocation; equal allocations are listed once."""
     if spec.manager.where == "pool":
         return [
             (

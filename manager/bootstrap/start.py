@@ -70,14 +70,14 @@ def create(job: Job, spec: RunSpec, source: Path, text: bytes | None = None) -> 
         text: The job spec that is kept in the run directory; default: the content of ``source``.
 
     Raises:
-        OSError: the directory cannot be written (no permission, no space, over quota); it has been removed again.
+        OSError: the directory cannot be written (no permission, no space, over quota); its written part is removed.
     """
     # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
     run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     staging = RunDir(run.path.with_name(f".{run.id}"))
     try:
         _write_run_dir(staging, job, spec, source.read_bytes() if text is None else text, source)
-        os.rename(staging.path, run.path)  # a crash before this leaves no run; after it, a run that can be managed
+        os.rename(staging.path, run.path)  # a crash leaves either no run or a run that can be managed
     except BaseException:
         shutil.rmtree(staging.path, ignore_errors=True)
         raise
@@ -115,7 +115,7 @@ def start(run: RunDir, spec: RunSpec) -> str:
 
 
 def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end: float) -> str:
-    """Resume a run that ended at ``end`` (manager's time) with this job and its run spec; return warnings.
+    """Resume a run that ended at ``end`` (manager's time, s), with this job and its run spec; return warnings.
 
     Raises:
         OSError: no manager could be started; the run is unchanged.
@@ -125,7 +125,7 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
     write_request(run, request, lambda making: _write_spec(making, job, spec, text, source))
     try:
         state = Follower(run).state()
-        if state is None or state.ended != end:  # another request has been claimed in the meantime
+        if state is None or state.ended != end:  # a manager has claimed another resume request
             raise RuntimeError(f"the run has been resumed already; see: rrl status {run.id}")
         fill_reserve(run)
         return start_manager(run, spec)
@@ -160,7 +160,7 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
 
 
 def _start_locally(run: RunDir) -> None:
-    """Start a manager on this machine. Raises OSError with the last line of a submission that failed."""
+    """Start a manager on this machine. Raises OSError with the last line that a failed submission printed."""
     write_atomically(run.submit / HOST_FILE, socket.gethostname().encode())
     if (child := os.fork()) == 0:
         _submit_locally(run)
@@ -196,8 +196,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
 def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended.
 
-    A manager that fails with an exception is started again. On SIGTERM it exits in order; the roles keep running, and
-    the next manager takes them over.
+    A manager that fails with an exception is started again. On SIGTERM a manager exits cleanly: the roles keep running,
+    and the next manager takes them over.
 
     Args:
         run: the run's directory.
@@ -229,7 +229,7 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
-    if run_ended(run):  # a queued successor that started after the run's end
+    if run_ended(run):  # this manager is a queued successor that started after the run's end
         return None
     if (request := read_pending(run)) is not None:
         spec, source = request.job, request.source

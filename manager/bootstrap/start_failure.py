@@ -27,14 +27,14 @@ _FOREIGN_LINES = (
     re.compile("srun|submitit"),
 )
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
-match the first pattern are skipped. If no line remains, only those that match the second pattern are skipped: if a
-program cannot be started, slurmstepd prints why, and then srun only reports that the program ended."""
+match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped,
+because slurmstepd prints why a program cannot be started, and srun then only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
 
 def start_failure(run: RunDir, spec: RunSpec) -> str:
-    """Return why no manager will begin a run that awaits a manager; empty if one still may, or if that is unknown.
+    """Return why no manager will begin a run that awaits a manager; empty if a manager may begin it, or if unknown.
 
     A run awaits a manager according to :func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`. The text is one
     line with the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a read (10 s) if
@@ -52,7 +52,7 @@ def start_failure(run: RunDir, spec: RunSpec) -> str:
 def _submitted(run: RunDir) -> list[str]:
     """Return the ids of the managers that were submitted to begin the run, oldest first.
 
-    An id is that of the Slurm job, or the pid of the process that submitit started.
+    An id is the id of the Slurm job, or the pid of the process that submitit started.
     """
     since = requested_at(run)
     marks = [path for path in run.submit.glob("*_submitted*") if path.stat().st_mtime >= since]
@@ -77,8 +77,8 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
     """Return whether submitit may have started this process for the run; False if another process now has its pid.
 
-    During execve(2) a process has no command line for a moment, like a zombie (observed on a busy machine, right after
-    Popen had returned).
+    A process without a command line counts as submitit's if it is no zombie, because a process has none during
+    execve(2) (observed on a busy machine, right after Popen had returned).
     """
     try:
         line = process.joinpath("cmdline").read_bytes()

@@ -22,7 +22,7 @@ process group at the end of the grace and then writes the exit record; SIGKILL a
 
 
 class RejectReason(StrEnum):
-    """Why a request to the cluster was certainly not carried out."""
+    """The reason why a request to the cluster was certainly not carried out."""
 
     REFUSED = "refused"
     """The cluster rejected the request."""
@@ -35,7 +35,7 @@ class RejectReason(StrEnum):
     EXITED_AT_ONCE = "exited_at_once"
     """The first process of the step ended before it reported anything."""
     STANDBY_OUTDATED = "standby_outdated"
-    """The standby process to be promoted was started with another environment or command than a new step would be."""
+    """The standby process to be promoted has another environment or command than a new step would have."""
     GPUS_UNREPORTED = "gpus_unreported"
     """Another incarnation on the node of the standby process to be promoted has not reported which GPUs it uses."""
 
@@ -125,7 +125,7 @@ class Step(Struct, frozen=True):
 
 
 class NodeState(StrEnum):
-    """Whether a node can be used, as the cluster reports it."""
+    """The usability of a node, as the cluster reports it."""
 
     UP = "up"
     DRAINING = "draining"
@@ -168,7 +168,7 @@ class AllocationStatus(Struct, frozen=True):
     unsatisfiable_reason: str = ""
     """Why a pending allocation can never start by itself, in the cluster's own text; empty if it may start."""
     time_left_s: float | None = None
-    """Seconds until the cluster ends the allocation, as of this poll; None if the cluster does not say."""
+    """Seconds until the cluster ends the allocation, as of this poll; None if the cluster reports no time."""
     reclaimed: bool = False
     """True if the cluster is ending or has ended the allocation by preemption or at its time limit."""
     cancelled: bool = False
@@ -178,8 +178,8 @@ class AllocationStatus(Struct, frozen=True):
 class ClusterSnapshot(Struct, frozen=True):
     """The result of one poll of the cluster.
 
-    A part that could not be read is None: its state is unknown, neither healthy nor gone. The cluster does not list an
-    allocation or step that is absent from a part that *was* read.
+    A part that could not be read is None: its state is unknown, neither healthy nor gone. If an allocation or step is
+    absent from a part that *was* read, the cluster does not list it.
     """
 
     nodes: dict[NodeName, NodeStatus] | None

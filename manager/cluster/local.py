@@ -99,7 +99,8 @@ class LocalCluster:
         self._python = python
         self._steps = run_dir.cluster / "steps"
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
-        """Child process and event loop, by pidfd. A child is reaped when its pidfd becomes readable."""
+        """Child process and the event loop that watches its pidfd, by pidfd. A child is reaped when its pidfd becomes
+        readable."""
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -127,7 +128,7 @@ class LocalCluster:
         """Record the step, start its first process, and record the process id."""
         allocation = self._allocations().get(step.allocation)
         if allocation is None or step.node not in allocation.nodes:
-            raise AllocationNotRunning(f"{step.node} is not in an allocation {step.allocation}")
+            raise AllocationNotRunning(f"{step.node} is not in allocation {step.allocation}")
         if step.node in self._down():
             raise Refused(f"{step.node} is down")
         record = self._step_file(step.tag)
@@ -164,15 +165,15 @@ class LocalCluster:
         self._remove_record(self._step_file(tag))
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        """Refuse: virtual nodes belong to this run only."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot drain nodes: its virtual nodes belong to this run only")
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        """Refuse: virtual nodes belong to this run only."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot undrain nodes: its virtual nodes belong to this run only")
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        """Raise Refused: virtual nodes belong to this run alone, so there is nobody to give them back to."""
+        """Raise Refused, because virtual nodes belong to this run only."""
         raise Refused("the local cluster cannot give single nodes back: its virtual nodes belong to this run only")
 
     async def inject_fault(self, fault: Fault) -> str:
@@ -187,7 +188,7 @@ class LocalCluster:
             raise Refused(f"{node} is in no allocation of this run")
         until = f"{time.time() + fault.seconds:.3f}" if fault.seconds else ""
         try:
-            down_mark(self._run, node).write_text(until)  # before the kill, so that nothing new is launched there
+            down_mark(self._run, node).write_text(until)  # before the kill, to prevent new launches
         except OSError as error:
             raise Refused(str(error)) from error
         ended, remaining = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""Export checkpoints as ``[roles.trainer] export`` says, in a child process of the manager, one at a time.
+"""Export checkpoints according to ``[roles.trainer] export``, in a child process of the manager, one at a time.
 
-The child has the lowest priority and needs little memory; it reads the run directory and writes into it, and uses none
-of the run's nodes. An export that fails is reported and does not change the run. It is not repeated: the next one that
-is due is tried as usual, and ``rrl export`` makes a missing one. If the manager dies, its child ends too. While a run
-ends, the next manager makes the last export again.
+The child has the lowest priority and needs little memory. It reads the run directory and writes into it, and uses none
+of the run's nodes. An export that fails is reported and does not change the run. The failed export is not repeated: the
+next export that is due is made as usual, and ``rrl export`` makes a missing one. If the manager dies, its child ends
+too. If a manager dies while the run ends, the next manager makes the last export.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPORT_TIMEOUT_S = 7200.0
 """Seconds after which an export is ended. At 200 MB/s, a slow shared file system, a checkpoint of 1.4 TB (120 billion
 parameters) is read in this time."""
 END_TIMEOUT_S = 5.0
-"""Seconds that a child has to remove its files when it is ended; then it is killed."""
+"""Seconds that a child has to remove its files after SIGTERM, before it is killed."""
 MAX_REASON_CHARS = 1000
 """Maximum number of characters of an error that is reported."""
 
@@ -55,9 +55,10 @@ class CheckpointExports:
             self._request(event.step)
 
     def is_settled(self) -> bool:
-        """Return whether a run whose nodes are released may end: no export that it should make is missing.
+        """Return whether a run whose nodes are released may end, because no export is missing.
 
-        The newest checkpoint of a completed run is exported first. If a user cancels the run, this export is ended.
+        The newest checkpoint of a completed run is exported before the run ends. If a user cancels the run, a running
+        export is ended.
         """
         state = self._context.state()
         completed = state.finish is not None and state.finish.outcome is Outcome.COMPLETED

@@ -23,7 +23,8 @@ from .launch import job_dir_of, outdated_parts, write_launch
 _log = logging.getLogger("rrl.manager")
 
 RETRY_INTERVAL_S = 5.0
-"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; repeating it does no harm."""
+"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again. Repeating these actions does no
+harm."""
 MAX_RETRY_INTERVAL_S = 60.0
 """Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
@@ -110,7 +111,7 @@ class Executor:
                     "the action %s with the tag %s failed because of an error in rrl", type(action).__name__, action.tag
                 )
             if isinstance(action, Request | Launch | InjectFault):
-                return  # settled by its tag, or not repeatable: a second attempt could have a second effect
+                return  # not repeated here, because a second attempt could have a second effect
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_INTERVAL_S)  # more frequent attempts would only load a cluster that hangs
 
@@ -187,7 +188,7 @@ class StepControl:
     async def check_standby(self, action: Launch) -> None:
         """Check that the standby process has the environment that a new step of the incarnation would have.
 
-        If files of the run directory cannot be read, the standby process counts as good: a new step would need them.
+        If a file of the run directory cannot be read, the check passes, because a new step would need the same file.
 
         Raises:
             StandbyOutdated: the environment, command, folder, setup or network has changed since its start.
@@ -196,7 +197,7 @@ class StepControl:
         try:
             changed = await asyncio.to_thread(outdated_parts, run, state, action, job_dir_of(self._source))
         except (OSError, ValueError) as error:
-            _log.warning("cannot compare the environment of %s with the present one: %s", action.standby, error)
+            _log.warning("cannot compare the environment of %s with that of a new step: %s", action.standby, error)
             return
         if changed:
             shown = f"{', '.join(changed[:MAX_NAMED_VARIABLES])}{', ...' if len(changed) > MAX_NAMED_VARIABLES else ''}"

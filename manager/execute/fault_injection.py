@@ -1,12 +1,12 @@
 """Inject requested and planned faults through the node's agent, the role itself, the cluster, or this manager.
 
-Each fault is recorded as one ``FaultInjected`` event that says whether it was injected; a fault with a duration gets a
-second event at its end. A fault is tried only once. If the manager dies meanwhile, the next manager records the result
-as unknown.
+Each fault is recorded as one ``FaultInjected`` event, which says whether the fault was injected. A fault with a
+duration gets a second event at its end. A fault is tried only once. If the manager dies before the result is known, the
+next manager records the result as unknown.
 
 ``disk_full`` writes a file that fills the run directory's file system (blocking). Others use that file system too, so
-the fault is refused unless little space is left. If the manager is killed, the next manager removes the file, or an
-agent that has lost its manager.
+the fault is refused unless little space is left. If the manager is killed, the file is removed by the next manager, or
+by an agent that has lost the connection to its manager.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class FaultInjector:
     async def inject(self, action: InjectFault) -> None:
         """Inject the fault and record the result.
 
-        Returns once the result is known and, for faults injected by this manager or the cluster, once they have ended.
+        Returns once the result is known. For a fault injected by this manager or the cluster, returns once it has
+        ended.
         """
         fault = action.fault
         try:
@@ -108,7 +109,7 @@ class FaultInjector:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._context.record(injected_event(action, True, await self._cluster.inject_fault(fault)))
-        if fault.seconds:  # measured from the beginning: some clusters confirm an outage only when it is over
+        if fault.seconds:  # counted from the beginning, because some clusters confirm an outage only at its end
             await asyncio.sleep(began + fault.seconds - loop.time())
             self._context.record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
 
@@ -158,7 +159,7 @@ class FaultInjector:
         if action.tag not in self._context.state().intents:
             return
         code = self._exit_codes.pop(action.step, None)
-        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the confirmation was lost with it
+        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the exit lost the confirmation
             self._context.record(injected_event(action, True, f"its step ended with exit code {code}"))
         else:  # the target ended first, perhaps because of the fault
             raise Unanswered(f"{action.incarnation} ended before it confirmed that the fault was injected")
@@ -168,7 +169,7 @@ MAX_FILL_BYTES = 2**30
 """Maximum free space in bytes of a file system that is filled. More would take minutes, and other users need the
 space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
-"""Sizes of the blocks that are written, in bytes: a smaller block once a larger one no longer fits."""
+"""Sizes in bytes of the blocks that are written. The next size is used once a block no longer fits."""
 
 
 def fill_disk(run: RunDir) -> str:

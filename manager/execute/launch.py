@@ -28,8 +28,8 @@ from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
-"""Folder through which torch's data loaders and UCX share memory. It is mounted, because pyxis gives a container a
-folder of its own."""
+"""Folder through which torch's data loaders and UCX share memory. The host's folder is mounted, because pyxis gives a
+container a folder of its own."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """Suffixes of images that are files. rrl resolves the path of such an image relative to the folder of job.toml, as
 apptainer does. pyxis would look for a name without a slash in a registry."""
@@ -42,14 +42,14 @@ def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[
     """Return (source, target, flag) of each mount; the flag is empty, ``ro`` or ``rw``.
 
     The mounts are the run directory, the job folder, shared memory, and the mounts in job.toml. A mount in job.toml
-    replaces one of rrl's with the same target.
+    replaces a mount of rrl with the same target.
 
     Raises:
         NotStarted: the name of a folder has a character that a mount cannot express.
     """
     for folder in (run_dir, job_dir):
         if set(folder) & set(":,+"):
-            raise NotStarted(f"{folder} cannot be mounted into a container: its name has one of : , +")
+            raise NotStarted(f"{folder} cannot be mounted into a container: its name contains : or , or +")
     by_target = {folder: (folder, folder, "") for folder in (run_dir, job_dir, _SHARED_MEMORY)}
     for text in container.mounts:
         source, _, rest = text.partition(":")
@@ -63,7 +63,7 @@ def apptainer(
 ) -> tuple[str, ...]:
     """Return the command that runs ``argv`` in the role's image.
 
-    The container inherits the environment of apptainer, except PATH and LD_LIBRARY_PATH, which are the image's
+    The container inherits the environment of apptainer, except PATH and LD_LIBRARY_PATH, which the image sets
     (apptainer.org, environment and metadata). ``--no-eval`` keeps values as they are: a password may contain a dollar
     sign. The site's default decides whether the home directory is mounted.
     """
@@ -92,8 +92,8 @@ def _image(role: RoleSpec, job_dir: str) -> str:
 
 
 AGENT_CPUS = 1
-"""CPUs of an agent's step. It overlaps with other steps and takes no resources of its own, but sees all GPUs of its
-node."""
+"""CPUs of an agent's step. The step overlaps with other steps and takes no resources of its own, but sees all GPUs of
+its node."""
 PROBE_TIMEOUT_S = 180.0
 """Timeout (s) of ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from one file
 server."""
@@ -144,9 +144,9 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch file and the step of a standby process, which runs the command of the role it may join.
 
     A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
-    and a preloaded process share their node with other steps. To every overlapping step Slurm assigns the first CPUs
-    and GPUs of the node (measured). So their steps request all CPUs and GPUs of the node, and the Promote message names
-    the GPUs that the process must use.
+    and a preloaded process share their node with other steps. Slurm assigns the first CPUs and GPUs of the node to
+    every overlapping step (measured). So the steps of these processes request all CPUs and GPUs of the node, and the
+    Promote message names the GPUs that a process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
@@ -162,9 +162,9 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:
     """Return the names of the parts in which a standby process differs from a new step of the incarnation to launch.
 
-    A standby process has read its environment already: torch reads OMP_NUM_THREADS when it is imported. The environment
-    differs, for example, if the next manager was started with another PATH. The result has the names of variables and
-    of other parts of the launch file, without their values, which may be secret.
+    A standby process has already read its environment: torch, for example, reads OMP_NUM_THREADS when it is imported.
+    The environment of a new step differs, for example, if the next manager was started with another PATH. The result
+    has the names of variables and of other parts of the launch file, without their values, which may be secret.
 
     Raises:
         OSError: a file of the run directory cannot be read.
@@ -236,7 +236,7 @@ def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Return the command that checks on a node whether the modules of ``[env] probe`` can be imported.
 
     The command is empty if no modules are listed, or if all roles run in containers of pyxis, where an agent cannot
-    start a process. The probe runs on the host or, if no role runs there, in the container of apptainer.
+    start a process. The probe runs on the host or, if no role runs on the host, in the container of apptainer.
     """
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):

@@ -25,7 +25,7 @@ from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
 """Default RLIMIT_MEMLOCK in bytes (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before Linux 5.16). RDMA locks all
-registered memory, which for weights is gigabytes; Open MPI's FAQ recommends "unlimited"."""
+registered memory, and weights need gigabytes. Open MPI's FAQ recommends "unlimited"."""
 
 
 def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None:
@@ -80,18 +80,18 @@ class GpuRegistry:
     def unreported(
         self, incarnation: Incarnation, node: NodeName, state: State, standbys: Container[Incarnation]
     ) -> list[Incarnation]:
-        """Return the other incarnations on a node that use GPUs, or will, but have not told this manager which.
+        """Return the other incarnations with GPUs on a node, as far as this manager does not know their GPUs.
 
-        Returns [] if ``incarnation`` has its own GPUs already. Two kinds of incarnations are not known: those that an
-        earlier manager launched or promoted and that have not sent Hello again, and those that are starting in a new
-        step, whose GPUs the cluster chooses.
+        Returns [] if ``incarnation`` has its own GPUs already. The GPUs of two kinds of incarnations are not known. The
+        first kind was launched or promoted by an earlier manager and has not sent Hello again. The second kind is
+        starting in a new step, whose GPUs the cluster chooses.
 
         Args:
             incarnation: The incarnation that is to get GPUs on the node.
             node: The node.
             state: The state.
-            standbys: The standby processes that told this manager that they are not promoted. If such a process shares
-                its node, it uses only GPUs that this manager assigns to it.
+            standbys: The standby processes that have reported to this manager that they are not promoted. If such a
+                process shares its node, it uses only GPUs that this manager assigns to it.
         """
         if incarnation in self._owners.values():
             return []
@@ -122,7 +122,10 @@ class GpuRegistry:
 
 
 def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
-    """Return whether a process of this replica has GPUs of its own; a standby process that shares a node has none."""
+    """Return whether a process of this replica has GPUs of its own.
+
+    A standby process that shares a node has none.
+    """
     role = role_of(replica)
     if role == STANDBY_ROLE:
         return not shares_node(job, replica) and job.role(standby_role_of(replica)).per_member.gpus > 0
@@ -130,5 +133,5 @@ def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
 
 
 def _gets_gpus_from_manager(job: RunSpec, promoted_from: Incarnation | None, standbys: Container[Incarnation]) -> bool:
-    """Return whether a member is promoted from one of these standby processes, and it shares its node."""
+    """Return whether a member is promoted from one of these standby processes, and this process shares its node."""
     return promoted_from is not None and promoted_from in standbys and shares_node(job, promoted_from.replica)

@@ -1,9 +1,9 @@
-"""Record the readings of the workers' clocks rarely, since the readings are totals that only views show.
+"""Record the readings of the workers' clocks at long intervals, since they are totals that only views show.
 
 Each record contains the newest reading of every process that has reported since the previous record. A record is
-written with a commit, at least :data:`COMMIT_RECORD_INTERVAL_S` after the previous record, and without commits once a
-minute. If the manager dies, readings after its last record are lost, but the next reading of a running process contains
-them.
+written with a commit if the previous record is at least :data:`COMMIT_RECORD_INTERVAL_S` old, and once a minute if
+there are no commits. If the manager dies, readings after its last record are lost, but the next reading of a running
+process contains them.
 """
 
 from __future__ import annotations

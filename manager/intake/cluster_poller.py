@@ -99,7 +99,7 @@ class ClusterPoller:
     def _on_node_statuses(self, statuses: Mapping[NodeName, NodeStatus], now: float) -> None:
         """Update the node states in the health monitor.
 
-        The monitor also receives whether only few nodes went down in this poll. If most nodes went down at the same
+        The update also contains whether only few nodes went down in this poll. If most nodes went down at the same
         time, slurmctld has probably lost contact with them, and they have not all failed.
         """
         known = self._context.monitor.nodes

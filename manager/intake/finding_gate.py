@@ -1,7 +1,7 @@
 """Record findings of the manager's detectors and of the node agents when they appear, change or clear.
 
-A reported finding is accepted only from the current agent of a node and only about this node; its times are converted
-to the manager's clock. Before findings are recorded they pass the last stages of the pipeline
+A reported finding is accepted only from the current agent of a node and only about this node. The times of the finding
+are converted to the manager's clock. Before findings are recorded they pass the last stages of the pipeline
 (:mod:`rrl.health.detection.pipeline`). This module also records the learned baselines, and restores them for a new
 manager from the journal.
 """
@@ -33,10 +33,10 @@ _log = logging.getLogger("rrl.manager")
 MANAGER_DETECTORS = frozenset(detector.__name__ for detector in NODE_DETECTORS)
 """Detectors by which the manager itself judges nodes; every other finding about a node comes from its agent."""
 MAX_FINDINGS_PER_NODE = 256
-"""Maximum number of findings kept for one node; 16 GPUs with all checks stay below it."""
+"""Maximum number of findings kept for one node. All checks on a node of 16 GPUs report fewer findings."""
 _MAX_EVIDENCE_LINES, _MAX_EVIDENCE_CHARS = 8, 1000
-"""Maximum number of evidence lines of one finding, and of characters in a line; agents write at most 5 lines of
-about 200."""
+"""Maximum number of evidence lines of one finding, and of characters in a line; agents write at most 5 lines of about
+200 characters."""
 
 
 def from_agent(finding: Finding) -> bool:
@@ -54,7 +54,7 @@ class ReportedFindings:
 
     @property
     def nodes(self) -> set[NodeName]:
-        """Nodes with at least one finding."""
+        """Return the nodes with at least one finding."""
         return set(self._by_node)
 
     def all(self) -> list[Finding]:
@@ -72,7 +72,7 @@ class ReportedFindings:
             self._by_node.setdefault(finding.node, {})[finding.key] = finding
 
     def on_agent_hello(self, hello: AgentHello, also: tuple[Finding, ...], now: float) -> None:
-        """Replace the findings of a node by those in its agent's Hello.
+        """Replace the findings of a node by the findings in its agent's Hello.
 
         An earlier finding is kept if the agent now reports UNKNOWN for it. ``also`` are findings that the manager
         derived from other fields of the Hello.
@@ -129,7 +129,7 @@ class ReportedFindings:
 
 
 def may_report(finding: Finding, agent: Incarnation, node: NodeName) -> bool:
-    """Return whether this agent may report the finding: about its own node, and from no detector of the manager."""
+    """Return whether the finding is one that this agent may report: about its own node, from an agent's check."""
     return is_agent_of(agent, node) and finding.node == node and finding.incarnation is None and from_agent(finding)
 
 
@@ -168,7 +168,7 @@ def _without_times(finding: Finding) -> Finding:
 
 
 class FindingGate:
-    """Collects the findings of one manager's detectors and agents, and records those that changed."""
+    """Collects the findings of one manager's detectors and agents, and records changed findings."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -181,18 +181,18 @@ class FindingGate:
         self._published: dict[str, Finding] = {}
         """Findings as last recorded in the journal, by key."""
         self._input_key: object = None
-        """Inputs of the last call of :meth:`publish`; None if its result may change with time alone."""
+        """Inputs of the last call of :meth:`publish`; None if the result of the call may change with time alone."""
 
     @property
     def nodes(self) -> set[NodeName]:
-        """Nodes about which agents have reported findings."""
+        """Return the nodes about which agents have reported findings."""
         return self._reported.nodes
 
     def restore(self) -> None:
         """Take over the findings recorded by earlier managers.
 
-        A finding without proof is cleared unless it is found again: at once by the manager's detectors, or in the
-        agent's next Hello. Correlations among the recorded findings remain in effect.
+        A finding without proof is cleared, unless the manager's detectors find it again at once, or the agent's next
+        Hello contains it. Correlations among the recorded findings remain in effect.
         """
         recorded = self._context.state().findings
         for key, finding in recorded.items():
@@ -264,7 +264,7 @@ class FindingGate:
         """
         settings = self._context.state().job.health
         input_key = (self._detected, self._stacks, self._reported.changes, settings)
-        if input_key == self._input_key:  # checked in each turn of the manager's loop
+        if input_key == self._input_key:  # this method is called in each turn of the manager's loop
             return inf
         context = PublicationContext(
             self._context.now(), settings, self._stacks, self._correlation_context(), self._correlation_state
@@ -305,8 +305,7 @@ class FindingGate:
 
 
 BASELINE_CHECK_INTERVAL_S = 60.0
-"""Seconds between two checks for changed baselines. A new manager has to learn at most this time's observations
-again."""
+"""Seconds between two checks for changed baselines. A new manager loses at most the observations of this time."""
 
 
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:

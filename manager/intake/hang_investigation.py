@@ -10,9 +10,9 @@ few minutes, to learn whether all members stand at the same line.
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
 requested at the first WARN. The stage :func:`rrl.health.detection.pipeline.await_stacks` downgrades a FAIL without an
-earlier WARN until the stacks have arrived, for at most :data:`STACKS_TIMEOUT_S` seconds; the FAIL is not delayed if no
-agent can be reached. A summary of the stacks is added to the finding's evidence and to the journal; the complete dumps
-are saved to a file.
+earlier WARN until the stacks have arrived, for at most :data:`STACKS_TIMEOUT_S` seconds. If no agent can be reached,
+the FAIL is not delayed. A summary of the stacks is added to the finding's evidence and to the journal; the complete
+dumps are saved to a file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ STACKS_TIMEOUT_S = 7.0
 """Timeout (s) for collecting stacks, and the longest time for which a FAIL without an earlier WARN waits for stacks. An
 agent replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s."""
 RECOLLECT_AFTER_S = 60.0
-"""Minimum seconds between two collections for the same gang, if a suspicion ended and another one began."""
+"""Minimum seconds between two collections for the same gang, if one suspicion ended and another suspicion began."""
 MAX_CONCURRENT = 64
 """Maximum number of concurrent stack collections. More hangs at the same time have a common cause, so their stacks are
 not collected."""
@@ -94,7 +94,7 @@ class _StackCollection:
     incarnation: Incarnation
     id: int
     agents: dict[Incarnation, ReplicaId]
-    """Agent that was asked to dump the stacks of each incarnation."""
+    """By incarnation, the agent that was asked to dump its stacks."""
     dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
     errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0
@@ -135,7 +135,7 @@ class HangInvestigator:
 
         Returns:
             The stacks of each investigated hang, by the finding's key; and the time (s) at which :meth:`investigate`
-            must be called again, inf if only for new findings.
+            must be called again, which is inf if only new findings require another call.
         """
         now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else self._sample_stacks(now)
@@ -184,7 +184,7 @@ class HangInvestigator:
 
     # ── probes ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _send_probes(self, now: float) -> bool:
-        """Send the probes that are due. Return whether there were any."""
+        """Send the probes that are due; return whether any probe was due."""
         suspects = due_probes(self._context.monitor, self._context.state().job.limits, now)
         for incarnation in suspects:
             self._context.monitor.on_probe_sent(incarnation, now)
@@ -194,7 +194,7 @@ class HangInvestigator:
 
     # ── samples of stacks ──────────────────────────────────────────────────────────────────────────────────────────
     def _sample_stacks(self, now: float) -> float:
-        """Begin the samples that are due; return the time (s) of the next one."""
+        """Begin the samples that are due; return the time (s) of the next sample."""
         due, then = due_stack_samples(self._context.monitor, self._context.state().job.limits, now)
         for gang in due:
             if gang not in self._sampling and len(self._collections) < MAX_CONCURRENT:
@@ -215,7 +215,7 @@ class HangInvestigator:
                 stack = await asyncio.to_thread(common_stack, collection.dumps, members)
             else:
                 _log.debug("the stacks of %s did not arrive in time", gang)
-        finally:  # a failed sample counts too: the next one is due an interval later
+        finally:  # a failed sample counts too: the next sample is due an interval later
             self._sampling.discard(gang)
             context.monitor.on_stacks(gang, stack, context.now())
 

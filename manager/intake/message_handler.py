@@ -36,10 +36,10 @@ _log = logging.getLogger("rrl.manager")
 
 
 def last_output(run: RunDir, tag: str) -> str:
-    """Return the last lines of a step's own output, or '' if there is no output.
+    """Return the last lines of a step's output, or '' if there is no output.
 
     The output comes from the step's first process and from slurmstepd (which reports, for example, a missing
-    interpreter or exceeded memory). If there is none, the output of the step's ``srun`` is returned.
+    interpreter or exceeded memory). If both printed nothing, it is the output of the step's ``srun``.
     """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
@@ -61,7 +61,7 @@ def with_reason(run: RunDir, event: Event) -> Event:
 MAX_NOTE_CHARS = 300
 """Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
-"""Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within some 10
+"""Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within about 10
 ms, or hangs."""
 
 
@@ -92,7 +92,7 @@ class MessageHandler:
         """Incarnations whose process sent Goodbye. Their command may go on and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
-        """Running reads of the exit records of steps that vanished."""
+        """Running tasks that read the exit records of vanished steps."""
 
     async def handle(self, incoming: Incoming) -> None:
         """Check the sender of one message and pass the message to its handler."""
@@ -141,7 +141,7 @@ class MessageHandler:
                 self.clock_recorder.on_report(message.incarnation, message.clock)
             return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._context.state(), message.incarnation) is not None:
-            if isinstance(message, msg.Hello):  # it has not received its Promote message
+            if isinstance(message, msg.Hello):  # it did not receive its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
                 await self.standby_promoter.send_postponed()
@@ -173,8 +173,8 @@ class MessageHandler:
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
         """Answer whether a launched process may start its command, so that each launch starts exactly one command.
 
-        If a process that an earlier manager admitted asks again while the run is ending, it is admitted, and then
-        stopped in order.
+        A process that an earlier manager admitted may ask again while the run is ending. It is then admitted, and
+        afterwards stopped with a grace.
         """
         state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)
@@ -202,7 +202,7 @@ class MessageHandler:
             if ok
             else f"{incarnation} is not expected: the newest incarnation is {replica.incarnation} ({replica.status})"
         )
-        # Another node than the one planned for may be in use by other replicas, or not belong to the run.
+        # A node other than the planned one may be in use by other replicas, or not belong to the run.
         if ok and first is None and message.node != replica.node:
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
             _log.warning("%s: the process is not admitted", why)
@@ -215,10 +215,10 @@ class MessageHandler:
         await self._context.send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
 
     def _injected(self, message: msg.Injected) -> None:
-        """Record the report of an injected fault, if this run ordered that fault."""
+        """Record the report of an injected fault, if this run requested that fault."""
         fault = message.fault
         if fault.id not in self._context.state().triggered_faults:
-            return  # this run did not order it
+            return  # this run did not request this fault
         incarnation = message.incarnation or self._context.state().replica(ReplicaId(fault.target)).incarnation
         incarnation = next(
             (
@@ -304,7 +304,10 @@ class MessageHandler:
             await asyncio.gather(self._exit_record_task, return_exceptions=True)
 
     async def read_exit_records(self) -> None:
-        """Record ends found in the run directory that no message reported (at a manager's start and after polls)."""
+        """Record ends of steps that the run directory contains and no message has reported.
+
+        Called at a manager's start and after polls.
+        """
         state = self._context.state()
         current = [replica.step for replica in state.replicas.values() if replica.is_current and replica.step]
         paths = [self._context.run_dir.exit_file(tag) for tag in (*current, *state.orphan_steps)]
@@ -322,7 +325,7 @@ class MessageHandler:
         incarnation = message.incarnation
         known = self._context.state().replica(incarnation.replica)
         if known.step is not None and known.step != message.tag:
-            conflict = f"{incarnation} is the step {known.step}, not {message.tag}"
+            conflict = f"{incarnation} runs in step {known.step}, not in {message.tag}"
             _log.warning("%s: the process that reported later is fenced", conflict)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return

@@ -26,7 +26,7 @@ from ..model.state import NEVER_APPEARED, Allocation, Replica, State
 FAST_POLL_AFTER_REQUEST_S = 60.0
 """Seconds after a request during which rrl polls faster than the site's interval while the allocation is pending."""
 MIN_ABSENT_POLLS = 2
-"""Consecutive polls that must miss an allocation before it counts as gone."""
+"""Number of consecutive polls that must not list an allocation before it counts as gone."""
 MIN_END_CHANGE_S = 30.0
 """Minimum change (s) of an allocation's end that is recorded. Smaller changes come from rounding the remaining time to
 seconds."""
@@ -46,7 +46,8 @@ class AbsenceCounter:
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
         """Count one poll in which the entry ``tag`` was listed or missing, and return whether the entry is gone.
 
-        It is gone if it was missing in this poll and in the previous one, and for at least ``min_absence_s`` seconds.
+        The entry is gone if it was missing in this poll and in the previous poll, and for ``min_absence_s`` seconds or
+        more.
         """
         if listed:
             self._absent.pop(tag, None)
@@ -73,7 +74,7 @@ def reconcile(
             status = snapshot.allocations.get(tag)
             if status is not None:
                 absences.is_gone(tag, True)
-                # salloc that found no free nodes leaves a cancelled job, and sbatch follows it under the same tag
+                # a salloc that found no free nodes leaves a cancelled job, and sbatch then uses the same tag
                 is_salloc_attempt = status.state is AllocationState.ENDED and unsettled.get(tag) in busy
                 status = _reconcile_allocation(
                     allocation, status, snapshot.nodes, absences, now, state.job.limits.quiet
@@ -87,7 +88,7 @@ def reconcile(
         for tag, status in snapshot.allocations.items():
             is_orphan = tag.startswith(f"{state.run}.") and tag not in state.allocations
             if is_orphan and status.state not in (AllocationState.ENDING, AllocationState.ENDED):
-                events.append(AllocationChanged(tag, status))  # a request that was given up was granted after all
+                events.append(AllocationChanged(tag, status))  # a request was granted although it had been given up
     if snapshot.steps is not None:
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:
@@ -123,15 +124,16 @@ def unlisted_steps(
       suspended, and nodes that an allocation has lost, are judged by :func:`reconcile`.
     - The list contains each step that has just sent a message. A list without such a step is incomplete, or is older
       than the step, and does not count.
-    - The step is missing in ``MIN_ABSENT_POLLS`` polls in a row and for ``limits.quiet`` seconds, as an allocation has
-      to be. A poll that could not read the steps does not count.
+    - The step is missing in ``MIN_ABSENT_POLLS`` polls in a row and for ``limits.quiet`` seconds; allocations are
+      judged in the same way. A poll that could not read the steps does not count.
 
     A launch whose intent is open is judged by :func:`reconcile`. The steps of a node that is cut off are not found here
     while they run: Slurm lists them until it reports the node as down.
 
-    A wrong result costs a restart, but never leaves two current incarnations. The finding that follows has the
-    incarnation fenced before the next one is launched, so that none of its later messages is accepted. The fenced step
-    is an orphan: the manager requests the cluster to stop it, and its process ends as soon as it reaches the manager.
+    A wrong result costs a restart, but never leaves two current incarnations. The finding that follows leads to the
+    fence of the incarnation before the next incarnation is launched. So no later message of the fenced incarnation is
+    accepted. The fenced step is an orphan: the manager requests the cluster to stop it, and its process ends as soon as
+    it reaches the manager.
     """
     if snapshot.steps is None or snapshot.allocations is None:
         return []
@@ -199,7 +201,7 @@ def _reconcile_allocation(
     if status.state is AllocationState.ENDING and (allocation.releasing or allocation.orphan):
         return msgspec.structs.replace(
             status, state=AllocationState.ENDED
-        )  # Slurm may keep it in COMPLETING for minutes
+        )  # Slurm may list the job as COMPLETING for minutes
     if before is None or not allocation.running:
         return status
     if status.state is AllocationState.PENDING:

@@ -4,9 +4,9 @@ The intent is journaled before the message is sent, so a new manager sends the s
 the Hello of the promoted member arrives.
 
 No two processes may use one GPU. A standby process that sees all GPUs of its node is promoted only once every other
-incarnation there has reported which GPUs it uses. A new manager receives these reports within about a second; from an
-incarnation that is starting, the report comes when it joins. If a report does not come in time, the member is launched
-in a new step, for which the cluster chooses the GPUs.
+incarnation on the node has reported which GPUs it uses. A new manager receives these reports within about a second. An
+incarnation that is starting reports when it joins. If a report does not come in time, the member is launched in a new
+step, for which the cluster chooses the GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECONNECT_TIMEOUT_S = 2.0
 """Seconds to wait for a current standby process, and for the users of GPUs on its node, to connect. After a manager's
 death they connect to the next manager within 1 s."""
 _POLL_INTERVAL_S = 0.02
-"""Seconds between two checks whether they have connected."""
+"""Seconds between two checks whether these processes have connected."""
 
 
 class GpusUnreported(Refused):
@@ -112,12 +112,12 @@ class StandbyPromoter:
         return True
 
     async def send_postponed(self) -> None:
-        """Send the postponed promotions that need not wait any longer; called when an incarnation has reported."""
+        """Send the postponed promotions that need not wait any longer; called after each report of GPUs."""
         for standby in sorted(self._postponed):
             await self.send_promotion(standby)
 
     def _gpus_to_choose(self, standby: Incarnation, member: Replica) -> int:
-        """Return how many of its visible GPUs are chosen for a standby process; 0 if it uses all of them."""
+        """Return how many of the visible GPUs are chosen for a standby process; 0 if the process uses all of them."""
         count = self._context.state().job.role(member.role).per_member.gpus
         return count if len(self._standbys[standby][1]) > count else 0
 
@@ -136,5 +136,5 @@ def link_log(run: RunDir, incarnation: Incarnation, standby: Incarnation) -> Non
     try:
         with suppress(FileExistsError):
             os.symlink(run.log_file(tag_of(run.id, standby)).name, link)
-    except OSError as error:  # a full disk: its lines are found in the standby's log
+    except OSError as error:  # such as a full disk; the member's lines are in the standby's log
         _log.warning("cannot link the log %s to the log of its standby: %s", Path(link).name, error)

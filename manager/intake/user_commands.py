@@ -24,7 +24,7 @@ from ..model.state import State
 _log = logging.getLogger("rrl.manager")
 
 _MAX_COMMAND_BYTES = 4 * 2**20
-"""Maximum number of bytes read of a command file; a command has some hundred bytes."""
+"""Maximum number of bytes read of a command file; a command has a few hundred bytes."""
 
 
 class Command(Struct, frozen=True):

@@ -32,13 +32,13 @@ class LowerRungs(Struct, frozen=True):
     """Rungs before the one that was taken, and what they would have needed, for users."""
 
     rungs: tuple[Rung, ...]
-    """Empty: every rung before the one that was taken."""
+    """The rungs; empty if ``needed`` holds for every rung before the one that was taken."""
     needed: str
     """What was missing, as a noun phrase."""
 
 
 class Why(Struct, frozen=True):
-    """Why an action is taken: the evidence, the rung, and the expected result with its deadline (manager's time, s)."""
+    """The reason for an action: evidence, rung, and expected result with its deadline (manager's time, s)."""
 
     evidence: tuple[str, ...]
     rung: Rung | None = None
@@ -49,7 +49,7 @@ class Why(Struct, frozen=True):
 
 
 def every_lower(needed: str) -> tuple[LowerRungs, ...]:
-    """Return that all rungs before the one that is taken lack the same thing."""
+    """Return the record that all rungs before the one that is taken lack the same thing."""
     return (LowerRungs((), needed),)
 
 
@@ -163,7 +163,7 @@ class Undrain(Struct, frozen=True, tag=True):
 
 
 class Shrink(Struct, frozen=True, tag=True):
-    """Release single nodes of a running allocation, if the cluster can do so without affecting the other nodes."""
+    """Release single nodes of a running allocation, if this does not affect its other nodes."""
 
     allocation: str
     nodes: tuple[NodeName, ...]
@@ -248,11 +248,11 @@ class RestartAll(Struct, frozen=True, tag=True):
 
     why: Why
     fences: tuple[Fence, ...] = ()
-    """One fence for each incarnation that ends; it names the node of the replica's next launch."""
+    """One fence for each incarnation that ends. The fence names the node of the replica's next launch."""
 
     @property
     def failed(self) -> Incarnation | None:
-        """Return the incarnation whose failure led to the restart, which counts on its replica's budget."""
+        """Return the incarnation whose failure led to the restart; the failure counts on its replica's budget."""
         return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property

@@ -1,7 +1,7 @@
 """The events of a run, which are the records of its journal: a tagged union of facts that have occurred.
 
-Every record is a :class:`Stamped` event. New fields have defaults and unknown fields are ignored; the journal reports
-an unknown tag, and no decision is made from a journal that cannot be read.
+Every record is a :class:`Stamped` event. New fields have defaults, and unknown fields are ignored. An unknown tag is an
+error of the journal, and no decision is made from a journal that cannot be read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster reports a changed status of an allocation; None if the allocation is no longer listed."""
+    """The cluster reports a changed status of an allocation.
+
+    ``status`` is None if the cluster no longer lists the allocation.
+    """
 
     tag: str
     status: AllocationStatus | None
@@ -86,7 +89,7 @@ class AgentJoined(Struct, frozen=True, tag=True):
     host: str
     pid: int
     probe_error: str = ""
-    """What ``[env] probe`` found missing on the node, as text; empty if nothing."""
+    """What ``[env] probe`` found missing on the node, as text; empty if nothing is missing."""
     snapshot_address: str = ""
     """Address of the agent's snapshot server, ``tcp://host:port``."""
 
@@ -138,14 +141,14 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class NoteChanged(Struct, frozen=True, tag=True):
-    """The note of a replica, a message for users, has changed; an empty note removes it."""
+    """The note of a replica, which is a message for users, has changed. An empty note removes the earlier note."""
 
     incarnation: Incarnation
     note: str
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """An incarnation has completed its first unit of work. If it replaced a failed one, the replica now works again."""
+    """An incarnation has completed its first unit of work. After a failure, the replica now works again."""
 
     incarnation: Incarnation
 
@@ -164,11 +167,11 @@ class StepCommitted(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, float] = {}
     commit: int = 0
-    """Newest step of the same commit, the one with the checkpoint; 0 if that is this step."""
+    """Newest step of the same commit, to which the checkpoint belongs; 0 if it is this step."""
 
     @property
     def completes_commit(self) -> bool:
-        """True for the newest step of its commit: the time of the event is that of the whole commit."""
+        """True for the newest step of its commit. The time of its event is the time of the whole commit."""
         return self.step >= self.commit
 
 
@@ -221,7 +224,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
     command: str
     by: str
     id: str
-    """Id of the mailbox file: a command is handled once."""
+    """Id of the mailbox file, by which a command is handled only once."""
     target: str = ""
     """Replica to restart, or node to drain or undrain."""
     keep_allocations: bool = False
@@ -293,7 +296,7 @@ class ClocksRecorded(Struct, frozen=True, tag=True):
 
 
 class GpuUseRecorded(Struct, frozen=True, tag=True):
-    """How much the GPUs of the nodes are used, for people only.
+    """The use of the nodes' GPUs, for people only.
 
     Contains the nodes whose agents reported since the previous record.
     """

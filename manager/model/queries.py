@@ -35,7 +35,7 @@ def workers(state: State) -> list[Replica]:
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
-    """Return all members of a member's gang in order of rank; if the gang has one rank, only this member."""
+    """Return all members of a member's gang in order of rank; a gang of one rank has only this member."""
     gang_id = gang_of(member)
     ranks = state.job.role(role_of(gang_id)).ranks
     return [state.replica(member_id(gang_id, rank)) for rank in range(ranks)]
@@ -96,7 +96,7 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
 def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
     """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
 
-    A program that returns later is only restarted, since few such restarts occur.
+    A program that returns later only leads to a restart, since few such restarts occur.
 
     Args:
         state: The state.
@@ -153,8 +153,8 @@ def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
 def reached_step(state: State) -> int:
     """Return the newest training step that the trainer has finished, as far as the manager knows.
 
-    That is the newest committed step. If a commit covers several steps, the trainer may have published the weights of a
-    later one; after a restart it goes back.
+    This is the newest committed step or, if a commit covers several steps, a later step whose weights the trainer has
+    published. After a restart of the trainer the result may be an earlier step.
     """
     published = state.replica(TRAINER).weight_version if state.job.trainer.checkpoint_every > 1 else None
     return max(state.step, published.step if published is not None else 0)
@@ -166,7 +166,7 @@ def has_trained(state: State, trainer: Replica) -> bool:
 
 
 def weights_lag_steps(state: State) -> tuple[int, int] | None:
-    """Return by how many steps the rollout with the newest and the one with the oldest weights are behind the trainer.
+    """Return by how many steps the newest and the oldest weights of the rollouts are behind the trainer.
 
     The trainer's step is the newest step that it has committed or published. Returns None if no rollout has weights.
     """
@@ -189,7 +189,7 @@ def most_severe(findings: Iterable[Finding]) -> Finding | None:
 
 
 def promoted_to(state: State, standby: Incarnation) -> Replica | None:
-    """Return the current member that a standby process was or is being promoted to, if any."""
+    """Return the current member to which a standby process was or is being promoted; None if there is none."""
     if role_of(standby.replica) != STANDBY_ROLE:
         return None
     members = (
@@ -206,7 +206,7 @@ def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:
     """Return the incarnation that a message belongs to, from the incarnation that it names and the tag of its step.
 
-    A promoted standby process may still send messages as ``standby/<node>``. Its member is then found by the tag of the
+    A promoted standby process may still send messages as ``standby/<node>``. The member is found by the tag of the
     step.
     """
     if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):
@@ -255,8 +255,9 @@ def first_symptom_at(
         node: Node of the incarnation, or the node that failed; None if it is unknown.
 
     Returns:
-        The time from the findings about the incarnation itself. Findings about its node count only if there are none:
-        the incarnation may have worked for a long time on a node with findings. None if no such finding has a time.
+        The time from the findings about the incarnation itself. Findings about its node count only if there are no
+        findings about the incarnation, since it may have worked for a long time on a node with findings. None if no
+        such finding has a time.
     """
     failing = [finding for finding in findings if finding.verdict is Verdict.FAIL]
     own = [finding for finding in failing if incarnation is not None and finding.incarnation == incarnation]

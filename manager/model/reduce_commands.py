@@ -127,7 +127,7 @@ def on_restart_all(state: State, at: float, action: RestartAll) -> State:
 def _release_allocations(state: State) -> State:
     """Mark all running allocations as orphans, so that the first request is made again, as after Slurm's requeue.
 
-    The orphan steps in these allocations end with them; excluded nodes stay recorded.
+    The orphan steps in these allocations end with the allocations. Excluded nodes stay recorded.
     """
     for tag, allocation in state.allocations.items():
         if allocation.running:

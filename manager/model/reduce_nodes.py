@@ -95,7 +95,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             state = _add_rejected_request(
                 state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
             )
-        elif _allocation_failed_early(state, at, allocation):  # counted, so that it is not requested without end
+        elif _allocation_failed_early(state, at, allocation):  # counts as rejected, which limits the repetitions
             detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(
                 event.status
             )
@@ -153,7 +153,7 @@ def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
     """Forget earlier failures of the agents and standby processes of nodes that have just entered an allocation.
 
     Such a failure may only show that an earlier allocation was cancelled or ran out of time. If it still counted, the
-    run would consider the node unusable and request another one before the node's agent reports.
+    run would consider the node unusable and request another node before the node's agent reports.
     """
     for replica in state.replicas.values():
         if is_support(replica.id) and replica.node in entered and replica.failures:
@@ -192,8 +192,9 @@ def _note_external_cancellation(
 ) -> State:
     """Record that somebody cancelled the last remaining allocation of the run, perhaps in order to end the run.
 
-    The cluster reports the reason some time after the allocation's end; an allocation that was requested in between
-    does not count as remaining. If several allocations ended together, one cancellation is recorded.
+    The cluster reports the reason some time after the allocation's end. An allocation that was requested between the
+    end and this report does not count as remaining. If several allocations ended together, one cancellation is
+    recorded.
     """
     if allocation.releasing or allocation.orphan or status is None or not status.cancelled:
         return state
@@ -281,7 +282,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
 
 
 def on_exclude(state: State, at: float, action: Exclude) -> State:
-    """Record that a node is excluded, and which user requested it, if any."""
+    """Record that a node is excluded, and the user who requested the exclusion, if a user did."""
     node = state.nodes.get(action.node) or Node(action.node, "")
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
@@ -325,7 +326,7 @@ def on_node_action_settled(state: State, at: float, action: Drain | Undrain | Sh
     if isinstance(action, Drain):
         changes = {"drain_reason": action.reason} if ok else {"drain_error": detail or "refused"}
         return _with_node(state, action.node, **changes)
-    if isinstance(action, Undrain):  # if refused, the drain is no longer this run's own
+    if isinstance(action, Undrain):  # a refused undrain means that the drain is not this run's own
         return _with_node(_without_command(state, action.node), action.node, drain_reason="")
     result = ReleaseResult.RELEASED if ok else ReleaseResult.REFUSED
     for name in action.nodes:

@@ -24,8 +24,9 @@ MAX_RESTART_BACKOFF_S = 60.0
 """Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take at least four
 minutes, so that they outlast a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
-_STANDBY_UNUSABLE = frozenset({RejectReason.STANDBY_OUTDATED, RejectReason.GPUS_UNREPORTED})
 """Reasons for which a rejected launch counts as a failed start, because the cluster tried to start the step."""
+_STANDBY_UNUSABLE = frozenset({RejectReason.STANDBY_OUTDATED, RejectReason.GPUS_UNREPORTED})
+"""Reasons for which a promotion is rejected although neither the replica nor its node has failed."""
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -69,7 +70,7 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
     # the manager failed, or the standby process cannot be used: nothing is wrong with the replica or its node
     if event.undelivered or event.reason in _STANDBY_UNUSABLE:
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
-    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
+    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls show what happened; nothing has failed yet
         return with_replica(
             state, id, status=Status.WANTED, since=at, preferred_node=action.node, not_before=at + RETRY_PAUSE_S
         )
@@ -84,8 +85,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
 def on_stop_intended(state: State, at: float, action: StopStep) -> State:
     """Record that a step is being stopped.
 
-    If the step runs a current incarnation, its replica is retired: such a step is only stopped if the run ends or a
-    standby process is no longer needed.
+    If the step runs a current incarnation, its replica is retired, because such a step is only stopped if the run ends
+    or a standby process is no longer needed.
     """
     orphan = state.orphan_steps.get(action.step)
     if orphan is None and not state.is_current(action.incarnation):
@@ -326,7 +327,7 @@ def on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> Stat
 
 
 def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
-    """Record the phase of a replica, and that it has left the previous one."""
+    """Record the phase of a replica, and that the replica has left its previous phase."""
     replica = state.replica(event.incarnation.replica)
     passed = (
         replica.past_phases

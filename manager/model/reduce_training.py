@@ -1,4 +1,4 @@
-"""Reduce the events that change who works into the effective training time of the state. Pure."""
+"""Reduce the events that change which replicas work into the effective training time of the state. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def works(state: State, replica: Replica) -> bool:
 
 
 def _after_report(before: State, state: State, at: float, id: ReplicaId) -> State:
-    """Count one replica that has begun or stopped to work; a run has many of these events."""
+    """Count one replica that has begun or stopped working; a run has many events of this kind."""
     change = works(state, state.replica(id)) - works(before, before.replica(id))
     if not change:
         return state
@@ -49,7 +49,7 @@ def _after_commit(before: State, state: State, at: float, event: ev.StepCommitte
 
 
 def _after_recount(before: State, state: State, at: float, event: ev.StepEnded | ev.Decided | ev.Resumed) -> State:
-    """Count all replicas that work. Those that a decision fences stopped at the first symptom of their failure."""
+    """Count all replicas that work. A replica that a decision fences has not worked since its first symptom."""
     at_work = Counter(replica.role for replica in state.replicas.values() if works(state, replica))
     action = event.action if isinstance(event, ev.Decided) else None
     fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()

@@ -133,8 +133,8 @@ class Replica(Struct, frozen=True):
     commits: int = 0
     """Training steps that the newest incarnation committed (counted at a gang's first member)."""
     advanced: bool = False
-    """True once the newest incarnation holds weights of a later step than those that it had first. A trainer that is
-    advanced has trained a step."""
+    """True once the newest incarnation holds weights of a later step than its first weights. If it is a trainer, it has
+    trained a step."""
     not_before: float = 0.0
     """Manager's time (s) of the earliest next launch (back-off)."""
     fault: str = ""
@@ -147,8 +147,8 @@ class Replica(Struct, frozen=True):
     ever_worked: bool = False
     """True if any incarnation has completed a unit of work since the run began or was last resumed."""
     last_exception: RaisedException | None = None
-    """Exception of the role's code that ended the newest failed incarnation; None if it failed otherwise, or if the
-    replica has done a unit of work since."""
+    """Exception of the role's code that ended the newest failed incarnation; None if the incarnation failed for another
+    reason, or if the replica has done a unit of work since then."""
     exception_starts: int = 0
     """Number of incarnations in a row that ``last_exception`` ended before their first unit of work."""
     clean_exits: int = 0
@@ -209,16 +209,16 @@ class Node(Struct, frozen=True):
     drain_requested_at: float = 0.0
     """Manager's time (s) at which a user requested the node's drain."""
     drain_reason: str = ""
-    """Reason text of this run's drain of the node; empty if this run has no drain in force there."""
+    """Reason text of this run's drain of the node; empty if no drain of this run is in force on the node."""
     drain_error: str = ""
-    """Why the cluster refused to drain the node for this run; an administrator then has to drain it."""
+    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it."""
     release_result: ReleaseResult | None = None
     """Result of the release of this single node; None before it was tried. The release is tried only once."""
     snapshot_address: str = ""
     """Address of the snapshot server of the node's agent, ``tcp://host:port``."""
     probe_error: str | None = None
-    """What ``[env] probe`` found missing on the node, as text. Empty if nothing; None until the node's agent has
-    reported."""
+    """What ``[env] probe`` found missing on the node, as text. Empty if nothing is missing; None until the node's agent
+    has reported."""
 
 
 class Allocation(Struct, frozen=True):
@@ -318,7 +318,7 @@ class RejectedRequest(Struct, frozen=True):
 
 
 MAX_EVALUATIONS = 64
-"""Maximum number of evaluations in the state: the first one and the newest ones."""
+"""Maximum number of evaluations in the state: the first evaluation and the newest evaluations."""
 
 
 class Evaluation(Struct, frozen=True):
@@ -338,8 +338,7 @@ class State(Struct, frozen=True):
     epoch: int = 0
     started: float = 0.0
     running_since: float | None = None
-    """Manager's time (s) at which the first nodes were first observed to run: the run's walltime counts
-    from then on."""
+    """Manager's time (s) at which the first nodes were observed to run. The run's walltime counts from this time."""
     requested_since: float | None = None
     """Manager's time (s) of the first allocation request."""
     requests_made: dict[str, int] = {}
@@ -362,7 +361,7 @@ class State(Struct, frozen=True):
     metrics: dict[str, float] = {}
     """Metrics of the newest committed training step."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The first evaluation, and the newest ones (:data:`MAX_EVALUATIONS` in all), in the order of their steps."""
+    """The first and the newest evaluations (:data:`MAX_EVALUATIONS` in all), in the order of their steps."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     idle_times: IdleTimes = IdleTimes()
@@ -372,7 +371,7 @@ class State(Struct, frozen=True):
     gpu_use: dict[NodeName, GpuUse] = {}
     """Use of the GPUs of each node whose agent has reported it since the previous record."""
     gpu_use_at: float = 0.0
-    """Manager's time (s) of that record."""
+    """Manager's time (s) of the record in ``gpu_use``."""
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
@@ -399,7 +398,7 @@ class State(Struct, frozen=True):
     handled_commands: tuple[str, ...] = ()
     """Ids of the user commands that were taken from the mailbox."""
     cancelled_by: str = ""
-    """User who cancelled the run; empty if none did."""
+    """User who cancelled the run; empty if no user has cancelled it."""
     keep_allocations: bool = False
     """True if the user who cancelled the run wants to keep the allocations."""
     requested_restarts: dict[ReplicaId, str] = {}
@@ -417,7 +416,7 @@ class State(Struct, frozen=True):
 
     @property
     def evaluated(self) -> int:
-        """Return the newest step with a known evaluation; -1 if there is none."""
+        """Return the newest step with a known evaluation; -1 if there is no such step."""
         return self.evaluations[-1].step if self.evaluations else -1
 
     @property

@@ -1,7 +1,7 @@
 """Durable claims of notifications: each is written before its notification is sent, so that none is sent twice.
 
 If a manager dies between claim and sending, its notification is never sent. If two managers claim at the same time,
-because one was frozen and has been replaced, only one of them creates the file.
+because one manager was frozen and has been replaced, only one of them creates the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Claims:
         self._claims: dict[NotificationKind, list[Claim]] = {}
 
     def load(self) -> None:
-        """Read all claims, also those of other managers."""
+        """Read all claims, including the claims of other managers."""
         self._claims = {}
         try:
             names = sorted(os.listdir(self._folder), key=lambda name: (len(name), name))
@@ -53,11 +53,11 @@ class Claims:
         return any(key in claim.keys for claim in self._claims.get(kind, ()))
 
     def newest_at(self, kind: NotificationKind) -> float | None:
-        """Return the manager's time (s) of the newest claim of a kind, or None."""
+        """Return the manager's time (s) of the newest claim of a kind; None if there is no claim."""
         return max((claim.at for claim in self._claims.get(kind, ())), default=None)
 
     def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:
-        """Write a claim durably; return False if another manager claimed the same number first."""
+        """Write a claim durably; return False if another manager has already written the claim of this number."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{kind}-{len(self._claims.get(kind, ())) + 1}.json"
         try:
@@ -80,7 +80,7 @@ class Claims:
 
 
 def _read(path: Path, kind: NotificationKind) -> Claim:
-    """Return a claim; if its writer died, it has no keys, and the time of the file."""
+    """Return a claim. If its writer died during the write, the claim has no keys and the time of its file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Claim)
     except msgspec.MsgspecError:

@@ -1,6 +1,6 @@
 """The conditions of a run that notifications are sent about, found in the state of the run. Pure.
 
-A condition has a key that names this one occurrence. Conditions follow from the state. So if a manager dies before it
+A condition has a key that identifies this occurrence. Conditions follow from the state. So if a manager dies before it
 sends a notification, the next manager finds the condition again.
 """
 
@@ -17,15 +17,15 @@ from ..model.queries import reached_step, workers
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
-"""Time (s) after a notification in which no other notification of its kind is sent. The end of a run is no longer sent
-after this time."""
+"""Time (s) after a notification in which no other notification of its kind is sent. A notification about the end of a
+run is sent only within this time after the end."""
 STALLED_AFTER_S = 1800.0
 """Minimum time (s) without a committed training step after which a run counts as stalled: as long as the first pass of
 a phase may take (``limits.first_pass``)."""
 USUAL_STEPS = 20
 """Number of newest training steps from which the usual duration is computed."""
 _LEARNED_STEPS = 3
-"""Number of durations from which the usual duration is computed, as for the deadlines of phases."""
+"""Minimum number of durations from which the usual duration is computed, as for the deadlines of phases."""
 
 
 class Condition(Struct, frozen=True):
@@ -50,7 +50,10 @@ class StallClock:
         self._durations: list[float] = []
 
     def stalled_s(self, state: State, now: float) -> float | None:
-        """Return the time (s) without a step if the run counts as stalled at ``now`` (manager's time, s), or None."""
+        """Return the time (s) without a step at ``now`` (manager's time, s).
+
+        Returns None if the run does not count as stalled.
+        """
         if state.running_since is None or not state.job.steps or state.finish is not None:
             self._since = None
             return None
@@ -121,4 +124,7 @@ def _drains(state: State) -> Iterator[Condition]:
 def _drain_text(node: Node) -> str:
     if node.drain_reason:
         return f"{node.name} is drained: {node.excluded}"
-    return f"{node.name} should be drained by an administrator, since rrl may not ({node.drain_error}): {node.excluded}"
+    return (
+        f"{node.name} should be drained by an administrator, since rrl may not drain it ({node.drain_error}):"
+        f" {node.excluded}"
+    )

@@ -1,9 +1,10 @@
 """Send the notifications that are due, from a thread of its own and by a child process for each.
 
-Once a second the thread reads the newest state, so notifications do not delay the manager's loop; a state that is not
+Once a second the thread reads the newest state, so notifications do not delay the manager's loop. A state that is not
 durable yet is ignored. For each kind, at most once an hour, the thread claims the conditions that hold and are not
-claimed yet (``claims``), and then sends one notification about them: never twice, and not at all if the manager dies
-between claim and sending. A notification that fails or hangs only leads to one line in the log.
+claimed yet (``claims``). It then sends one notification about these conditions. A notification is never sent twice, and
+it is not sent at all if the manager dies between claim and sending. A notification that fails or hangs only leads to
+one line in the log.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ END_TIMEOUT_S = SEND_TIMEOUT_S + 5.0
 MAX_REASON_CHARS = 300
 """Maximum number of characters of the reason that is logged."""
 LEAVE_TIMEOUT_S = 3.0
-"""Seconds that a manager waits for a notification if it leaves before the end of its run."""
+"""Seconds that a manager waits for a notification if it exits before the end of its run."""
 
 
 class Notifier:
@@ -73,7 +74,7 @@ class Notifier:
         self._closing.set()
         self._thread.join(END_TIMEOUT_S if ended else LEAVE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("a notification was still being sent when the manager left")
+            _log.warning("a notification was still being sent when the manager exited")
 
     # ── in the thread ───────────────────────────────────────────────────────────────────────────────────────────────
     def _loop(self) -> None:
@@ -103,7 +104,7 @@ class Notifier:
                 self._send(kind, message(self._run, state, kind, due, now))
 
     def _claim(self, kind: NotificationKind, held: Sequence[Condition], now: float) -> bool:
-        """Claim the conditions of a kind; return False if all are claimed already, or if the hour is not over."""
+        """Claim the conditions of a kind; return False if all are claimed, or the newest claim is too recent."""
         newest_at = self._claims.newest_at(kind)
         if newest_at is not None and now < newest_at + LIMIT_S:
             return False

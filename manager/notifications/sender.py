@@ -23,8 +23,8 @@ from ...core.run_dir import RunDir
 REQUEST_TIMEOUT_S = 20.0
 """Seconds for each operation on the connection to a webhook."""
 LIFETIME_S = 60
-"""Seconds after which the kernel ends this process, or the command that replaces it, if the manager died before it
-could."""
+"""Seconds after which the kernel ends this process, or the command that replaces it. The manager kills the process
+earlier, except if the manager itself has died."""
 
 
 class NotSent(Exception):
@@ -54,7 +54,7 @@ def _target(run: RunDir) -> dict[str, Any]:
 
 
 def _working_folder(run: RunDir) -> Path:
-    """Return the folder of the submitted job.toml, in which roles work too; the run directory if it is gone."""
+    """Return the folder of the submitted job.toml, in which roles work too; if it is gone, return the run directory."""
     try:
         folder = Path(str(json.loads(run.resolved.read_bytes())["source"])).parent
     except (OSError, ValueError, KeyError):
@@ -85,7 +85,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _post(webhook: str, document: bytes) -> None:
-    """Post the document. Raises NotSent with the host of the webhook, whose path may be a secret."""
+    """Post the document. NotSent names only the webhook's host, as the path may be secret."""
     host = urlsplit(webhook).hostname or "?"
     request = Request(webhook, document, {"Content-Type": "application/json", "User-Agent": "rrl"})
     try:

@@ -22,12 +22,12 @@ slurmdbd is down, or partitions are being changed, Slurm reports this for every 
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:
-    """Return the manager's time (s) from which a request counts as impossible to meet, or inf."""
+    """Return the manager's time (s) from which a request counts as impossible to meet; inf if it may be met."""
     return NEVER if allocation.unsatisfiable_since is None else allocation.unsatisfiable_since + UNSATISFIABLE_AFTER_S
 
 
 def shutdown_at(state: State) -> float:
-    """Return the manager's time (s) at which a run begins to shut down, to be complete before its walltime ends.
+    """Return the manager's time (s) at which a run begins to shut down, so that it ends within its walltime.
 
     The margin is the maximum duration of a shutdown plus one poll interval, because the manager may notice the start of
     the walltime up to one poll too late. The margin is at most half of the walltime, so that a short run gets some work

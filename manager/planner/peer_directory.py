@@ -69,7 +69,8 @@ def build_directory(state: State) -> PeerDirectory:
 def _may_commit(state: State, replica: Replica) -> bool:
     """Return whether a trainer of a run that ends was requested to stop, and may still commit its step.
 
-    The store accepts commits of the incarnations in the directory only. No other incarnation will follow this one.
+    The store accepts commits of the incarnations in the directory only. No further incarnation of the trainer will
+    follow.
     """
     if state.finish is None or replica.role not in {role.name for role in state.job.kind("trainer")}:
         return False

@@ -25,7 +25,7 @@ class _Target(Struct, frozen=True):
 
 
 def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
-    """Return the injections that are due, and the manager's time (s) at which the next one may be due."""
+    """Return the injections that are due, and the manager's time (s) at which the next injection may be due."""
     due: list[ExternalAction] = []
     wake, triggered = NEVER, set(state.triggered_faults)
     for fault in (*state.job.faults, *state.requested_faults):

@@ -1,9 +1,10 @@
 """Shut down a run that is complete, cancelled or failed: stop its steps, release its allocations, and end it.
 
 There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
-while the trajectory store still accepts the commit, so that a resumed run continues from there. The same holds for a
-run that is cancelled, if a commit covers several steps, which would be lost otherwise. Then the other roles and the
-standby processes are stopped, and last the agents, which witness the end of the others.
+while the trajectory store still accepts the commit, so that a resumed run continues from this step. The trainer is also
+stopped first in a cancelled run whose commits cover several steps, because uncommitted steps would be lost otherwise.
+Then the other roles and the standby processes are stopped, and last the agents, which witness the ends of the other
+steps.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
     """Return the tags of the allocations that can be released now, and the manager's time (s) of the next check.
 
-    An allocation whose request is unanswered can be released once the cluster lists it or it certainly does not exist:
-    a timed-out sbatch can take effect after an scancel.
+    An allocation whose request is unanswered can be released once the cluster lists it, or once it certainly does not
+    exist. An earlier scancel would be useless if a timed-out sbatch took effect after it.
     """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
@@ -138,9 +139,10 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 
 
 def _complete(state: State, now: float) -> tuple[str, ...]:
-    """Return the evidence that the run is complete; empty while it is not.
+    """Return the evidence that the run is complete; empty while the run is not complete.
 
-    A run without a trainer is complete when every command has completed, except failed commands that it can do without.
+    A run without a trainer is complete when every command has completed, except failed commands that the run can do
+    without.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

@@ -13,7 +13,7 @@ from ..model.actions import Fence, InjectFault, Rung, fault_tag
 
 
 class Diagnosis(Struct, frozen=True):
-    """What is known about the cause of a failure at one moment. Times are the manager's (s)."""
+    """The cause of a failure, as far as it was known at one moment. Times are the manager's (s)."""
 
     finding: Finding | None
     """The FAIL finding that names the cause: about the node if there is one, else about the incarnation."""
@@ -24,14 +24,14 @@ class Diagnosis(Struct, frozen=True):
 
 
 class Failure(Struct, eq=False):
-    """One failure of an incarnation, or of a node (``incarnation`` is None). Times (s) not reached are None."""
+    """One failure of an incarnation, or of a node (``incarnation`` is None). A time (s) is None if not reached."""
 
     incarnation: Incarnation | None
     node: NodeName
     """Node that failed, or on which the incarnation ran; empty if it was never launched."""
     recorded_at: float
     diagnosis: Diagnosis
-    """Diagnosis at the first record; at the fence it is replaced by a new diagnosis."""
+    """Diagnosis at the first record. The fence replaces it by a new diagnosis."""
     ended: bool = False
     """True if the incarnation has ended or is fenced; False if it continued."""
     continues: Failure | None = None
@@ -69,7 +69,7 @@ class Failure(Struct, eq=False):
 
 
 class Outage(Struct, frozen=True):
-    """An outage of a replica, ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
+    """An outage of a replica since the manager's time ``since`` (s). ``node`` is the node of the failed member."""
 
     replica: ReplicaId
     node: str
@@ -82,9 +82,9 @@ class Outage(Struct, frozen=True):
 
 
 class WorkChange(Struct, frozen=True):
-    """A member began or stopped to work at a time (s).
+    """A member began or stopped working at a time (s).
 
-    A stop may lie in the past; then the time after it no longer counts as work.
+    A stop may lie in the past. The time after such a stop no longer counts as work.
     """
 
     replica: ReplicaId
@@ -115,7 +115,7 @@ class InjectedFault(Struct):
     """Incarnations that the fault hit directly."""
     node: NodeName = NodeName("")
     ended_at: float = inf
-    """Time (s) at which the fault ended: an incarnation launched later on its node was not affected."""
+    """Time (s) at which the fault ended. It does not affect an incarnation that is launched later on its node."""
     effects_until: float = inf
     """Time (s) by which every failure that the fault caused has been detected."""
     performed: bool = False
@@ -159,7 +159,7 @@ class InjectedFaults:
         return bool(self._faults)
 
     def behind(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> float | None:
-        """Return the time (s) of the newest fault that can have caused an incarnation's failure, or None."""
+        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None without one."""
         times = (
             fault.at for fault in self._faults.values() if fault.may_have_hit(incarnation, node, launched_at, failed_at)
         )
@@ -188,7 +188,7 @@ class InjectedFaults:
         injected = self._faults.get(tag)
         if injected is None:
             return
-        if not (event.ok or event.unknown):  # later failures are not caused by it
+        if not (event.ok or event.unknown):  # a fault that was not performed causes no failure
             del self._faults[tag]
         elif event.ended:
             injected.ended_at = min(injected.ended_at, at)
@@ -199,4 +199,4 @@ class InjectedFaults:
             self.performed += 1
             traits = FAULT_TRAITS[injected.fault.kind]
             if not traits.by_signals and traits.target_kind is TargetKind.REPLICA:
-                injected.at = at  # it took effect when the role called its API, perhaps long after the request
+                injected.at = at  # the fault took effect when the role called its API, perhaps long after the request

@@ -18,8 +18,8 @@ failure, and these events set its times:
 For these times, findings about the incarnation itself take precedence over findings about its node: the incarnation may
 have worked for a long time on a node with findings. A successor that fails before it joins is another failure, and both
 failures have the same later successor. Failures before a resume of the run get no successor. A rejected launch belongs
-to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica lost; it also begins when
-a replica is moved.
+to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica lost. An outage also
+begins when a replica is moved.
 
 A new manager continues from the restored state. The state contains every open outage, every standing finding and every
 fault that is in effect, but not the failures recorded earlier.
@@ -60,7 +60,8 @@ class FailureTimeline:
         self.failures: dict[Incarnation | NodeName, Failure] = {}
         """All failures, in the order of their first records."""
         self.fenced: list[Failure] = []
-        """Failures of roles for which an incarnation was fenced, in the order of the fences; each counts once."""
+        """Failures of roles for which an incarnation was fenced, in the order of the fences. Each failure occurs
+        once."""
         self.outages: dict[ReplicaId, Outage] = {}
         """Replicas that are down."""
         self.lost_gpu_seconds = 0.0
@@ -72,12 +73,12 @@ class FailureTimeline:
         self.faults = InjectedFaults()
         self._roles: dict[str, RoleSpec] = {}
         self._ending = False
-        """True once the run's end is decided; after that, no end of a step counts as a failure."""
+        """True once the run's end is decided. From then on, no end of a step counts as a failure."""
         self._newest: dict[ReplicaId, Incarnation] = {}
         self._launched: dict[Incarnation, tuple[NodeName, float]] = {}
         """Node and time (s) of each incarnation's launch intent."""
         self._steps: dict[str, Incarnation] = {}
-        """Incarnation by the tag of its step; after a promotion, the incarnation of the member."""
+        """Incarnation by the tag of its step. After a promotion it is the incarnation of the member."""
         self._retired: set[Incarnation] = set()
         """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()
@@ -113,7 +114,7 @@ class FailureTimeline:
             if works(state, replica):
                 self._begin_work(incarnation, state.at)
             waiting = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING)
-            if waiting and replica.ever_joined:  # it worked under an earlier manager
+            if waiting and replica.ever_joined:  # the replica worked under an earlier manager
                 self._begin_outage(incarnation, replica.down_since)
         self._standing = {
             key: (finding, finding.since) for key, finding in state.findings.items() if finding.verdict is Verdict.FAIL
@@ -143,7 +144,7 @@ class FailureTimeline:
         return Diagnosis(finding, at if symptom_at is None else symptom_at, detected_at, self.fault_on(node, at))
 
     def fault_on(self, node: NodeName, at: float) -> float | None:
-        """Return the time (s) of a fault that hit the node or a process on it and has an effect at ``at``, or None."""
+        """Return the time (s) of a fault that hit the node or a process on it and acts at ``at``; None without one."""
         if not self.faults:
             return None
         current = [one for one in self._newest.values() if one not in self._retired and self._node(one) == node]

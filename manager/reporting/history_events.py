@@ -42,7 +42,7 @@ class HistoryEvents:
         timeline: FailureTimeline,
     ) -> None:  # fmt: skip
         self.initial_records: list[Record] = [RunStarted(at, run, user, cluster, job, epoch)]
-        """Records that begin each file, so that a file can be read without others."""
+        """Records that begin each file, so that a file can be read without the other files."""
         self._timeline = timeline
         self._written: dict[str, tuple[Verdict, float, int]] = {}
         """Verdict and time of the last record of each finding, and how often the finding was raised, by its key."""

@@ -3,7 +3,7 @@
 The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
 timeline of failures and :class:`RunCounters`, which start at 0 with each manager, as Prometheus permits for counters.
 Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
-Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
+Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .failure_timeline import FailureTimeline, fences
 class RunCounters:
     """The counters of one manager.
 
-    ``state`` is the state that it restored, ``at`` the time of its first record (s), ``timeline`` the timeline of
-    failures that continues from ``state``.
+    ``state`` is the state that the manager restored, ``at`` the time (s) of its first record, ``timeline`` the timeline
+    of failures that continues from ``state``.
     """
 
     def __init__(self, state: State | None, at: float, timeline: FailureTimeline) -> None:
@@ -179,7 +179,8 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
     yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
-        yield _gauge("rrl_length_bias", "Mean length of trained answers, divided by that of all finished answers.",
+        yield _gauge("rrl_length_bias",
+                     "Mean length of trained answers divided by the mean length of all finished answers.",
                      figures.length_bias)  # fmt: skip
     if figures.recall20 is not None:
         yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
@@ -197,10 +198,11 @@ def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
                    ("what",), {(what,): float(count) for what, count in ends.items()})  # fmt: skip
     yield _counter("rrl_turns", "Turns of finished episodes.", figures.turns)
     yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
-    yield _counter("rrl_given_tokens", "Tokens that turns of finished episodes were given.", figures.given_tokens)
+    yield _counter("rrl_given_tokens", "Given tokens (not sampled) in the turns of finished episodes.",
+                   figures.given_tokens)  # fmt: skip
     yield _counter("rrl_untrained_turns", "Turns sampled from another policy than the trained one.",
                    figures.untrained_turns)  # fmt: skip
-    yield _counter("rrl_token_drift", "Tokens trained in another context than that of their sampling; must be 0.",
+    yield _counter("rrl_token_drift", "Tokens trained in another context than they were sampled in; must be 0.",
                    figures.token_drift)  # fmt: skip
 
 

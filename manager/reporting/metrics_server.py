@@ -25,7 +25,7 @@ Collect = Callable[[], Iterable[Any]]
 """A function that returns the current metric families of prometheus_client."""
 
 MAX_CONNECTIONS = 8
-"""Maximum number of connections; further ones are closed at once."""
+"""Maximum number of connections; further connections are closed at once."""
 CONNECTION_TIMEOUT_S = 10.0
 """Maximum duration (s) of a connection (Prometheus' scrape_timeout is 10 s by default)."""
 PAGE_CACHE_S = 0.5

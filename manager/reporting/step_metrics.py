@@ -1,6 +1,6 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
-A row is complete once the clock reading that covers its step is recorded, at most some seconds after the commit
+A row is complete once the clock reading that covers its step is recorded, at most a few seconds after the commit
 (:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
 the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
 step once, and a row is the same whenever and wherever the journal is read.
@@ -29,7 +29,7 @@ from .failure_timeline import FailureTimeline
 
 
 class MarkKind(StrEnum):
-    """What a mark is about."""
+    """The subject of a mark."""
 
     FAILURE = "failure"
     """An incarnation failed and was fenced, or the run ended because of it."""
@@ -53,7 +53,7 @@ class Mark(Struct, frozen=True, omit_defaults=True):
     """The incarnation (``rollout/1#2``) or replica that the mark is about; ``manager`` or ``run``."""
     text: str
     cause: str = ""
-    """Cause of a failure (:class:`rrl.core.types.Cause`); empty if none was found."""
+    """Cause of a failure (:class:`rrl.core.types.Cause`); empty if no cause was found."""
     rung: str = ""
     """The repair that was chosen for a failure (:class:`rrl.manager.model.actions.Rung`)."""
     injected: bool = False
@@ -67,7 +67,7 @@ class StepRow(Struct, frozen=True):
 
     step: int | None
     """The training step; 0 for the weights before the first step, if they were evaluated. None in the last row of a run
-    that ended after its newest step, if something happened then."""
+    that ended after its newest step, if something happened after this step."""
     at: float
     """When the manager learned of the commit."""
     incarnation: str
@@ -104,10 +104,11 @@ class StepRows:
         self._newest = 0
         """Step of the newest row."""
         self._previous_at: float | None = None
-        """Time (s) of the commit before the next one; None until the trainer has joined."""
+        """Time (s) from which the next commit's duration counts: the newest commit, or the trainer's join. None before
+        the join."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
-        """First step whose evaluation belongs to its own row."""
+        """First step whose evaluation is put into the row of this step itself."""
         self._evaluated = -1
         """Newest step with a known evaluation."""
         self._results: dict[int, dict[str, float]] = {}
@@ -279,21 +280,21 @@ _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
 
 
 def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float]) -> StepRow:
-    if not seconds or seconds < 0:  # the manager learned of this commit and the one before at the same time
+    if not seconds or seconds < 0:  # the manager learned of this commit and the previous commit at the same time
         return replace(row, seconds=seconds, phase_seconds=phase_seconds)
     rate = None if row.tokens is None else round(row.tokens / seconds, 3)
     return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
-    """Return the row with the newest result of its step or an earlier one, and remove these results."""
+    """Return the row with the newest evaluation up to its step; remove the evaluations up to its step."""
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}
     return replace(row, evaluation=taken[max(taken)]) if taken else row
 
 
 def _tokens(metrics: Mapping[str, float]) -> int | None:
-    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    """Return how many tokens a step trained on: the trainer's own count, else the number of tokens with known age."""
     if "tokens" in metrics:
         return as_count(metrics["tokens"])
     aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
@@ -301,7 +302,7 @@ def _tokens(metrics: Mapping[str, float]) -> int | None:
 
 
 def _incarnation(event: Any, replica: str) -> str:
-    """Return the incarnation whose event ended an outage; the replica if the event names none."""
+    """Return the incarnation whose event ended an outage, or the replica if the event names no incarnation."""
     incarnation = getattr(event, "incarnation", None)
     return str(incarnation) if isinstance(incarnation, Incarnation) else replica
 
@@ -330,7 +331,7 @@ def _failure(failure: Failure, at: float) -> Mark:
 
 
 def step_rows(events: Iterable[ev.Stamped]) -> Iterator[StepRow]:
-    """Yield the rows of all events, in order, with those that are not complete yet."""
+    """Yield the rows of all events, in order, including the rows that are not complete yet."""
     rows = StepRows()
     for stamped in events:
         yield from rows.apply(stamped)

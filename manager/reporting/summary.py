@@ -43,7 +43,7 @@ class DrainRequest(Struct, frozen=True):
     at: float
     """Wall clock (s) at the node's exclusion."""
     requested_by: str
-    """User who requested the drain; empty if the run itself did."""
+    """User who requested the drain; empty if the run itself requested it."""
     drain_error: str
     """Reason why the cluster did not drain the node."""
 
@@ -93,11 +93,12 @@ class Recovery(Struct, frozen=True):
     failed: int
     """Number of the incarnation that failed."""
     incarnation: int
-    """Number of the incarnation that replaced the failed one; before it has joined, number of the newest launched
-    incarnation."""
+    """Number of the incarnation that replaced the failed incarnation; until it has joined, number of the newest
+    launched incarnation."""
     cause: str
     detector: str
-    """Detector of the finding; empty if the replica failed without one, for example because it was not launched."""
+    """Detector of the finding; empty if the replica failed without a finding, for example because it was not
+    launched."""
     rung: str
     injected: bool
     node_before: str
@@ -109,7 +110,7 @@ class Recovery(Struct, frozen=True):
     start_s: float | None
     """From the fence to the new incarnation's Hello."""
     weights_s: float | None
-    """From its Hello to a complete weight version."""
+    """From the new incarnation's Hello to a complete weight version."""
     first_work_s: float | None
     """From a complete weight version to the first unit of work (a rollout's first token)."""
     total_s: float | None
@@ -162,7 +163,7 @@ class EpisodeCounts(Struct, frozen=True):
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that began with the turns of an earlier one whose process had died."""
+    """Attempts that began with the turns of an earlier attempt whose process had died."""
     dropped: int = 0
     dropped_by_reason: dict[str, int] = {}
     """Number of dropped episodes by the reason of the drop; empty before the store has ended."""
@@ -199,7 +200,7 @@ class Summary(Struct, frozen=True):
     reward_first10: float | None
     reward_last10: float | None
     faults: int
-    """Injected faults that were performed, planned or requested."""
+    """Number of injected faults that were performed, whether planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
     """Number of failures that were not injected, from which the run recovered or which ended the run."""
@@ -207,7 +208,7 @@ class Summary(Struct, frozen=True):
     """Effective training time ratio as in RobustRL."""
     run_seconds: float
     epochs: int
-    """Managers that this run has had."""
+    """Number of managers that this run has had."""
     ettr_estimate: float | None = None
     """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None without an undisturbed step."""
     outage_tokens: int = 0
@@ -217,12 +218,13 @@ class Summary(Struct, frozen=True):
     stale_groups: int = 0
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
-    """Share of these dropped groups among all groups that were trained or dropped for their age."""
+    """Share of the ``stale_groups`` among all groups that were trained or dropped for their age."""
     unscored_groups: int = 0
     """Groups that were dropped because an answer could not be scored: the scorer raised an exception or did not return
     two finite numbers."""
     unscored_share: float = 0.0
-    """Share of these dropped groups among all groups that were trained or dropped for this reason."""
+    """Share of the ``unscored_groups`` among all groups that were trained or dropped because they could not be
+    scored."""
     evaluations: list[Evaluation] = []
     """The results of the evaluations, in the order of their steps."""
     stream: StreamSummary = StreamSummary()
@@ -232,7 +234,7 @@ class Summary(Struct, frozen=True):
     branches: int = 0
     """Samples of the finished episodes."""
     given_tokens: int = 0
-    """Tokens of these turns that were given, not sampled."""
+    """Tokens of the finished episodes' turns that were given, not sampled."""
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
@@ -242,7 +244,7 @@ class Summary(Struct, frozen=True):
     export: ModelFolder | None = None
     """The newest export by the run itself (``[roles.trainer] export``)."""
     export_failure: str = ""
-    """Why the run's newest export failed; empty if it did not."""
+    """Why the run's newest export failed; empty if it did not fail."""
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -250,7 +252,7 @@ class Summary(Struct, frozen=True):
 def _escaped(value: Any) -> Any:
     """Return a document of plain values without control characters.
 
-    Evidence comes from roles and nodes, and a user may show the summary with ``cat``; it must not control the terminal.
+    Evidence comes from roles and nodes, and must not control the terminal of a user who shows the summary with ``cat``.
     """
     if isinstance(value, str):
         return escaped_lines(value)
@@ -292,7 +294,7 @@ def _drop_reasons(run: RunDir) -> dict[str, int]:
 
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
-    """Return the summary of all events. Raise ValueError if there are none."""
+    """Return the summary of all events. Raise ValueError if there are no events."""
     builder: _SummaryBuilder | None = None
     for stamped in events:
         if isinstance(stamped.event, ev.RunStarted):
@@ -355,7 +357,7 @@ class _SummaryBuilder:
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
             self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
-        elif isinstance(event, ev.Resumed):  # the time since its end does not count as run time
+        elif isinstance(event, ev.Resumed):  # the time between the end and this resume is no run time
             self.ended_s += at - (at if self.ended is None else self.ended)
             self.job, self.outcome, self.outcome_reason, self.ended = event.job, "running", "", None
         elif isinstance(event, ev.TokensCounted):
@@ -379,7 +381,7 @@ class _SummaryBuilder:
             self.rewards.setdefault(event.step, event.metrics["reward"])
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
-        if event.trainer_down:  # may be recorded several times before the trainer works again
+        if event.trainer_down:  # an outage may record this event several times
             self.tokens_before.setdefault(self.epochs, event.total)
         else:
             before = self.tokens_before.get(self.epochs, event.total)

@@ -36,7 +36,7 @@ SCHEMA = 4
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
 3: events, actions and fields of the state have the names of docs/glossary.md.
-4: the run spec contains what the roles read; network, weight transport and staleness moved into tables of it."""
+4: the run spec contains what the roles read; network, weight transport and staleness moved into its tables."""
 SEGMENT_RECORDS = 4000
 """Maximum number of records in a segment. Folding so many records takes about 50 ms."""
 MAGIC = b"RRLJ\n"
@@ -78,7 +78,8 @@ _decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions that msgspec raises for damaged bytes. Text that is not UTF-8 does not raise a DecodeError."""
+"""Exceptions that msgspec raises for damaged bytes. Text that is not UTF-8 raises another exception than a
+DecodeError."""
 
 
 class Journal:
@@ -126,14 +127,14 @@ class Journal:
 
     @property
     def full(self) -> bool:
-        """Return whether the segment has ``SEGMENT_RECORDS`` records, so that the next one should begin."""
+        """Return whether the segment has ``SEGMENT_RECORDS`` records, so that the next segment should begin."""
         return self._records >= SEGMENT_RECORDS
 
     def rotate(self, state: State) -> None:
         """Begin a new segment with ``state`` in its head; all records of later events are written to it.
 
         Raises:
-            OSError: there is no space for a segment. The old segment then stays in use.
+            OSError: there is no space for a segment. In this case the old segment stays in use.
         """
         with self._writing:
             self._write(sum(seq <= state.seq for seq, _ in self._buffer))
@@ -174,7 +175,7 @@ class Journal:
             sync(self._run.journal)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)  # if its removal fails or is undone, a segment without a head is ignored
+                os.ftruncate(fd, 0)  # a segment without a head is ignored if it cannot be removed
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
@@ -191,7 +192,8 @@ class EventFollower:
 
     A manager that lost its lease may have written events that its successor does not know of. If such events were read
     before the successor wrote its first segment, they were yielded; the successor's events with the same numbers are
-    then not yielded. So callers may rely only on events that are durable elsewhere too, such as a committed step.
+    not yielded in this case. So callers may rely only on events that are durable elsewhere too, such as a committed
+    step.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -303,7 +305,7 @@ def _segments(run: RunDir) -> list[Path]:
 
 
 def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
-    """Return (path, head, offset of the records) of the newest segment with a complete head, or None.
+    """Return (path, head, offset of the records) of the newest segment with a complete head; None if there is none.
 
     A segment without a complete head is being created at this moment, or its manager died while creating it. No
     decision was based on it.
@@ -316,7 +318,7 @@ def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
 
 
 def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
-    """Return (path, end offset) of the valid segments, oldest first; the newest one has no end offset (None).
+    """Return (path, end offset) of the valid segments, oldest first; the newest segment has no end offset (None).
 
     Starts at the newest segment and follows the name of the previous segment in each head. A segment that is not
     reached was written by a manager that had already been succeeded, and is ignored.

@@ -2,7 +2,8 @@
 
 An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
 compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock.
-Creating the next epoch's file O_EXCL has exactly one winner on any file system; flock may not be available.
+If several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock may not be
+available.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...core.run_dir import RunDir, write_atomically
 _log = logging.getLogger("rrl.manager")
 
 RELEASED = -1
-"""Counter of a manager that exited in order; its successor need not wait."""
+"""Counter of a manager that exited cleanly; its successor need not wait."""
 RENEWALS_PER_TIMEOUT = 5
 """Number of renewals of a lease within its timeout."""
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
@@ -45,7 +46,7 @@ class LeaseHolder(Struct, frozen=True):
     counter: int
     """Number of renewals so far, or ``RELEASED``."""
     job: str = ""
-    """Id of the manager's own Slurm job; empty if it has none."""
+    """Id of the manager's own Slurm job; empty if the manager has no job of its own."""
 
 
 class LeaseHeld(Exception):
@@ -164,7 +165,7 @@ class Lease:
 def holder(run: RunDir) -> LeaseHolder | None:
     """Return the holder of the newest epoch, whether or not it is still running.
 
-    Returns None if no manager has started yet, or if the newest one exited in order.
+    Returns None if no manager has started yet, or if the newest manager exited cleanly.
     """
     newest = _read(run, _newest(run))
     return None if newest is None or newest.counter == RELEASED else newest
@@ -234,7 +235,7 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
                 return
             if holder is not None and last_holder is not None and holder != last_holder:
                 raise LeaseHeld(f"a manager of {run.id} is running on {holder.host} (pid {holder.pid})")
-            if holder != last_holder:  # the first time that the file can be read
+            if holder != last_holder:  # the file could be read for the first time
                 since = now
             last_holder, since = holder or last_holder, min(since, now)
             if now - since >= timeout_s:

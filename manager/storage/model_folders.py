@@ -29,7 +29,7 @@ class ModelFolders(Struct, frozen=True):
     export: ModelFolder | None = None
     """The newest export by the run itself (``[roles.trainer] export``)."""
     export_failure: str = ""
-    """Why the newest export by the run itself failed; empty if it did not."""
+    """Why the newest export by the run itself failed; empty if it did not fail."""
 
 
 def model_folders(run: RunDir, committed: int) -> ModelFolders:
@@ -40,8 +40,8 @@ def model_folders(run: RunDir, committed: int) -> ModelFolders:
 def _newest_checkpoint(run: RunDir, committed: int) -> ModelFolder | None:
     """Return the newest checkpoint of the steps up to ``committed``.
 
-    If several attempts at a step remain, the newest one is the committed one: an attempt is followed by another one
-    only if it has failed. Step 0 is the reference model of the trainer, not a checkpoint.
+    If several attempts at a step remain, the newest one is the committed one, because another attempt begins only if
+    the previous attempt has failed. Step 0 is the reference model of the trainer, not a checkpoint.
     """
     try:
         attempts = [attempt_of(entry.name) for entry in os.scandir(run.checkpoints)]

@@ -1,9 +1,9 @@
 """The request to resume a run that has ended: a folder with everything that the next manager needs, created atomically.
 
 ``rrl resume`` prepares a folder and renames it to ``resume/``. Of two concurrent requests exactly one wins, on any file
-system, and their files are never mixed. A manager claims the request by another rename; until then the run is unchanged
-and the request can be withdrawn. The manager then journals the request and replaces the run's files by those in the
-folder. If a manager dies during this procedure, its successor continues it.
+system, and their files are never mixed. A manager claims the request by another rename. Before this claim the run is
+unchanged, and the request can be withdrawn. The manager then journals the request and replaces the run's files by the
+files in the folder. If a manager dies during this procedure, its successor continues it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def withdraw(run: RunDir) -> bool:
 
 
 def claim(run: RunDir) -> ResumeRequest | None:
-    """Claim the request for the run's manager, so that it cannot be withdrawn; return it, or None if none exists."""
+    """Claim the request for the run's manager, so that it cannot be withdrawn; return it, or None if there is none."""
     if not (run.resume_claimed / _REQUEST_FILE).exists():
         with contextlib.suppress(FileNotFoundError):
             os.rename(run.resume, run.resume_claimed)
@@ -134,7 +134,7 @@ def install(run: RunDir) -> None:
 
 def discard(run: RunDir) -> None:
     """Remove the claimed request."""
-    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first: without it the other files are ignored
+    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first, as the other files are ignored without it
     shutil.rmtree(run.resume_claimed, ignore_errors=True)
 
 

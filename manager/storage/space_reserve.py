@@ -17,7 +17,8 @@ RESERVE_BYTES = 4 * 2**20
 """Bytes that are reserved. The last journal records and the summary of a small run take some ten kilobytes. The whole
 state of a run of a thousand replicas, which is written once more, takes some hundred kilobytes."""
 RELEASE_BYTES = 2**19
-"""Bytes that are released at a time. Few, since roles may take released space that the manager does not use at once."""
+"""Bytes that are released at a time. The number is small, since roles may take released space that the manager does not
+use at once."""
 
 
 def fill_reserve(run: RunDir) -> None:

@@ -1,7 +1,7 @@
 """The interface of experiment trackers, and the values that they get (:mod:`rrl.manager.reporting.step_metrics`).
 
 Which steps a tracker has is read from its own files or its server. A separate record could be wrong, because the
-process may be killed between sending a step and recording that.
+process may be killed between sending a step and recording it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrackedRun(Struct, frozen=True):
     project: str
     """Project of wandb, experiment of MLflow."""
     folder: Path
-    """Folder in the run directory for the files of this tracker; it exists."""
+    """Existing folder in the run directory for the files of this tracker."""
     job: dict[str, Any]
     """The job spec with every default, without values of environment variables."""
     changed: bool
@@ -39,7 +39,7 @@ class Tracker(Protocol):
     """One run in one tracker, opened for writing. A call may raise any exception, and may hang."""
 
     newest_step: int
-    """The newest step that the tracker had completely when it was opened; -1 if none."""
+    """The newest step that the tracker had completely when it was opened; -1 if it had no step."""
     place: str
     """Where a person finds the run: an address, or a command."""
 

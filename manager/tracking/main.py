@@ -1,8 +1,8 @@
 """Send the steps of one run to one tracker: ``python -m rrl.manager.tracking.main RUN_DIR TRACKER PARENT MODE``.
 
 The process reads the journal from its beginning, sends the steps that the tracker does not have, then follows the
-journal. It shares nothing with the manager but the run directory: a tracker that hangs, refuses or is unreachable can
-delay only this process. A call that takes longer than ``[track] timeout`` ends it, and its supervisor starts another
+journal. It shares only the run directory with the manager. So a tracker that hangs, refuses or is unreachable can delay
+only this process. If a call takes longer than ``[track] timeout``, this process ends, and its supervisor starts another
 one.
 
 PARENT is the pid of the process that started this process, which ends with it. MODE is ``follow`` (until SIGTERM),
@@ -42,7 +42,8 @@ POLL_S = 1.0
 FLUSH_ROWS = 500
 """Number of rows after which a long backlog is flushed and the progress recorded."""
 HUNG_EXIT, LOCKED_EXIT = 3, 4
-"""Exit codes: a call of the tracker took longer than ``[track] timeout``; another process tracks this run."""
+"""Exit codes: the first means that a call of the tracker took longer than ``[track] timeout``, the second that another
+process tracks this run."""
 FOLLOW, UNTIL_END, ONCE = "follow", "end", "once"
 HIDDEN = "(hidden)"
 """Text that a tracker gets instead of the value of an environment variable or a line of ``[env] setup``."""
@@ -101,7 +102,7 @@ class TrackingProcess:
             if last_pass or (self._mode == UNTIL_END and self._finished):
                 break
             self._stopping.wait(POLL_S)
-        self._deadline.start()  # it also bounds what the tracker's package does at the exit of this process
+        self._deadline.start()  # also limits what the tracker's package does when this process exits
         if self._tracker is not None:
             self._tracker.close()
 
@@ -190,7 +191,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def start(self) -> None:
-        """End this process ``timeout_s`` seconds from now, unless it has ended."""
+        """End this process ``timeout_s`` seconds from now, if it still runs."""
         self._ends_at = time.monotonic() + self.timeout_s
 
     def __enter__(self) -> None:

@@ -1,8 +1,8 @@
 """MLflow: one run, found by its tag; each step is one batch of metrics.
 
-The metric ``rrl/step`` is the last one of each batch, so its history says which steps are complete. MLflow's file
-store writes a batch metric by metric, so it may already have some metrics of the step after the newest complete one;
-these are not sent again.
+The metric ``rrl/step`` is the last metric of each batch, so its history shows which steps are complete. MLflow's file
+store writes a batch metric by metric, so it may already have some metrics of the step after the newest complete step.
+These metrics are not sent again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RUN_TAG = "rrl.run"
 STEP_METRIC = f"{PREFIX}step"
 URI_ENV = "MLFLOW_TRACKING_URI"
 MAX_BATCH = 100
-"""Params and tags that MLflow accepts in one request (its REST API; 1,000 metrics)."""
+"""Maximum number of params or tags in one request, according to MLflow's REST API. It accepts 1,000 metrics."""
 MAX_VALUE_CHARS = 500
-"""Length of the value of a param that every version of MLflow accepts (250 to 6,000, by version and store)."""
+"""Maximum number of characters of a param's value. The limit of MLflow is 250 to 6,000, by version and store."""
 MAX_TAG_CHARS = 5000
-"""Length of the value of a tag (MLflow's REST API)."""
+"""Maximum number of characters of a tag's value (MLflow's REST API)."""
 _STATUS = {Outcome.COMPLETED: "FINISHED", Outcome.CANCELLED: "KILLED"}
 _T = TypeVar("_T")
 

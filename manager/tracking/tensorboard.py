@@ -29,7 +29,7 @@ FILE_PATTERN = "events.out.tfevents.*"
 
 
 class TensorBoardFiles:
-    """Writes a new event file beside the existing ones."""
+    """Writes a new event file beside the existing event files."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.newest_step = self._sent = newest_step(run.folder)

@@ -39,7 +39,7 @@ class Progress(Struct, frozen=True):
     finished: bool = False
     """True if the end of the run was sent, too."""
     error: str = ""
-    """Why the newest process failed, in one line; empty if it did not."""
+    """Why the newest process failed, in one line; empty if it did not fail."""
 
 
 class Locked(Exception):
@@ -52,7 +52,7 @@ def mark_of(run: RunDir, tracker: str) -> str:
 
 
 def read_progress(run: RunDir, tracker: str) -> Progress:
-    """Return the recorded progress of a tracker; the defaults if there is none, or it cannot be read."""
+    """Return the recorded progress of a tracker; if there is none, or it cannot be read, return the defaults."""
     try:
         return msgspec.json.decode(_file(run, tracker, "json").read_bytes(), type=Progress)
     except (OSError, msgspec.MsgspecError):
@@ -73,8 +73,8 @@ def log_file(run: RunDir, tracker: str) -> Path:
 def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a tracker, so that a run has one process for it at a time, on whatever host.
 
-    The kernel, or the file server, releases the lock when the process ends. On storage without locks none is held;
-    then a new process still ends the other processes on its own host (:func:`end_leftovers`).
+    The kernel, or the file server, releases the lock when the process ends. On storage without locks no lock is held. A
+    new process still ends the other processes on its own host (:func:`end_leftovers`).
 
     Raises:
         Locked: another process holds the lock, and ``wait`` is False.
@@ -100,8 +100,8 @@ def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
 def end_leftovers(run: RunDir, tracker: str) -> None:
     """Kill this user's processes on this host that a process of the tracker left behind, and wait for their end.
 
-    A tracker's own service process may write for some time after its parent was killed; until it has ended, its file
-    does not show which steps the file will have.
+    A tracker's own service process may write for some time after its parent was killed. Only once it has ended, its
+    file shows which steps were written.
     """
     mark = f"{TRACKER_ENV}={mark_of(run, tracker)}".encode()
     left = []

@@ -1,7 +1,7 @@
 """Keep one process for each tracker of a job running while this manager manages the run.
 
 A tracker never delays the run. If a tracker does not work, the manager logs one line and starts its process again with
-growing pauses; steps that were not sent remain in the journal until then.
+growing pauses. Steps that were not sent remain in the journal until they are sent.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ RESTART_DELAY_S = 1.0
 """Seconds before a process that ended is started again; doubles with each process that has sent no step."""
 MAX_RESTART_DELAY_S = 300.0
 END_TIMEOUT_S = 20.0
-"""Seconds that a manager waits at the end of the run for steps to be sent; ``rrl track`` sends the rest later."""
+"""Seconds that a manager waits at the end of the run for steps to be sent; ``rrl track`` can send the remaining steps
+later."""
 LEAVE_TIMEOUT_S = 3.0
-"""Seconds that a manager which leaves before the run's end waits for a process; the next manager starts another one."""
+"""Seconds that a manager waits for a process if the manager exits before the run's end. The next manager starts another
+process."""
 MAX_LOG_BYTES = 2**20
 """Size of the log of a tracker above which it is emptied before the next process starts."""
 
@@ -53,7 +55,7 @@ class TrackerSupervisor:
         """Let the processes send what is in the journal, and end them.
 
         Args:
-            ended: whether the run has ended. If so, a tracker that has not got everything is logged.
+            ended: whether the run has ended. If so, a warning names each tracker that lacks steps.
         """
         for task in self._tasks.values():
             task.cancel()
@@ -70,7 +72,7 @@ class TrackerSupervisor:
             except OSError as error:
                 reason = str(error)
             progress = await asyncio.to_thread(read_progress, self._run, name)
-            if progress.step != step:  # it has worked since the last failure
+            if progress.step != step:  # the process has sent steps since the last failure
                 delay_s, step = RESTART_DELAY_S, progress.step
                 _log.warning("tracker %s: %s; the run goes on, and its steps after %d are sent later",
                              name, progress.error or reason, step)  # fmt: skip
@@ -99,7 +101,7 @@ class TrackerSupervisor:
         return inherited | passed | {TRACKER_ENV: mark_of(self._run, name)}
 
     async def _end(self, name: TrackerName, ended: bool) -> None:
-        """End the process of a tracker, after it has sent what is in the journal if it does so in time."""
+        """End the process of a tracker; it has some time to send what is in the journal."""
         process = self._processes.get(name)
         code: int | None = None
         try:
@@ -107,7 +109,7 @@ class TrackerSupervisor:
                 if process is not None and process.returncode is None:
                     process.send_signal(signal.SIGTERM)
                     code = await process.wait()
-                if code != 0 and ended:  # it was between two attempts, or died just now
+                if code != 0 and ended:  # no process ran, or it failed: a last one sends the rest
                     process = await self._start(name, ONCE)
                     code = await process.wait()
         except (TimeoutError, OSError):

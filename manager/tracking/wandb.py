@@ -1,8 +1,8 @@
 """Weights & Biases: one run with a fixed id, whose steps are the training steps of the run.
 
-Online, the server reports at the start which step it has, and the run is resumed there. Offline (WANDB_MODE=offline)
-each process writes a folder of its own with one log file; the log files show which steps were written, and ``wandb
-sync`` uploads all folders into the same run.
+Online, the server reports at the start which step it has, and the run continues after this step. Offline
+(WANDB_MODE=offline) each process writes a folder of its own with one log file. The log files show which steps were
+written, and ``wandb sync`` uploads all folders into one run.
 
 wandb's own service process (wandb-core) does the writing and the uploading. Before a run is opened, the service of an
 earlier process must have ended: :mod:`rrl.manager.tracking.main` ends it.
@@ -31,7 +31,7 @@ _FILE_HEADER = struct.Struct("<4sHB")
 _RECORD_HEADER = struct.Struct("<IHB")
 _IDENT, _MAGIC = b":W&B", 0xBEE1
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-"""Types of the pieces of a record: all of it, or its first, a middle, or its last piece."""
+"""Types of the pieces of a record: the whole record, or its first, a middle, or its last piece."""
 
 
 class WandbRun:

@@ -10,8 +10,8 @@ Measured on 22.05 (docs/architecture.md):
   it.
 - A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end, because slurmstepd tries
   to report to the srun. A replacement on the same node needs resources for one more step, or waits 2.3 s.
-- After Slurm has taken a node from a job, it still lists the job's steps on that node; rrl ignores these steps.
-- ``salloc --no-shell A : B`` behaves like a single job: the loss of the first component's first node ends nothing else.
+- After Slurm has taken a node from a job, Slurm still lists the job's steps on that node. rrl ignores these steps.
+- A heterogeneous job of ``salloc --no-shell A : B`` continues if the first node of its first component is lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .requests import request_options
 from .steps import Sruns
 
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
-"""Line of salloc with the id of a job that has to wait."""
+"""Line that salloc prints for a job that has to wait, with the job's id."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
 """Slurm's message if too few nodes exist besides the excluded nodes."""
 
@@ -80,8 +80,7 @@ class SlurmCluster:
         self._released_tags: set[str] = set()
         """Tags that the manager has released."""
         self._own_released = False
-        """Whether the manager has released the allocation that it runs in. This allocation ends together with the
-        manager."""
+        """True if the manager has released the allocation that it runs in, which ends together with the manager."""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
         self._reader = SelectedReader(reader, CommandReader.with_limits(limits), limits)
@@ -94,7 +93,7 @@ class SlurmCluster:
         """Ids of the jobs of sallocs that found no free nodes. These jobs are ignored, since sbatch then submits
         another job under the same tag."""
         self._known_nodes: set[NodeName] = set()
-        """Nodes that are or were in an allocation of the run; all of them are polled."""
+        """Nodes that are or were in an allocation of the run. All of these nodes are polled."""
         self._poll_lock = asyncio.Lock()
         self._last_snapshot = ClusterSnapshot(None, None, None, "the cluster has not been polled yet")
         self._polled_at = float("-inf")
@@ -105,8 +104,8 @@ class SlurmCluster:
     async def request(self, request: AllocationRequest) -> None:
         """Allocate nodes, and return once Slurm has accepted the job, which may be pending for a long time.
 
-        ``salloc --no-shell`` allocates nodes that are free, if salloc is safe on this cluster; otherwise a batch job
-        waits for nodes.
+        If nodes are free and salloc is safe on this cluster, ``salloc --no-shell`` allocates them. Otherwise a batch
+        job waits for nodes.
         """
         if request.tag == self._own_tag:
             return
@@ -115,7 +114,7 @@ class SlurmCluster:
         except Refused as error:
             if not request.may_reuse_own_nodes or _TOO_FEW_NODES not in str(error):
                 raise
-            options = {**request.sbatch, "exclusive": ""}  # Slurm then keeps the job off our nodes until they are free
+            options = {**request.sbatch, "exclusive": ""}  # so Slurm keeps the job off our nodes until they are free
             await self._allocate(msgspec.structs.replace(request, sbatch=options))
 
     async def _allocate(self, request: AllocationRequest) -> None:
@@ -148,14 +147,15 @@ class SlurmCluster:
 
         A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of a
         pending job (measured), and the other components would not start without it. The release of the first component
-        of a running job waits until the other components have ended, because its end would end them.
+        of a running job waits until the other components have ended, because the end of the first component would end
+        them, too.
 
         Raises:
             Refused: another component of the job, which the manager has not released, would end too.
             Unanswered: the other components have not ended within ``limits.write_timeout_s`` seconds.
         """
         self._released_tags.add(tag)
-        if tag == self._own_tag:  # cancelling it now would end the manager before it has journaled the run's end
+        if tag == self._own_tag:  # cancelling this job now would end the manager before it journals the end
             self._own_released = True
             self._changes += 1
             return
@@ -201,9 +201,9 @@ class SlurmCluster:
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
         """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
 
-        A waiting salloc must not remain, for two reasons. If slurmctld cannot reach the salloc, it ends the job some
-        seconds after the job's start (measured: "Killing interactive JobId"). And a scancel of the manager's job sends
-        SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
+        A waiting salloc must not remain, for two reasons. slurmctld ends a job some seconds after its start if
+        slurmctld cannot reach the salloc (measured: "Killing interactive JobId"). And a scancel of the manager's job
+        sends SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s
@@ -212,7 +212,7 @@ class SlurmCluster:
         ended = await commands.execute(argv, timeout_s + self._limits.write_timeout_s)
         if not ended.code:
             return True
-        if pending := _PENDING_JOB_LINE.search(ended.err):  # salloc cancels its job, unless Slurm did not answer
+        if pending := _PENDING_JOB_LINE.search(ended.err):  # Slurm may not have answered salloc's cancellation
             self._failed_sallocs.add(pending[1])
             await self._cancel(pending[1])
             return False
@@ -306,7 +306,7 @@ class SlurmCluster:
 
     # ── polling ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def inject_fault(self, fault: Fault) -> str:
-        """Have a test cluster inject the fault; any other cluster refuses."""
+        """Have a test cluster inject the fault. Raises Refused on any other cluster."""
         return await inject_fault(fault)
 
     async def observe(self) -> ClusterSnapshot:
@@ -406,8 +406,8 @@ class SlurmCluster:
     def _tag(self, job: text.Job) -> str | None:
         """Return the tag of an allocation of this run, or None for any other job.
 
-        The tag is the last word of the job's comment. If the site has changed the comment, it is the job's name. The
-        jobs that run managers have no tag.
+        The tag is the last word of the job's comment. If the site has changed the comment, the tag is the job's name.
+        The jobs that run managers have no tag.
         """
         own = job.name == f"{self._prefix}{MANAGER}"
         last = job.comment.rpartition(" ")[2]

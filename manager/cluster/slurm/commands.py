@@ -20,8 +20,7 @@ from ..base import Refused, Unanswered
 MANAGER = "manager"
 """Last part of ``<run>.manager``, the name of the Slurm jobs of a run's managers."""
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
-"""Prefixes of the variables that Slurm sets inside a job, and of those that change the defaults and formats of its
-commands."""
+"""Prefixes of variables that Slurm sets inside a job, or that change the defaults and formats of its commands."""
 
 _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
 """Variable that makes squeue print times in seconds since 1970. rrl parses no times printed by other commands."""
@@ -51,7 +50,8 @@ can begin like a refusal ("Batch job submission failed: Socket timed out …")."
 _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 """srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
-"""salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
+"""salloc's message for a job that could not start immediately. sbatch, which is run next, reports whether it can start
+at all."""
 NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
 """Line that ``scontrol show node`` prints on stdout for a node that Slurm does not know."""
 
@@ -74,8 +74,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds that salloc waits for the free nodes of a heterogeneous job: only the backfill scheduler starts such
     jobs, every 30 s by default (slurm.conf(5))."""
     launch_watch_s: float = 2.0
-    """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
-    lab)."""
+    """Seconds for which a new srun is watched for an error. The wait ends as soon as the step starts (median 0.04 s in
+    the lab)."""
     interpreter_watch_s: float = 0.25
     """Seconds for which a step's output is watched for a missing interpreter, after slurmstepd has opened the output
     file."""
@@ -85,19 +85,19 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
     min_poll_interval_s: float = 1.0
-    """Seconds within which a second poll returns the snapshot of the first, unless this process changed something
-    since."""
+    """Seconds within which a second poll returns the snapshot of the first poll, unless this process has issued a
+    changing command in between."""
     reads_per_minute: int = 60
-    """Commands per minute that all managers of a user may run together; a poll takes three. A manager that has used up
-    its share returns a snapshot in which everything is unknown."""
+    """Maximum number of commands per minute of all managers of a user; a poll takes three commands. A manager that has
+    used up its share returns a snapshot in which everything is unknown."""
 
 
 class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
     Reads that are needed to carry out an action are never refused (credit). The managers of a user share
-    ``reads_per_minute`` equally. Each manager counts the other managers in the queue that it polls anyway. So no file
-    has to be shared between hosts, and a manager that has died no longer has a share.
+    ``reads_per_minute`` equally. Each manager counts the other managers in the queue, which it polls for its jobs. So
+    no file has to be shared between hosts, and a manager that has died no longer has a share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +128,7 @@ class Budget:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``given`` without those that Slurm sets in a job or that change its commands' defaults."""
+    """Return the variables ``given`` that Slurm does not set in a job and that do not change its commands' defaults."""
     result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
     return result | {"LC_ALL": "C"}
 

@@ -46,7 +46,7 @@ async def inject_fault(fault: Fault) -> str:
         request["node"] = fault.target
     if fault.kind is FaultKind.DELAY:
         request["ms"] = fault.amount
-    # an outage is answered when it is over
+    # the test cluster answers the request for an outage when the outage is over
     timeout_s = START_TIMEOUT_S + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)
     try:
         async with asyncio.timeout(timeout_s):

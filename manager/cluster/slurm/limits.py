@@ -38,7 +38,7 @@ class JobLimits(Struct, frozen=True):
 
     limits: tuple[Limit, ...] = ()
     unknown: str = ""
-    """Why the limits could not be read; empty if they could."""
+    """Why the limits could not be read; empty if they were read."""
     steps_per_job: int = 0
     """MaxStepCount of Slurm's configuration; 0 if unknown."""
 

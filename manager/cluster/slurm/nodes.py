@@ -5,10 +5,10 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 - Root, SlurmUser and users with AdminLevel Administrator may drain. To all others, Operators included, slurmctld
   replies "Invalid user id" and logs a security violation. After the first such reply rrl does not try again.
 - ``State=RESUME`` also ends a DOWN state that an administrator set; ``State=UNDRAIN`` removes only the drain. 24.11
-  keeps the reason after both, so a reason is meaningful only together with the state.
+  keeps the reason after both commands, so a reason is meaningful only together with the state.
 - 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
 - ``scontrol update JobId=J NodeList=<the rest>`` releases nodes of a job within 2 s. Tasks on the released nodes are
-  killed; tasks on the other nodes continue, and steps can be started there. 22.05 does this only once for each job
+  killed; tasks on the other nodes continue, and steps can be started on these nodes. 22.05 shrinks each job only once
   (without accounting). No version releases the node of a batch script, or a node of a heterogeneous job's first
   component. If another component is left with one node, Slurm ends it as soon as any node of the job fails.
 """
@@ -34,7 +34,7 @@ _NO_RESIZE = re.compile(
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""Replies by which slurmctld refuses to shrink a job at all, or to release the requested node."""
+"""Replies by which slurmctld refuses to shrink this job, or to release the requested node from it."""
 
 
 class SlurmNodes:

@@ -1,4 +1,4 @@
-"""Parse what Slurm's commands print. Pure; reads delimited text formats, which are the same in every version.
+"""Parse what Slurm's commands print, in delimited text formats that are the same in every version. Pure.
 
 Records start with ASCII RS and their fields are separated by US, so bars, spaces and line ends in names, comments and
 reasons do no harm. Text that cannot be parsed raises :class:`Unreadable`; the state of the cluster is then unknown.
@@ -38,8 +38,8 @@ _DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT
 _DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
 _UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
 _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
-"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). ``_DOWN`` to ``_UP`` take precedence. A
-node with a pending reboot accepts no work and counts as down."""
+"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). The sets from ``_DOWN`` to ``_UP`` take
+precedence. A node with a pending reboot accepts no work and counts as down."""
 
 
 _NEVER_CLEARS = re.compile(
@@ -63,12 +63,13 @@ _HOLD_REASONS = {
     "JobHeldUser": "held by its user (scontrol release)",
 }
 PREEMPTED_EARLY_S = 5.0
-"""Minimum seconds between a job's expected end and the end of its time limit that indicate preemption. Without
-preemption both times are equal (measured on 22.05)."""
+"""A running job counts as preempted if its expected end is more than this many seconds before the end of its time
+limit. Without preemption both times are equal (measured on 22.05)."""
 
 
 _STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
-"""A reason with its author and time, which end it: the reason may itself contain brackets and words such as ``Key=``.
+"""A reason up to the brackets with its author and time. The reason itself may contain brackets and words such as
+``Key=``.
 """
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
@@ -84,7 +85,7 @@ class Unreadable(Exception):
 
 
 class JobEnd(StrEnum):
-    """How a job is ending or has ended."""
+    """The way in which a job is ending or has ended."""
 
     COMPLETING = "completing"
     """The job is ending; Slurm reports the cause once all its nodes are released."""
@@ -123,7 +124,7 @@ class Job(Struct, frozen=True):
     offset: int = 0
     """For a component: its index in the heterogeneous job, from 0."""
     end: JobEnd | None = None
-    """How the job ended; None if it has not."""
+    """How the job ended; None if it has not ended."""
 
     @property
     def target(self) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ class JobTimes(Struct, frozen=True):
     """The times of a job that has a time limit; start and end in s since 1970."""
 
     left_s: float
-    """Time until the time limit, without suspensions."""
+    """Seconds until the time limit; suspensions do not count."""
     limit_s: float
     start: float
     end: float
@@ -218,7 +219,7 @@ def job(
         state_name: name of the state, as squeue prints it in full.
         nodes: host list in Slurm's folded notation.
         name: name of the job.
-        reason: reason of the state; empty or ``None``: there is none.
+        reason: reason of the state; the text is empty or ``None`` if there is none.
         comment: comment of the job.
         component: id of the heterogeneous job and index in it; ``("", 0)`` for other jobs.
         times: times of the job; None if it has no time limit, or they are unknown.
@@ -244,9 +245,9 @@ def _job_times(left: str, limit: str, start: str, end: str) -> JobTimes | None:
 def _time_left(times: JobTimes) -> tuple[float, bool]:
     """Return (seconds that a running job has left, whether it is being preempted).
 
-    The time left until the time limit says nothing about preemption, which changes only the expected end, to now +
-    GraceTime; the end of a suspension moves the expected end to a later time (both measured on 22.05). Only differences
-    between Slurm's times are used, so the clock of this host does not matter.
+    Preemption changes only the expected end, to now + GraceTime, and not the time left until the time limit. The end of
+    a suspension moves the expected end to a later time (both measured on 22.05). Only differences between Slurm's times
+    are used, so the clock of this host does not matter.
     """
     early = times.start + times.limit_s - times.end
     return max(0.0, times.left_s - max(0.0, early)), early > PREEMPTED_EARLY_S
@@ -311,7 +312,7 @@ def read_node_info(text: str) -> NodeInfo:
 
 
 def _reason(line: str) -> tuple[str, str]:
-    """Return (reason, who recorded it and when) from the line of a node; empty if there is none."""
+    """Return (reason, who recorded it and when) from the line of a node; both are empty if there is no reason."""
     match = _STAMPED_REASON.search(line) or _REASON.search(line)
     return (match[1], match[2] or "") if match else ("", "")
 
@@ -384,7 +385,7 @@ def expand(nodes: str) -> tuple[NodeName, ...]:
 def estimated_start(text: str) -> str | None:
     """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
 
-    The format is ``2026-11-20T09:19:27``, in the client's local time. Of several components of a heterogeneous job, the
-    last start counts.
+    The format is ``2026-11-20T09:19:27``, in the client's local time. For a heterogeneous job, the latest start of its
+    components counts.
     """
     return max(re.findall(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text), default=None)

@@ -39,7 +39,10 @@ class Partition(Struct, frozen=True):
     """Maximum number of nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return the number of nodes with at least the resources ``node``; with ``usable``, only nodes that are up."""
+        """Return the number of nodes with at least the resources ``node``.
+
+        With ``usable``, only nodes that are up count.
+        """
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:
@@ -121,7 +124,7 @@ def _fits(has: Resources, node: Resources) -> bool:
 
 
 def request_options(request: AllocationRequest) -> tuple[str, ...]:
-    """Return the sbatch options of one component, without its further components.
+    """Return the sbatch options of one component, without the options of its further components.
 
     Raises:
         ValueError: an sbatch option of the job spec cannot be passed on.

@@ -134,11 +134,11 @@ class Sruns:
                 srun.stderr_file.unlink()
 
     async def on_step_joined(self, tag: str) -> None:
-        """Kill the srun of a step that has connected, and return once it is gone.
+        """Kill the srun of a step that has connected, and return once the srun has ended.
 
         srun is kept for ``limits.srun_release_delay_s`` seconds, because slurmstepd has to report the task's start to
         it. If slurmstepd cannot report, it retries for 2.3 s and ignores signals (measured with an srun that was killed
-        some ms after its task began).
+        a few ms after its task began).
         """
         if srun := self._running.get(tag):
             srun.joined.set()

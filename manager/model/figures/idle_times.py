@@ -4,7 +4,7 @@ Each worker reports totals since its process joined (``rrl.core.phases.ClockRead
 replica is kept. When a new process of the replica reports, the last reading of the previous process is added to the
 totals of the role. So the last report of a killed process counts, and a report that arrives twice counts once.
 
-Detectors and the planner read none of this.
+Detectors and the planner do not read these totals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ....core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
 RECENT_S = 300.0
-"""Minimum length (s) of the interval from which recent shares are computed; it may be longer by a few points."""
+"""Minimum length (s) of the interval from which recent shares are computed; it may be longer by the time between two
+points."""
 POINT_INTERVAL_S = 20.0
 """Minimum seconds between two points, so that few points cover :data:`RECENT_S`."""
 MAX_PHASES = 64
@@ -41,7 +42,7 @@ class RoleTime(Struct, frozen=True):
 
 
 class RolePoint(Struct, frozen=True, array_like=True):
-    """Total time (ns) of a role's processes by idle cause (empty while at work), and their total progress."""
+    """Total time (ns) of a role's processes by idle cause (empty for time at work), and their total progress."""
 
     ns: dict[str, int] = {}
     done: int = 0
@@ -71,7 +72,7 @@ class IdleTimes(Struct, frozen=True):
     replaced: dict[str, RoleTime] = {}
     """Totals of the processes that were replaced, by role."""
     points: tuple[Point, ...] = ()
-    """Totals of the last minutes, oldest first; the last one is the newest."""
+    """Totals of the last minutes, oldest first; the last entry contains the newest totals."""
     trained_tokens: int = 0
     """Number of tokens in all committed steps whose metrics include ``tokens``."""
 

@@ -52,7 +52,10 @@ class StreamFigures(Struct, frozen=True):
 
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
-    """Return the figures with one more committed step; if it lacks the two metrics of long groups, these become 0."""
+    """Return the figures with one more committed step.
+
+    If the step lacks the two metrics of long groups, their figures become 0.
+    """
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():
@@ -78,11 +81,11 @@ class EpisodeFigures(Struct, frozen=True):
     retried: int = 0
     """Attempts that began an episode again from its beginning."""
     replayed: int = 0
-    """Attempts that began with the turns of an earlier one whose process had died."""
+    """Attempts that began with the turns of an earlier attempt whose process had died."""
     dropped: int = 0
     turns: int = 0
     branches: int = 0
-    """Samples: paths that are not the beginning of another one."""
+    """Samples: paths that are not the beginning of another path."""
     given_tokens: int = 0
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""

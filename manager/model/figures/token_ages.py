@@ -18,10 +18,10 @@ WINDOW_STEPS = 10
 """Number of newest steps whose ages are kept and averaged for the warning. A single median is too noisy: it jumps by
 one whenever weights arrive a little late."""
 EXTRA_AGE = 2.0
-"""Training steps by which the median age of tokens may exceed ``[sampling] ahead``; a growing median above the sum is a
-warning. Tokens are up to about ``ahead + 2`` steps old; on a busy machine half of the tokens reach that age (measured:
-medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher median means that new weights reach
-the rollouts late or not at all."""
+"""Training steps by which the median age of tokens may exceed ``[sampling] ahead``; above this sum, a growing median
+leads to a warning. Tokens are up to about ``ahead + 2`` steps old; on a busy machine half of the tokens reach that age
+(measured: medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher median means that new
+weights reach the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 
@@ -60,7 +60,7 @@ class TokenAges(Struct, frozen=True):
 def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float, ahead: int) -> TokenAges:
     """Return the ages with one more committed step; ``ahead`` is ``[sampling] ahead``.
 
-    The steps may come in any order. A step without ages, or one that is already included, is ignored.
+    The steps may come in any order. A step without ages, or a step that is already included, is ignored.
     """
     if P50_METRIC not in metrics or any(entry.step == step for entry in ages.steps):
         return ages
@@ -74,7 +74,7 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
 
 
 def token_age_finding(ages: TokenAges, sampling: SamplingSpec) -> Finding | None:
-    """Return the standing warning about token ages, or None. Its text stays the same while it stands."""
+    """Return the standing warning about token ages, or None if there is none. Its text does not change."""
     if ages.warned is None:
         return None
     step, at = ages.warned

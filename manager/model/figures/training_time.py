@@ -1,4 +1,6 @@
-"""The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md), and its steps.
+"""The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md).
+
+It also contains the times of the newest steps.
 
 Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts by the
 rollouts' share of the GPUs, or of the nodes in a job without GPUs. While everything is down, it counts 0.
@@ -54,7 +56,7 @@ class TrainingTime(Struct, frozen=True):
     share: float = 0.0
     """Share of the time that counts as effective training since the last point."""
     points: tuple[Point, ...] = ()
-    """Effective training up to the changes of the share in the last hour, and one point before; oldest first."""
+    """Effective training up to each change of the share in the last hour, and one earlier point; oldest first."""
     commits: tuple[Commit, ...] = ()
     """The newest commits, in the order of their steps."""
 
@@ -71,7 +73,7 @@ class TrainingTime(Struct, frozen=True):
         return point.seconds + part * (following.seconds - point.seconds)
 
     def recent_share(self, now: float) -> float | None:
-        """Return the share of the last hour that was effective training; None if the run is younger, or was resumed."""
+        """Return the effective share of the last hour; None if the run began or resumed within this hour."""
         since = now - RECENT_S
         if not self.points or self.points[0].at > since:
             return None
@@ -81,7 +83,7 @@ class TrainingTime(Struct, frozen=True):
     def seconds_per_step(self) -> float | None:
         """Return the median seconds of the newest steps; None before the second commit.
 
-        The times of the steps that were committed while no manager ran are not known, only their mean.
+        Of steps that were committed while no manager ran, only the mean time is known.
         """
         pairs = pairwise(self.commits)
         times = sorted((after.at - before.at) / (after.step - before.step) for before, after in pairs)
@@ -103,8 +105,9 @@ def member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
 def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
     """Return the share of the time that is effective training while ``at_work`` members of each role work.
 
-    The share is 1 while all ranks of the trainer work. Else it is 0 before a first step is ``committed``, and then the
-    weight of the working rollouts divided by the weight of all trainers and rollouts (:func:`member_weights`).
+    The share is 1 while all ranks of the trainer work. Otherwise it is 0 until a first step is ``committed``. After
+    this step, it is the weight of the working rollouts divided by the weight of all trainers and rollouts
+    (:func:`member_weights`).
     """
     ranks = sum(role.replicas * role.ranks for role in job.roles if role.kind == "trainer")
     if ranks and at_work.get("trainer", 0) >= ranks:
@@ -124,7 +127,7 @@ def begun(at: float) -> TrainingTime:
 
 
 def resumed(time: TrainingTime, at: float) -> TrainingTime:
-    """Return the time of a run that is resumed at ``at``: the pause is part of no recent figure."""
+    """Return the training time of a run that is resumed at ``at``; the pause counts in no recent figure."""
     if time.began is None:
         return TrainingTime()
     return TrainingTime(began=time.began, points=(Point(at, time.seconds(at)),))
@@ -133,7 +136,8 @@ def resumed(time: TrainingTime, at: float) -> TrainingTime:
 def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: float) -> TrainingTime:
     """Return the training time in which this share counts from the time ``since`` on, which may lie in the past.
 
-    The share that was counted after ``since`` is then taken back, up to the last change of the share.
+    If ``since`` lies in the past, the time after it counts with this share, too, but only back to the last change of
+    the share.
     """
     if time.began is None or not time.points:
         return time
@@ -149,7 +153,7 @@ def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: 
 
 
 def with_commit(time: TrainingTime, step: int, at: float) -> TrainingTime:
-    """Return the time with one more commit; a step that is not newer than the newest one is ignored."""
+    """Return the time with one more commit; a step that is not newer than the newest step is ignored."""
     if time.commits and step <= time.commits[-1].step:
         return time
     return replace(time, commits=(*time.commits, Commit(step, at))[-MAX_COMMITS:])

@@ -1,4 +1,4 @@
-"""Build the requests for allocations: the first of a run in each form (pool, hetjob, replica), and later ones. Pure.
+"""Build a run's first requests for allocations in each form (pool, hetjob, replica), and its later requests. Pure.
 
 ``rrl check`` shows the same requests.
 """
@@ -24,7 +24,7 @@ MIN_WALLTIME_S = 60.0
 
 def holds_nothing(state: State) -> bool:
     """Return whether the run has no nodes, no requests and nothing launched: at its start, or after a requeue."""
-    has_nodes = any(node.allocation for node in state.nodes.values())  # excluded nodes that left the run have none
+    has_nodes = any(node.allocation for node in state.nodes.values())  # nodes that left the run have no allocation
     has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
     return not has_allocations and not has_nodes and not state.launched
 
@@ -43,11 +43,10 @@ def first_request(state: State, now: float) -> list[Action]:
 
 
 def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[list[Action], float]:
-    """In form ``replica``, request nodes until the run has the minimum with which it can start.
+    """Request nodes in form ``replica`` until the run has the minimum with which it can start.
 
     Returns:
-        The requests, or the end of the run if they are rejected or take too long; and the next wake (manager's time,
-            s).
+        (the requests, or the end of the run if they are rejected or take too long; the next wake in manager's time, s).
     """
     if rejected := [end for node_group in state.job.node_groups if (end := finish_if_rejected(state, node_group, now))]:
         return [rejected[0]], NEVER

@@ -104,11 +104,11 @@ def _is_idle(state: State) -> bool:
 
 
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
-    """Return the manager's time (s) by which a request must have been met, or inf.
+    """Return the manager's time (s) by which a request must have been met; inf if there is no deadline.
 
-    The deadline counts from the request, or from the time at which a replica first lacked the nodes if that was later.
-    It is inf for the successor of an allocation that ends, for the separate job of a replica that is not essential, and
-    for nodes that only retired replicas could use.
+    The deadline counts from the request, or from the time at which a replica first lacked the nodes if this was later.
+    There is no deadline for the successor of an allocation that ends, for the separate job of a replica that is not
+    essential, and for nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
@@ -228,9 +228,10 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
     """Return the retired replicas without a node whose failures have left the window, so that they are tried again.
 
-    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays,
-    and is used when granted. It also requests no nodes for them while other replicas lack nodes. Otherwise each window
-    would bring a new request, and the other replicas would wait forever instead of being retired.
+    The caller requests no nodes for these replicas within the window after a rejection. A request that is already
+    queued stays, and is used when granted. The caller also requests no nodes for these replicas while other replicas
+    lack nodes. Otherwise each window would bring a new request, and the other replicas would wait forever instead of
+    being retired.
     """
     window = state.job.recovery.window
     return [

@@ -26,7 +26,7 @@ def excludes_node(finding: Finding) -> bool:
 def barred_nodes(state: State) -> set[NodeName]:
     """Return the nodes on which no replica is placed, even if the circuit breaker keeps them in use.
 
-    There is proof of a defect of the node, or no message arrives from it, so that no replica could join there.
+    There is proof of a defect of such a node, or no message arrives from it, so that no replica on it could join.
     """
     return {
         finding.node
@@ -41,7 +41,7 @@ def is_usable(state: State, node: Node, now: float) -> bool:
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
         return False
-    if now >= allocation.ends_at:  # the cluster may take it back a little later
+    if now >= allocation.ends_at:  # the cluster may take the allocation back a little late
         return False
     return node.excluded is None and fit and node.release_result is not ReleaseResult.RELEASED
 
@@ -57,8 +57,8 @@ def needs_probe(state: State, node: Node) -> bool:
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
     """Return whether the agent of this node may still report its probe, because it has not failed too often.
 
-    The limit is always below the number of failed joins that fit into the recovery window. Otherwise a replica would
-    wait forever for the agent of a node that is cut off.
+    The limit on failures is always below the number of failed joins that fit into the recovery window. Otherwise a
+    replica would wait forever for the agent of a node that is cut off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))

@@ -1,8 +1,8 @@
 """Drain, release and readmit single nodes because of findings, because of user commands, or after some time.
 
-If the job allows it, the run drains a node with failed hardware, so that no other job gets the node. Otherwise
-``drain_requests`` in summary.json names the node for the administrators. The run removes its own drain when it uses the
-node again. At the end of the run the drain stays; its reason names the run and the finding.
+If the job allows it, the run drains a node with failed hardware, so that no other job gets the node. If the job does
+not allow it, ``drain_requests`` in summary.json names the node for the administrators. The run removes its own drain
+when it uses the node again. At the end of the run the drain stays; its reason names the run and the finding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
 """Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
 parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""Maximum number of times that the duration of an exclusion doubles; one hour then becomes more than seven years."""
+"""Maximum number of times that the duration of an exclusion doubles. So one hour becomes more than seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:
@@ -135,7 +135,7 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
     actions: list[ExternalAction] = []
     shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}
     for allocation in state.allocations.values():
-        if allocation.tag in shrinking:  # one Shrink at a time: its result may rule out the next one
+        if allocation.tag in shrinking:  # one Shrink at a time, because its result may rule out the next Shrink
             continue
         nodes = allocation.status.nodes if allocation.running and allocation.status is not None else ()
         known = [state.nodes[name] for name in nodes if name in state.nodes]

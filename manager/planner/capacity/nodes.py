@@ -43,8 +43,7 @@ class NodeInventory:
     """The nodes of a run, what occupies them, and which replica each could host.
 
     ``usable`` are the nodes that may get new processes, in natural order. ``failing_nodes`` are nodes on which the
-    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it cannot start
-    without.
+    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it needs to start.
     """
 
     def __init__(self, state: State, now: float) -> None:
@@ -193,12 +192,12 @@ class NodeInventory:
         )
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Return the node to launch a replica on, or None.
+        """Return the node on which to launch a replica; None if no node fits.
 
-        In order of preference: the replica's preferred node; a node with a standby process for it; a node with other
-        members of its gang; the first node that fits and on which the replica has not failed too often. If the nodes do
-        not cause its failures, any node that fits is chosen. On a preferred node or a node with a standby process, a
-        gang waits for steps that are still ending, which is faster than a start on another node.
+        The order of preference is: the replica's preferred node; a node with a standby process for the replica; a node
+        with other members of its gang; the first node that fits and on which the replica has not failed too often. If
+        the replica's failures are not caused by nodes, any node that fits is chosen. On a preferred node or a node with
+        a standby process, a gang waits for steps that are still ending, which is faster than a start on another node.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -226,7 +225,7 @@ class NodeInventory:
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Return the node to which a replica moves from an expiring node, or None."""
+        """Return the node to which a replica moves from an expiring node; None if no node fits."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
         fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
@@ -247,7 +246,7 @@ class NodeInventory:
 
     # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Return the standby processes on the node that can be promoted to the role now, preloaded ones last."""
+        """Return the standby processes on the node that can be promoted to the role now, preloaded processes last."""
         ready = self._ready_standbys.get(node, ()) if node is not None else ()
         of_role = [standby for standby in ready if standby_role_of(standby.id) == role]
         return sorted(of_role, key=lambda standby: is_preloaded(standby.id))
@@ -272,10 +271,10 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the donor rollout whose node, with a ready standby process, this member could take; None if none.
+        """Return a rollout whose node, with a ready standby process, this member could take; None if there is none.
 
-        Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and that
-        node has capacity left, :meth:`spare_with_standby` returns the node.
+        Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
+        preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node.
         """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -288,7 +287,7 @@ class NodeInventory:
         return None
 
     def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Yield the rollouts that this member could replace on their nodes, the last one first."""
+        """Yield the rollouts that this member could replace on their nodes, in reverse order of the job."""
         role = self._state.job.role(member.role)
         for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
@@ -302,8 +301,8 @@ class NodeInventory:
         """Return the rollouts to preempt so that this member can be promoted.
 
         These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
-        without a free standby process, the result is one donor; this occurs when a gang loses two nodes at the same
-        time.
+        without a free standby process, the result is one donor. This case occurs when a gang loses two nodes at the
+        same time.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -333,11 +332,11 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has a standby process that no other replica launched there needs.
+        """Return whether the node has a standby process that no other replica launched on the node needs.
 
-        Preloaded processes do not count: they are no reason to choose a node.
-        If the standby process shares the node with working replicas, each member of the gang on the node may need it.
-        An exclusive standby process is only needed by replicas of its role that do not run there yet.
+        Preloaded processes do not count, because they are no reason to choose a node. If the standby process shares the
+        node with working replicas, each member of the gang on the node may need the process. An exclusive standby
+        process is only needed by replicas of its role that do not run on the node yet.
         """
         ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]
@@ -351,10 +350,10 @@ class NodeInventory:
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """Return whether the node belongs to the role's group, or can otherwise host the role's members.
+        """Return whether the node can host members of the role, because of its group or its size.
 
-        A node of another group can host them if it is large enough and the role's standby processes share nodes with
-        other roles.
+        A node of another group than the role's can host them if it is large enough and the role's standby processes
+        share nodes with other roles.
         """
         if node not in self._by_node:
             return False
@@ -383,7 +382,7 @@ class NodeInventory:
     def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
         """Return the nodes on which the replica failed too often within the recovery window.
 
-        ``refused`` counts launches that the cluster refused, too.
+        With ``refused``, launches that the cluster refused count, too.
         """
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
@@ -395,7 +394,8 @@ class NodeInventory:
     def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
         """Return whether the replica fits on the node beside the node's other occupants.
 
-        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for their end.
+        With ``wait_for_release``, steps that are still ending on the node are ignored, since the launch waits for their
+        end.
         """
         job = self._state.job
         others = [other for other in occupancy.get(node, ()) if other.id != replica.id]
@@ -403,7 +403,7 @@ class NodeInventory:
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # their ending steps are counted as their new ones
+        returning = {other.id for other in others}  # their ending steps do not count in addition
         if not wait_for_release and any(
             gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):

@@ -177,7 +177,7 @@ def _launches(
     used: set[str],
     now: float,
 ) -> tuple[list[ExternalAction], float]:
-    """Return the launches of all these members of a gang; or no launches, and the manager's time (s) to try again.
+    """Return the launches of all these members of a gang, or no launches and the manager's time (s) to try again.
 
     ``used`` collects the steps of the standby processes that are promoted.
     """
@@ -222,7 +222,8 @@ def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) 
     """Return the manager's time (s) at which the placement of these replicas is tried again.
 
     Retired replicas are tried again when their newest failure has left the recovery window. Other replicas are tried
-    again when their oldest failure has left it, because the node of that failure may then be used again.
+    again when their oldest failure has left the window, because the node of this failure may be used again from that
+    time on.
     """
     failure_times = sorted(
         failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)

@@ -1,8 +1,8 @@
 """Move replicas off allocations that end before the run does, and off nodes that people drain or the cluster reclaims.
 
 Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster takes back
-early (preemption, cancellation, walltime) are stopped in order, within the time that the cluster allows. Such a move is
-not a failure of the replica, so it does not count on the restart budget.
+early (preemption, cancellation, walltime) are stopped with a grace, within the time that the cluster allows. Such a
+move is not a failure of the replica, so it does not count on the restart budget.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _redundant(
     assigned: Assignment,
     now: float,
 ) -> list[tuple[Allocation, str]]:
-    """Return the redundant allocations among the empty ones of a node group, each with the reason.
+    """Return the empty allocations of a node group that are redundant, each with the reason.
 
     Enough allocations are kept for the replicas without a node and for the retired replicas. Pending allocations are
     also kept for replicas that must move.
@@ -153,8 +153,8 @@ def _redundant(
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept.
 
-    This holds if the allocation is the pool, or if one of its nodes must be drained. The first allocation of a group is
-    kept because the manager may run in it, or its end would end other components.
+    It is kept if one of its nodes must be drained. It is also kept if it is the pool, or the first allocation of a
+    group without separate jobs: the manager may run in it, or its end would end other components.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip
@@ -187,7 +187,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
 
 
 def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
-    """Return why the replica's allocation can no longer be used; empty if it can."""
+    """Return why the replica's allocation can no longer be used; empty if it can be used."""
     tag = replica.allocation or ""
     allocation = state.allocations.get(tag)
     if allocation is None:

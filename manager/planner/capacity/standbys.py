@@ -1,12 +1,13 @@
-"""Plan on which nodes standby processes run, which can be promoted to a trainer member or a rollout at once.
+"""Plan on which nodes standby processes wait to be promoted to a trainer member or a rollout.
 
 Standby processes are started after the current trainer has committed a step, so that they take no resources from its
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
 only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
 resources, on a spare node. It is started while no rollout that has a node is starting, and stopped as soon as another
-replica is to use the node; that replica is launched once the standby process has ended (``standbys_released_at``).
-Preloaded processes wait beside the rollouts of a node, for the next restart of one of them; they are started at the
-same times as a standby rollout, where the node has memory left for them. No standby process counts as a replica.
+replica is to use the node. This replica is launched once the standby process has ended (``standbys_released_at``).
+Preloaded processes wait beside the rollouts of a node for the next restart of one of these rollouts. They are started
+at the same times as a standby process of a rollout, on nodes that have memory left for them. No standby process counts
+as a replica.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from .warm_pool import Occupancy
 _StandbyNodes = dict[ReplicaId, NodeName]
 
 SHARED_STANDBY_BYTES = 400 * 2**20
-"""Memory (bytes) that a node must have left for each standby process that shares it. One of the trainer takes 367 MB,
-with the shared pages of its libraries; a preloaded rollout takes less (docs/restart.md)."""
+"""Memory (bytes) that a node must have left for each standby process that shares it. A standby process of the trainer
+takes 367 MB, with the shared pages of its libraries; a preloaded process of a rollout takes less (docs/restart.md)."""
 
 
 def plan_standbys(
@@ -123,7 +124,7 @@ def _launches(
 
 
 def _stop_standby(standby: Replica, evidence: str) -> StopStep:
-    """Return the stop of a standby process; without a grace, since it has no state to lose."""
+    """Return the stop of a standby process, which gets no grace because it has no state to lose."""
     return StopStep(standby.step or "", standby.incarnation, 0.0, Why((evidence,), expects="its memory is free"))
 
 
@@ -143,7 +144,7 @@ def _trainer_standbys(
     """Return every wanted standby process of the trainer, and its node.
 
     Each member has a standby process on its node. Each spare node and each node of a donor rollout has as many standby
-    processes as it can host members; nodes that already have standby processes are chosen first.
+    processes as it can host members. Nodes that already have standby processes are chosen first.
     """
     members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
@@ -209,7 +210,7 @@ def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, rol
 
 
 def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
-    """Return the bytes of a node that neither its replicas nor ``others``, its other standby processes, take.
+    """Return the bytes of a node's memory that its replicas and ``others``, its other standby processes, leave free.
 
     The result is inf if the job does not state the memory of the node.
     """
@@ -254,7 +255,8 @@ def _blocking_standbys(
 ) -> list[StopStep]:
     """Return the stops of exclusive standby processes on nodes that replicas use or are about to use.
 
-    A ready standby process that is being promoted, or will be, is kept.
+    A standby process that is being promoted is kept. A ready one is also kept if only replicas of its role use the
+    node.
     """
     if not inventory.exclusive_standbys:
         return []

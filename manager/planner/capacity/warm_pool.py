@@ -37,8 +37,8 @@ def waits_for_release(role: RoleSpec) -> bool:
     """Return whether members of the role start only after earlier occupants have released their memory.
 
     Earlier occupants are the role's own earlier incarnations and preempted rollouts; their steps are stopped without a
-    grace. Rollouts that may continue in a preloaded process wait here for the memory of their GPUs, because the
-    launcher of that process has not waited for it.
+    grace. Rollouts that may continue in a preloaded process wait for the memory of their GPUs, because the launcher of
+    the preloaded process did not wait for this memory.
     """
     return (role.warm and role.standby_shares_node) or (role.preload and role.per_member.gpus > 0) or role.ranks > 1
 
@@ -66,10 +66,10 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
 def standbys_released_at(
     state: State, exclusive_standbys: Sequence[Replica], nodes: set[NodeName], promoted_steps: set[str]
 ) -> float:
-    """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes.
+    """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes to end.
 
-    The time is inf until these standby processes are being stopped. Then launches wait for their ends as long as a gang
-    waits for earlier occupants. Standby processes whose steps are in ``promoted_steps`` do not count.
+    The time is inf until these standby processes are being stopped. From then on, launches wait for their ends as long
+    as a gang waits for earlier occupants. Standby processes whose steps are in ``promoted_steps`` do not count.
     """
     if any(standby.node in nodes and standby.step not in promoted_steps for standby in exclusive_standbys):
         return NEVER
@@ -125,7 +125,7 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
 def ready_standbys_by_node(
     state: State, standbys: Iterable[Replica], usable: set[NodeName]
 ) -> dict[NodeName, list[Replica]]:
-    """Return the standby processes that can be promoted now, by node; ``usable``: names of usable nodes."""
+    """Return the standby processes on ``usable`` nodes that can be promoted now, by node."""
     ready: dict[NodeName, list[Replica]] = {}
     for standby in standbys:
         is_ready = standby.status is Status.JOINED and standby.phase == STANDBY and standby.step is not None

@@ -56,11 +56,11 @@ class RungSpec(Struct, frozen=True):
     rung: Rung
     needs: tuple[Need, ...]
     expects: str
-    """Expected result, with ``{member}``, ``{role}`` and ``{node}`` of the failed member and its target
-    node ``{to}``."""
+    """Expected result as text, with the fields ``{member}``, ``{role}`` and ``{node}`` of the failed member and its
+    target node ``{to}``."""
     time_limit: Callable[[State], float]
-    """Time (s) for the expected result. If it is missing then, this counts as another failure, and the ladder is
-    entered again."""
+    """Time (s) for the expected result. If the result has not occurred by then, this counts as another failure, and the
+    ladder is entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
     """Node on which the member is launched next; None for its own node or any node that fits."""
 
@@ -72,7 +72,7 @@ class RungSpec(Struct, frozen=True):
 def severity(rung: Rung) -> int:
     """Return the severity of a rung.
 
-    The severity is 0 for every repair of a single replica; the order in the policy decides among such repairs.
+    The severity is 0 for every repair of a single replica. Among these repairs the order in the policy decides.
     """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
@@ -110,10 +110,10 @@ _NODE_NOT_BARRED = Need(
 _FEW_FAILURES_HERE = Need(lambda case: not fails_often_here(case), _few_failures_text)
 _FURTHER_TRY = Need(
     lambda case: not _last_try_on_other_node(case),
-    lambda case: "a further start to be left: the last one is made on another node",
+    lambda case: "two remaining starts, since the last start is made on another node",
 )
 _TRANSIENT = (_NODE_USABLE, _NODE_NOT_BARRED, _FEW_FAILURES_HERE, _FURTHER_TRY)
-"""Needs of a restart on the same node: it is likely to help."""
+"""Needs of a restart on the same node. If they are met, this restart is likely to help."""
 _STANDBY_HERE = Need(
     lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)),
     lambda case: f"a ready standby process of {case.failed.role} on {case.failed.node}",
@@ -152,8 +152,8 @@ def lower_rungs(
         policy: All rungs.
         taken: The rung that fits.
         case: The failure.
-        skipped: Noun phrase: what would have been needed by the rungs that were not considered because the evidence
-            called for a more severe rung.
+        skipped: What the rungs that were not considered would have needed, as a noun phrase. They were not considered
+            because the evidence called for a more severe rung.
     """
     before = policy[: policy.index(taken)]
     unsuited = tuple(dict.fromkeys(spec.rung for spec in before if severity(spec.rung) < severity(case.first_rung)))
@@ -161,14 +161,14 @@ def lower_rungs(
     tried = [spec for spec in before if spec.rung not in unsuited and not _promotes_without_standbys(spec, case)]
     lacking = [(spec.rung, [need for need in spec.needs if not need.is_met(case)]) for spec in tried]
     for rung, missing in lacking:
-        # Of two rungs of the same kind, the one that lacked less says enough.
+        # Of two rungs of the same kind, only the one that lacked less is recorded.
         if not any(other == rung and set(fewer) < set(missing) for other, fewer in lacking):
             lower.append(LowerRungs((rung,), " and ".join(need.text(case) for need in missing)))
     return tuple(lower)
 
 
 def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
-    """Return whether the rung promotes a standby process, and the job keeps none for the role of the failed member."""
+    """Return whether the rung promotes a standby process, although the job keeps none for the failed member's role."""
     if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
         return False
     role = case.state.job.role(case.failed.role)
@@ -202,7 +202,7 @@ def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
-    """Return why the whole run is not restarted again; empty if it may be."""
+    """Return why the whole run is not restarted again; empty if it may be restarted."""
     recovery, gang_id = state.job.recovery, gang_of(failed.id)
     recent = [at for at in state.full_restarts if now < at + recovery.window]
     if len(recent) >= recovery.full_restarts:
@@ -323,5 +323,5 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
 }
 """Rungs by ``recovery.policy``.
 
-``role`` takes the smallest repair that fits. A failure of any role restarts all roles: with ``job`` on their nodes,
-with ``requeue`` on new nodes (``reduce_commands`` releases the old nodes)."""
+``role`` takes the smallest repair that fits. With ``job`` and ``requeue``, a failure of any role restarts all roles:
+with ``job`` on their nodes, with ``requeue`` on new nodes (``reduce_commands`` releases the old nodes)."""

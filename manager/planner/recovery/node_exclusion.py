@@ -1,16 +1,17 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
 A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
-node without replicas is also excluded if two agents in a row do not answer there. The node of a straggler is excluded
+node without replicas is also excluded if two of its agents in a row do not answer. The node of a straggler is excluded
 if the job spec says so. A finding about the user's or the run's software does not affect the node. After a WARN about a
 node its replicas stay, but new replicas are placed on other nodes if possible.
 
 If many nodes fail together, the network, the site or the manager itself is the likely cause. Replacing all these nodes
 would be worse than waiting for a person. So at most max(1, 20 %) of the nodes are excluded within ten minutes
 (docs/sources.md, guard rails). While the cluster reports many of the run's nodes as down, no other nodes are excluded.
-A run of five nodes or more may always exclude two: 20 % of a small run are only one node, and a second lost node would
-stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves that the
-manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is one.
+A run of five nodes or more may always exclude two nodes. 20 % of a small run are only one node, and a second lost node
+would stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves
+that the manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is
+one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2
-"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many (see
-above)."""
+"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many
+nodes."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
+"""Share of the run's nodes. If a larger share and more than one node are down, only nodes that are down are excluded.
 The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only this run's nodes."""
 
 
@@ -141,7 +142,7 @@ def exclusions_allowed(share: float, nodes: int) -> int:
 def limit_exclusions(
     state: State, excludes: Sequence[Exclude], now: float
 ) -> tuple[list[Exclude], list[DeferredExclusion]]:
-    """Return the exclusions that may be carried out now, and those that the circuit breaker holds back.
+    """Return the exclusions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
     window, or while the cluster itself has lost too many of the run's nodes.

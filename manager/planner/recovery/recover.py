@@ -1,11 +1,12 @@
 """Decide how to repair each failure: what to fence or exclude, and when to restart or end the run.
 
-A decision is a :class:`Fence`, an :class:`Exclude`, a :class:`RestartAll` or a :class:`Finish`; placement and
-allocations then act on it. ``ladder`` defines the repairs; this module finds what failed, and from which rung to look
-for a repair.
+A decision is a :class:`Fence`, an :class:`Exclude`, a :class:`RestartAll` or a :class:`Finish`. Placement and
+allocations act on the state that results from it. ``ladder`` defines the repairs. This module finds what failed, and
+the rung from which to look for a repair.
 
-A gang is repaired as a whole. One member counts as the failed member and is charged for the failure; when it is fenced,
-the others are fenced too. These fences follow from the state alone, so a manager may fail between any two records.
+A gang is repaired as a whole. One member counts as the failed member and is charged for the failure. When it is fenced,
+the other members are fenced, too. These fences follow from the state alone, so a manager may fail between any two
+records.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """Return the decision about a gang if one of its members has failed; None if none has.
+    """Return the decision about a gang if one of its members has failed; None if no member has failed.
 
-    Return None, too, while the exclusion of a member's node is pending: the node is excluded first. ``excluded_nodes``
-    lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed there need not wait for
-    the exclusion, since it is launched on another node anyway.
+    Also return None while the exclusion of a member's node is pending, because the node is excluded first.
+    ``excluded_nodes`` lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed on
+    such a node need not wait for the exclusion, since it is launched on another node anyway.
     """
     failing = [
         (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))
@@ -188,7 +189,7 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 
 
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
-    """Return why the current incarnation cannot continue; empty if it can.
+    """Return why the current incarnation cannot continue; empty if it can continue.
 
     If a finding is about the replica, the result contains only the texts of its evidence, which users read as the
     cause.
@@ -275,7 +276,7 @@ def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
 
     Only the failed member is charged. All replicas keep their nodes, except a failed member that fails too often on its
     node. With policy ``requeue`` all nodes are released and the agents fenced; otherwise the agents keep running.
-    Completed and retired replicas are not fenced. Standby processes are fenced, since their state may be wrong; new
+    Completed and retired replicas are not fenced. Standby processes are fenced, since their state may be wrong. New
     standby processes start after the next commit.
     """
     requeue = case.state.job.recovery.policy == REQUEUE

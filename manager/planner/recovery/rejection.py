@@ -20,7 +20,7 @@ TRIES_TO_PROVE = 2
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
-    """Return the rejection of a run whose nodes lack a role's command, or None.
+    """Return the rejection of a run whose nodes lack a role's command; None if this is not proved.
 
     :data:`TRIES_TO_PROVE` failed starts prove this if no replica of the role has ever joined.
     """
@@ -39,7 +39,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
-    """Return whether the missing command may be on an untried node: a start is under way there, or it has capacity."""
+    """Return whether an untried node may have the missing command: a start is under way on it, or it has capacity."""
     starting = [
         replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
     ]
@@ -80,8 +80,8 @@ def invalid_config(state: State) -> Finish | None:
 def no_fit_node(state: State) -> Finish | None:
     """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
-    The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit;
-    one unfit node suffices if the run has no fit node and expects no further nodes.
+    The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit.
+    One unfit node suffices if the run has no fit node and expects no further nodes.
     """
     unfit = unfit_nodes(state)
     if not unfit:

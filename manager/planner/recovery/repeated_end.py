@@ -69,7 +69,7 @@ def starts_with_clean_exit(state: State, failed: Replica) -> int:
 
 
 def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
-    """Return the evidence that the program of the replica would return again after a further start; empty if none."""
+    """Return the evidence that the replica's program would return again after a restart; empty if there is none."""
     starts = starts_with_clean_exit(state, failed)
     if starts < state.job.recovery.first_start:
         return ()
@@ -93,14 +93,14 @@ def scorer_fails(state: State) -> Finish | None:
 def failed_by_code(state: State, evidence: tuple[str, ...], shown: str, needed: str) -> Finish:
     """Return the decision to end a run because the user's code fails.
 
-    ``shown``: what the log of the failure shows to users. ``needed``: what a restart would have needed.
+    ``shown`` is what the log of the failure shows to users, ``needed`` what a restart would have needed.
     """
     evidence = (*evidence, f"rrl logs {state.run} --failed shows {shown}")
     return Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released", lower=every_lower(needed)))
 
 
 def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether another gang of the role may still work: one that is neither retired nor in ``dropped``."""
+    """Return whether another gang of the role may still work, because it is neither retired nor in ``dropped``."""
     gone = {gang_of(failed.id), *dropped}
     retired = {gang_of(member.id) for member in workers(state) if member.status is Status.RETIRED}
     return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in workers(state))

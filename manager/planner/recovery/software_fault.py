@@ -3,12 +3,12 @@
 The rules come from RobustRL (paper, 5.1): a failure in the first step after a restart, a second failure in the same
 step, or a second restart that fails. A failure with another explanation does not count:
 
-* an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step; *
-a failure on an excluded or lost node: other rungs of the ladder handle it; * a failure at about the same time as many
-failures of other roles: the cause is storage, fabric or site. The next failure does not count either, since failures of
-other roles may still follow it; * a launch that the cluster refused: the software never ran; * an exception that ends
-the trainer again and again before it has done any work (``repeated_end``); * an exit with code 0 soon after the start:
-the trainer's program returned, and would return again.
+* an injected failure: it says nothing about the software, even if two failures are injected in one step; * a failure on
+  an excluded or lost node: other rungs of the ladder handle it; * a failure at about the same time as many failures of
+  other roles: the cause is storage, fabric or site. The next failure does not count either, since failures of other
+  roles may still follow it; * a launch that the cluster refused: the software never ran; * an exception that ends the
+  trainer again and again before it has done any work (``repeated_end``); * an exit with code 0 soon after the start:
+  the trainer's program returned, and would return again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
 
 
 def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
-    """Return whether the failure has no other explanation: an injection, the cluster, its node, or a shared cause."""
+    """Return whether nothing else explains the failure: no injection, no refusal, no failed node, no shared cause."""
     node = state.nodes.get(failure.node)
     of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
     return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))

@@ -1,4 +1,4 @@
-"""The time of committed training steps: what of a run's time counts, and an estimate of its strict ETTR. Pure.
+"""The time of committed training steps: the part of a run's time that counts, and its estimated strict ETTR. Pure.
 
 *Strict ETTR* is the duration of a run without faults and without protection, divided by the duration of this run, for
 equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
@@ -11,12 +11,12 @@ by the duration of this run. Training that was done again, waits and the time of
 protection costs in each step is part of the median, so the estimate does not contain it.
 
 An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
-trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
-the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer may
-continue from a snapshot of a step between two commits: the first weights that it publishes are of this step. Then its
-predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit, and
-steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
-interrupted since the commit before, and the manager was the same.
+trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept; in
+this case the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer
+may continue from a snapshot of a step between two commits. The first weights that it publishes are of this step, and
+its predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit,
+and steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
+interrupted and the manager did not change since the previous commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .interruptions import TRAIN, Interruption, Interruptions
 
 
 class Attempt(Struct, frozen=True):
-    """An attempt at a step that its incarnation did not commit: begin and end (s), and what interruption ended it."""
+    """An attempt at a step that its incarnation did not commit: begin, end (s), and the interruption that ended it."""
 
     since: float
     until: float
@@ -44,7 +44,7 @@ class CommittedStep(Struct, frozen=True):
     """A commit of one or several steps, or several commits that were reported together. Times are the manager's (s)."""
 
     step: int
-    """The newest of these steps."""
+    """Newest step of the commit or commits."""
     count: int
     since: float
     """Time of the previous commit, or of the first ``train``."""
@@ -56,11 +56,11 @@ class CommittedStep(Struct, frozen=True):
     """Attempts since the previous commit whose work was lost."""
     disturbed: bool
     first: bool
-    """Whether this is the first commit of the run. Its duration is part of no median."""
+    """True for the first commit of the run, whose duration is part of no median."""
     evaluated: bool
-    """Whether the trainer waited for an evaluation before this step."""
+    """True if the trainer waited for an evaluation before this step."""
     kept_s: float = 0.0
-    """Seconds of earlier attempts since the commit before whose work snapshots have kept."""
+    """Seconds of the earlier attempts since the previous commit whose work was kept by snapshots."""
 
     def useful_s(self, medians: StepMedians) -> float:
         """Return the seconds that count: at most the median for each step, but all of an undisturbed first commit."""
@@ -74,7 +74,7 @@ class CommittedStep(Struct, frozen=True):
 class StepMedians(Struct, frozen=True):
     """Median seconds of the undisturbed steps; steps after a wait for an evaluation have a median of their own.
 
-    A run without failures evaluates, too: the time of its evaluations is not lost.
+    The time of evaluations is not lost, because a run without failures evaluates, too.
     """
 
     plain_s: float
@@ -90,7 +90,8 @@ class CommittedSteps:
     def __init__(self, interruptions: Interruptions) -> None:
         self.steps: list[CommittedStep] = []
         self.began: float | None = None
-        """Time (s) of the first ``train``; if none was recorded before the first commit, time of the trainer's join."""
+        """Time (s) of the first ``train``. If no ``train`` was recorded before the first commit, time of the trainer's
+        join."""
         self.began_with_train = False
         self._interruptions = interruptions
         self._newest = 0
@@ -100,7 +101,8 @@ class CommittedSteps:
         """Begin of the current attempt; None until the trainer has begun one."""
         self._discarded: list[Attempt] = []
         self._kept: list[tuple[int, Attempt]] = []
-        """Attempts since the newest commit whose work snapshots have kept, each up to a step, which is named first."""
+        """(step, attempt) for each attempt since the newest commit whose work up to this step was kept by a
+        snapshot."""
         self._published: list[tuple[int, float]] = []
         """Steps whose weights were published in the newest attempt, and when (s)."""
         self._disturbed = False
@@ -116,7 +118,7 @@ class CommittedSteps:
 
     @property
     def ended(self) -> float | None:
-        """Return the time (s) of the newest commit; None before the first one."""
+        """Return the time (s) of the newest commit; None before the first commit."""
         return self.steps[-1].at if self.steps else None
 
     @property
@@ -126,7 +128,7 @@ class CommittedSteps:
 
     @property
     def discarded_since_last_commit_s(self) -> float:
-        """Return the seconds of the attempts since the newest commit that were discarded."""
+        """Return the seconds of the discarded attempts since the newest commit."""
         return sum(attempt.until - attempt.since for attempt in self._discarded)
 
     @property
@@ -137,7 +139,11 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
+        """Return the medians of the undisturbed steps.
+
+        Steps after a wait for an evaluation are one kind of step, all others the other kind. If a kind has no
+        undisturbed step, the median of the other kind is used.
+        """
         undisturbed = [step for step in self.steps if not (step.disturbed or step.first)]
         if not undisturbed:
             return None
@@ -180,7 +186,7 @@ class CommittedSteps:
         if event.phase == TRAIN and event.incarnation.replica == TRAINER:
             if self.began is None:
                 self.began, self._previous_at, self.began_with_train = at, at, True
-                self._disturbed = bool(self._interruptions.open)  # what happened before is outside of the clock
+                self._disturbed = bool(self._interruptions.open)  # what happened earlier does not count
             self._begin_attempt(at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
@@ -193,7 +199,7 @@ class CommittedSteps:
             self._on_restored(step)
 
     def _on_restored(self, step: int) -> None:
-        """Divide the work of the earlier attempts into what was kept and what was lost: the trainer is at ``step``."""
+        """Divide the work of the earlier attempts into kept and lost work, once the trainer has restored ``step``."""
         lost = [attempt for until, attempt in self._kept if until > step]
         self._kept = [kept for kept in self._kept if kept[0] <= step]
         if self._discarded and step > max([self._newest, *(until for until, _ in self._kept)]):
@@ -221,7 +227,7 @@ class CommittedSteps:
             since, until = self._attempt_since, at
         elif self._kept:  # a snapshot has kept the work of the predecessor
             since, until = self._kept[-1][1].since, self._kept.pop()[1].until
-        elif self._discarded:  # the same, but the weights of the snapshot were not reported
+        elif self._discarded:  # a snapshot has kept it, but its weights were not reported
             kept = self._discarded.pop()
             since, until = kept.since, kept.until
         else:
@@ -253,7 +259,7 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
 
 
 def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
-    """Return the strict ETTR against a clean run, and the number of steps that were compared; None if there are none.
+    """Return (strict ETTR against a clean run, number of compared steps); None if no steps can be compared.
 
     ``clean`` is the same job, seed and pace without faults and with every protection off. If one of the runs has
     committed fewer steps, only that many steps are compared.

@@ -30,7 +30,7 @@ class CurvePoint(Struct, frozen=True, array_like=True):
 
 
 class Curves(Struct, frozen=True):
-    """The curves of a run; one without values is empty."""
+    """The curves of a run; a curve without values is empty."""
 
     reward: list[CurvePoint] = []
     """Mean reward of the steps."""
@@ -95,7 +95,7 @@ class CurveRecorder:
 
 
 def _tokens(metrics: dict[str, float]) -> int:
-    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    """Return how many tokens a step trained on: the trainer's own count, else the number of tokens with known age."""
     if "tokens" in metrics:
         return as_count(metrics["tokens"])
     return sum(as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED))

@@ -45,7 +45,7 @@ class ReservedTime:
         self._node_weights: dict[str, int] = {}
         """Weight of a node of each requested allocation, by tag."""
         self._held: dict[str, tuple[int, float]] = {}
-        """Weight of the nodes of each granted allocation, and the time (s) since which it counts."""
+        """Weight of the nodes of each granted allocation, and the time (s) since which they count."""
 
     def on_intended(self, event: ev.Intended) -> None:
         """Record the weight of the nodes of a requested allocation."""

@@ -12,10 +12,10 @@ user requested). Its stages end with these events:
 ``reconnect``  its first training phase, or its first unit of work
 =============  =========================================================================================
 
-A role without weights works as soon as it has joined, so its interruption ends there. If no weight version is recorded
-before the first work, the time since ``Joined`` is ``load``. The stage ``replay``, which is training that is done
-again, is part of no interruption (``committed_steps``). An incarnation that is fenced before it has joined continues
-the interruption.
+A role without weights works as soon as it has joined, so its interruption ends with ``Joined``. If no weight version is
+recorded before the first work, the time since ``Joined`` is ``load``. The stage ``replay``, which is training that is
+done again, is part of no interruption (``committed_steps``). An incarnation that is fenced before it has joined
+continues the interruption.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ TRAIN = "train"
 
 
 class Interruption(Struct, eq=False):
-    """The time in which one replica did not work. Times are the manager's (s); None: not reached."""
+    """The time in which one replica did not work. Times are the manager's (s); None if not reached."""
 
     replica: ReplicaId
     number: int
     """Number of the incarnation that ended."""
     cause: str
-    """A :class:`rrl.core.types.Cause`, or one of the causes above."""
+    """A :class:`rrl.core.types.Cause`, or :data:`PLANNED`, :data:`RUN_ENDED` or :data:`UNKNOWN`."""
     failed_at: float
     detected_at: float
     fenced_at: float
@@ -69,7 +69,7 @@ class Interruption(Struct, eq=False):
     """When the interruption ended: with the first work, the next failure, or the end of the run."""
 
     def stages(self, now: float) -> Iterator[tuple[str, float, float]]:
-        """Yield (stage, start, end) of the stages that took time; the last one lasts until ``now`` if it is open."""
+        """Yield (stage, start, end) of the stages that took time; an open stage lasts until ``now``."""
         end = now if self.ended_at is None else self.ended_at
         weights_at = self.weights_at if self.weights_at is not None else self.worked_at
         ends = (self.detected_at, self.fenced_at, self.launched_at, self.joined_at, weights_at, self.worked_at)
@@ -128,7 +128,7 @@ class Interruptions:
         return [interruption for interruption in begun if interruption is not None]
 
     def _on_fence(self, fence: Fence, about: Incarnation | None, at: float) -> Interruption | None:
-        """Return the interruption that a fence begins; None if it continues an open one, or concerns no role.
+        """Return the interruption that a fence begins; None if an open interruption continues, or no role is fenced.
 
         ``about`` is the failed incarnation if the fence is part of a restart of the whole run, else None.
         """
@@ -139,7 +139,7 @@ class Interruptions:
         held = self.open.get(gang.replica)
         if held is not None and (held.number == gang.number or self._joined.get(gang.replica, 0) < gang.number):
             held.rung = fence.rung.value
-            if failure is not None and not held.charged:  # a member had been fenced before the one that failed
+            if failure is not None and not held.charged:  # another member had been fenced before the failed member
                 self._explain(held, failure, fence)
             return None
         if held is not None:
@@ -225,7 +225,7 @@ class Interruptions:
         return [interruption]
 
     def _successor_of(self, incarnation: Incarnation) -> Interruption | None:
-        """Return the open interruption that this incarnation should end; None for other members of a gang."""
+        """Return the open interruption that this incarnation should end; None if there is none."""
         interruption = self.open.get(incarnation.replica)
         return interruption if interruption is not None and incarnation.number > interruption.number else None
 

@@ -1,8 +1,8 @@
-"""A lane for each member of a role's replica: its incarnations, and what it did at any time of the run. Pure.
+"""A lane for each member of a role's replica: its incarnations and activities over the whole run. Pure.
 
 A lane is a list of intervals, each with the phase that the member reported. A run of many steps has very many
-intervals, so :meth:`Lane.spans` then divides the run into a limited number of equal parts, and returns the main
-activity in each.
+intervals. For such a run :meth:`Lane.spans` divides the run into a limited number of equal parts, and returns the main
+activity in each part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...model.actions import Finish, Launch
 from ..failure_timeline import fences
 
 MAX_SPANS = 400
-"""Maximum number of intervals of a lane: a lane with more is shown as this many equal parts of the run."""
+"""Maximum number of intervals of a lane. A lane with more intervals is shown as this many equal parts of the run."""
 
 
 class Use(StrEnum):
@@ -40,7 +40,7 @@ class Use(StrEnum):
     LOADS = "loads"
     """The member was in a phase that does not count as training, such as the restore of a checkpoint."""
     DOWN = "down"
-    """The member's incarnation had ended, and the next one was not launched yet."""
+    """The member's incarnation had ended, and the next incarnation was not launched yet."""
 
 
 USEFUL = (Use.WORKS, Use.WRITES)
@@ -76,7 +76,7 @@ class LaneIncarnation(Struct):
     launched_at: float
     joined_at: float | None = None
     ended_at: float | None = None
-    """When its step ended or it was fenced, whichever was first."""
+    """When the incarnation's step ended or the incarnation was fenced, whichever was first."""
 
 
 class Span(Struct, frozen=True, array_like=True):
@@ -94,7 +94,7 @@ class Lane:
         self.replica = replica
         self.incarnations: list[LaneIncarnation] = []
         self.current = 0
-        """Number of the incarnation that is launched and not fenced; 0 if there is none."""
+        """Number of the incarnation that is launched and not fenced; 0 if there is no such incarnation."""
         self.starts: list[float] = []
         self.activities: list[Activity] = []
         """Activity of each interval, which begins at the time (s) with the same index in ``starts``. Two neighbours
@@ -119,7 +119,10 @@ class Lane:
         return spent
 
     def spans(self, since: float, until: float) -> list[Span]:
-        """Return the intervals between two times; for a long lane, the main activity in :data:`MAX_SPANS` parts."""
+        """Return the intervals between two times.
+
+        For a long lane, these are :data:`MAX_SPANS` equal parts, each with its main activity.
+        """
         if len(self.starts) > MAX_SPANS:
             return self._prevailing(since, until)
         return [
@@ -157,7 +160,7 @@ class Lanes:
         self.lanes: dict[ReplicaId, Lane] = {}
         self._ending = False
         self._steps: dict[str, Incarnation] = {}
-        """Incarnation by the tag of its step; for a promoted standby process the incarnation of the member."""
+        """Incarnation by the tag of its step. For a promoted standby process, it is the incarnation of the member."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         """Apply an event."""

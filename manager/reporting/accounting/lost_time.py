@@ -5,8 +5,8 @@ lost time is divided in this order:
 
 1. the interruption of the trainer, by its stages;
 2. training that was discarded, as stage ``replay`` of the interruption that ended it;
-3. what is left, up to the time in which other replicas were interrupted or no manager ran: in proportion to these
-   times, by their stages;
+3. interruptions of other replicas, by their stages, and times without a manager; if less lost time is left than these
+   took, it is divided in proportion to them;
 4. the rest as cause ``slow steps``: the step took longer than the median of the undisturbed steps.
 
 The losses add up to the time from the first ``train`` to the newest commit, less the time that counts.
@@ -59,7 +59,10 @@ Losses = dict[str, dict[str, float]]
 def lost_time(
     steps: CommittedSteps, interruptions: Iterable[Interruption], away: Sequence[tuple[float, float]]
 ) -> Losses:  # fmt: skip
-    """Return the lost seconds by cause and stage, the largest cause first; ``away``: intervals without a manager."""
+    """Return the lost seconds by cause and stage, largest cause first.
+
+    ``away`` contains the intervals in which no manager ran.
+    """
     medians, ended = steps.medians, steps.ended
     if medians is None or ended is None:
         return {}
@@ -86,7 +89,7 @@ def lost_time(
 
 
 def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
-    """Yield for each step the pieces that overlap it; both are in the order of their times."""
+    """Yield for each step the pieces that overlap it. Steps and pieces must be in the order of their times."""
     active: list[Piece] = []
     following = 0
     for step in steps:
@@ -100,7 +103,7 @@ def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterabl
 def _divide(
     step: CommittedStep, medians: StepMedians, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
 ) -> Iterable[tuple[str, str, float]]:  # fmt: skip
-    """Yield (cause, stage, seconds) of the time lost between the previous commit and that of ``step``."""
+    """Yield (cause, stage, seconds) of the time lost between the previous commit and the commit of ``step``."""
     left = step.at - step.since - step.useful_s(medians)
     for piece in of_trainer:
         seconds = min(left, piece.within(step.since, step.at))
@@ -124,7 +127,7 @@ def _divide(
 
 
 class SlidingPoint(Struct, frozen=True, array_like=True):
-    """The share of the window that ends at ``at`` (s) which counts as effective."""
+    """The share of a window that counts as effective; the window ends at ``at`` (s)."""
 
     at: float
     share: float

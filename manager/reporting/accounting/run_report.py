@@ -26,7 +26,8 @@ from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import SlidingPoint, lost_time, sliding_ettr
 
 MAX_DECISIONS = 1000
-"""Maximum number of decisions in a report; beyond it, the newest are left out, and the report says how many."""
+"""Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
+contains their number."""
 
 
 class Loss(Struct, frozen=True):
@@ -51,7 +52,7 @@ class InterruptionReport(Struct, frozen=True):
     node_after: str
     at: float
     until: float | None
-    """When the replica worked again; None if it did not."""
+    """When the replica worked again; None if it did not work again."""
     seconds: float
     stages: dict[str, float]
     evidence: tuple[str, ...]
@@ -75,7 +76,7 @@ class LaneReport(Struct, frozen=True):
     incarnations: list[LaneIncarnation]
     spans: list[Span]
     seconds: dict[str, float]
-    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next one was launched."""
+    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next incarnation was launched."""
 
 
 class Strict(Struct, frozen=True):
@@ -268,7 +269,7 @@ class Account:
         if steps.step_s is None:
             yield "No step was undisturbed: lost time and the estimate of the ETTR are unknown."
         if without := [one for one in self.interruptions.all if one.cause == UNKNOWN]:
-            yield f"{len(without)} failures have no finding: their cause is unknown."
+            yield f"Number of failures without a finding, whose cause is unknown: {len(without)}."
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
         if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
             yield (
@@ -288,7 +289,7 @@ class NoEvents(Exception):
 
 
 def account(events: Iterable[ev.Stamped]) -> Account:
-    """Fold all events of a run. Raise NoEvents if there are none."""
+    """Fold all events of a run. Raise NoEvents if there are no events."""
     folded: Account | None = None
     for stamped in events:
         if folded is None and isinstance(stamped.event, ev.RunStarted):
@@ -321,13 +322,13 @@ def _strict(run: Account, clean: Account) -> Strict | None:
 def _doubts(run: Account, clean: Account) -> Iterator[str]:
     """Yield the reasons why the figure of the strict ETTR may be wrong."""
     if clean.interruptions.all:
-        yield f"{clean.run} was interrupted {len(clean.interruptions.all)} times: it is not a clean run."
+        yield f"{clean.run} is not a clean run; number of its interruptions: {len(clean.interruptions.all)}."
     if protections := list(_protections(clean.job)):
         yield f"{clean.run} had protection on ({', '.join(protections)}): the strict ETTR does not contain its cost."
     if differ := [name for name, of in _COMPARED.items() if of(run.job) != of(clean.job)]:
         yield f"The jobs differ in {', '.join(differ)}."
     if run.steps.steps[-1].step != clean.steps.steps[-1].step:
-        yield "The runs have committed different numbers of steps: only the steps of both are compared."
+        yield "The runs have committed different numbers of steps: only steps that both runs have are compared."
 
 
 _COMPARED: dict[str, Callable[[RunSpec], Any]] = {

@@ -36,7 +36,7 @@ _ENDED_BADLY = (Outcome.FAILED, Outcome.REJECTED)
 
 
 class Arrival(StrEnum):
-    """Whether an expected effect has occurred."""
+    """The state of an expected effect."""
 
     OPEN = "awaited"
     CAME = "came"
@@ -50,7 +50,7 @@ class Result(Struct):
 
     arrival: Arrival = Arrival.OPEN
     at: float | None = None
-    """Manager's time (s) at which the effect occurred, or was certain not to occur; None while that is open."""
+    """Manager's time (s) at which the effect occurred, or was certain not to occur; None while neither is known."""
     text: str = ""
     """Description of the event."""
 
@@ -74,7 +74,7 @@ class Expectations:
     def __init__(self) -> None:
         self._policy = _ONE_BY_ONE
         self._joins: dict[ReplicaId, list[tuple[Incarnation, Result]]] = {}
-        """Open restarts by the replica that should join again, each with the incarnation that it ended."""
+        """Open restarts, by the replica that should join again; each with the incarnation that the restart ended."""
         self._launches: dict[Incarnation, Result] = {}
         """Launches, by the incarnation that should join."""
         self._launch_tags: dict[str, Incarnation] = {}
@@ -183,7 +183,7 @@ class Expectations:
         _settle_all(self._unused.pop(launch.node, ()), Arrival.MISSED, at, f"{launch.incarnation} was started there")
 
     def _repaired(self, action: Exclude | Fence | RestartAll, at: float) -> None:
-        """Settle the injected faults that a repair follows from."""
+        """Settle the expectations about the injected faults that this repair answers."""
         node = action.node if isinstance(action, Exclude) else None
         fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
         ended = {fence.incarnation for fence in fences if fence.charged}

@@ -1,7 +1,7 @@
 """The manager's decisions in order, each explained: a fold of the run's events. Pure.
 
 An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the rungs
-before it would have needed, the expected effect with its deadline, and whether it occurred (``expectations``).
+before it would have needed, the expected effect with its deadline, and whether this effect occurred (``expectations``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Explanation(Struct):
     """Training step that was in progress, or the last step; 0 in a run without training."""
     action: Action
     node: NodeName = NodeName("")
-    """Node of the process that the decision is about, or the node that it is about; empty if it is about neither."""
+    """Node of the process that the decision is about, or the node that the decision itself is about; empty if there is
+    neither."""
     findings: tuple[Finding, ...] = ()
     """Failures that detectors or checks had found, about the process or its node."""
     result: Result = field(default_factory=Result)
@@ -112,7 +113,7 @@ class _Explainer:
 
     def apply(self, stamped: ev.Stamped) -> None:
         """Add the explanation of a decision, or what an event shows about earlier decisions."""
-        handler = _HANDLERS.get(type(stamped.event))  # most events of a long run have none
+        handler = _HANDLERS.get(type(stamped.event))  # most events of a long run have no handler
         if handler is not None:
             handler(self, stamped, stamped.event)
         self._expectations.apply(stamped)

@@ -20,8 +20,8 @@ from ....core.types import Incarnation
 from ....transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
-"""Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer without a
-message for the longest time is evicted."""
+"""Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer whose last
+message is the oldest is evicted."""
 MAX_FILE_BYTES = 4 * 2**20
 """Size in bytes at which a file is renamed to ``.1``, which replaces an earlier ``.1``."""
 COMPLETION_GRACE_S = 2.0
@@ -40,7 +40,7 @@ class _LogBuffer:
         self.due_at: float | None = None
         """Time (s) at which the buffer must be written; None if it need not be written."""
         self.complete = False
-        """True once the last line was received; the buffer is then removed after it is written."""
+        """True once the last line was received, so that the buffer is removed after it is written."""
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Whether any buffer must be written now."""
+        """Return whether any buffer must be written now."""
         return bool(self._due)
 
     def write_all_due(self) -> None:
@@ -182,5 +182,5 @@ def _append(path: Path, data: bytes, max_file_bytes: int) -> int:
         os.replace(path, path.with_name(f"{path.name}.1"))
         with open(path, "ab", buffering=0, opener=_private) as file:
             return file.write(data)
-    except (OSError, ValueError):  # storage full or away, or an invalid file name
+    except (OSError, ValueError):  # the storage is full or unavailable, or the file name is invalid
         return 0

@@ -38,7 +38,7 @@ _MESSAGE_BURST = 100
 """Messages that may be handled before the limit applies."""
 _CLOSE_POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 5.0
-"""Seconds for the last buffers to be written when the manager leaves: storage may hang."""
+"""Seconds for the last buffers to be written when the manager exits, since storage may hang."""
 
 
 class LogCollector:
@@ -59,7 +59,8 @@ class LogCollector:
     async def open(self, keys: RunKeys, host: str) -> None:
         """Listen on a free port of ``host`` and publish the address in the run directory.
 
-        Call it after the run has a state. Raises what :meth:`rrl.transport.control.endpoints.Listener.open` raises.
+        Must be called after the run has a state. Raises what :meth:`rrl.transport.control.endpoints.Listener.open`
+        raises.
         """
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
@@ -136,7 +137,7 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Wait until the manager leaves and incarnations that have just ended had time for their last messages."""
+        """Wait until the manager exits and incarnations that have just ended had time for their last messages."""
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):

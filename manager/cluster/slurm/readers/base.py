@@ -1,7 +1,8 @@
-"""Define what rrl reads from Slurm and the two changes of nodes that it makes; two implementations exist.
+"""Define the interface by which rrl reads from Slurm and changes nodes.
 
-:mod:`.command_reader` runs Slurm's commands and parses what they print. :mod:`.pyslurm_reader` asks a child process
-that uses pyslurm. Both return the same values (:mod:`..parsing`). :mod:`.selection` chooses between them.
+There are two implementations. :mod:`.command_reader` runs Slurm's commands and parses what they print.
+:mod:`.pyslurm_reader` asks a child process that uses pyslurm. Both return the same values (:mod:`..parsing`).
+:mod:`.selection` chooses between them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..parsing import Job, NodeInfo, StepLine
 
 
 class NotPermitted(Refused):
-    """Slurm does not permit this user to change nodes: any other change would be refused as well."""
+    """Slurm does not permit this user to change nodes, so it would also refuse any other change of a node."""
 
 
 class SlurmConfig(Struct, frozen=True):
@@ -36,10 +37,10 @@ class SlurmReader(Protocol):
     """
 
     async def jobs(self) -> list[Job]:
-        """Return all jobs of this user that slurmctld still knows, also those that have ended."""
+        """Return all jobs of this user that slurmctld still knows, including ended jobs."""
 
     async def steps(self) -> list[StepLine]:
-        """Return the numbered steps of this user's jobs, without batch, extern, interactive and pending ones."""
+        """Return the numbered steps of this user's jobs, without batch, extern, interactive and pending steps."""
 
     async def nodes(self, names: Sequence[NodeName] | None) -> dict[NodeName, NodeStatus]:
         """Return the states of these nodes, or of all nodes if ``names`` is None.

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class ChildFailed(Unanswered):
-    """The process died, did not answer in time, or sent something that is not a reply; it has been ended.
+    """The process died, did not answer in time, or sent something that is not a reply. It no longer runs.
 
     The request may or may not have been carried out.
     """
@@ -102,7 +102,7 @@ class PyslurmChild:
         if self._closed:
             raise ChildClosed
         if self._running is not None and self._running.process.returncode is not None:
-            await self._kill()  # it ended between two requests, so no reply is lost
+            await self._kill()  # the process ended between two requests, so no reply is lost
         if self._running is None:
             self._running = running = await self._start()
             async with self._deadline(running, self._start_timeout_s):
@@ -121,7 +121,7 @@ class PyslurmChild:
             process = await asyncio.shield(starting)
         except OSError as error:
             raise ChildFailed(f"the process of pyslurm cannot be started: {error}") from error
-        except asyncio.CancelledError:  # as in core.command_runner.run_async: the start is completed first
+        except asyncio.CancelledError:  # complete the start first, as core.command_runner.run_async does
             with contextlib.suppress(OSError):
                 (await starting).kill()
             raise
@@ -139,9 +139,9 @@ class PyslurmChild:
 
     @contextlib.asynccontextmanager
     async def _deadline(self, running: _Running, timeout_s: float) -> AsyncIterator[None]:
-        """End the process unless the block succeeds within ``timeout_s`` seconds, also if the caller is cancelled.
+        """End the process if the block fails, is cancelled, or takes longer than ``timeout_s`` seconds.
 
-        A reply that is still to come would otherwise be taken for the reply to the next request.
+        Otherwise a late reply would be taken for the reply to the next request.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,7 +166,7 @@ class PyslurmChild:
             return
         with contextlib.suppress(ProcessLookupError):
             running.process.kill()
-        with contextlib.suppress(TimeoutError):  # in uninterruptible sleep it ends later
+        with contextlib.suppress(TimeoutError):  # a process in uninterruptible sleep ends later
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await running.process.wait()
                 await running.reading

@@ -98,7 +98,7 @@ class CommandReader:
 
 
 def one_line(ended: CommandResult) -> str:
-    """Return the stderr of a failed command in one line, or its exit code if it printed nothing there."""
+    """Return the stderr of a failed command in one line, or the command's exit code if stderr is empty."""
     return " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"
 
 

@@ -6,11 +6,11 @@ from msgspec import Struct
 
 
 class ReadJobs(Struct, frozen=True, tag=True):
-    """Ask for the jobs of the user of the process."""
+    """Ask for the jobs of the user who runs the process."""
 
 
 class ReadSteps(Struct, frozen=True, tag=True):
-    """Ask for the numbered steps of the user of the process."""
+    """Ask for the numbered steps of the user who runs the process."""
 
 
 class ReadNodes(Struct, frozen=True, tag=True):
@@ -40,7 +40,7 @@ Request = ReadJobs | ReadSteps | ReadNodes | ReadConfig | DrainNode | UndrainNod
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The first line of the process: pyslurm is imported."""
+    """The first message of the process, sent once pyslurm is imported."""
 
     version: str
     """Version of pyslurm; its first two numbers are the release of Slurm that it was built for."""
@@ -52,22 +52,22 @@ class JobRow(Struct, frozen=True):
     id: int
     state: str
     nodes: str
-    """Host list in Slurm's folded notation; empty: none."""
+    """Host list in Slurm's folded notation; empty if the job has no nodes."""
     name: str
     reason: str
     comment: str
     leader: int
-    """Id of the heterogeneous job; 0: the job is not heterogeneous."""
+    """Id of the heterogeneous job; 0 if the job is not heterogeneous."""
     offset: int
     """Index of the component in the heterogeneous job."""
     limit_s: float | None
-    """Time limit; None: unlimited."""
+    """Time limit; None if unlimited."""
     run_s: float
-    """Time for which the job has run, without suspensions."""
+    """Seconds for which the job has run; suspensions do not count."""
     start: float | None
-    """Start (s since 1970); None: unknown."""
+    """Start (s since 1970); None if unknown."""
     end: float | None
-    """End, or expected end (s since 1970); None: unknown."""
+    """End, or expected end (s since 1970); None if unknown."""
 
 
 class JobRows(Struct, frozen=True, tag=True):
@@ -125,7 +125,8 @@ class Failed(Struct, frozen=True, tag=True):
     """The request failed."""
 
     number: int
-    """Slurm's error number (slurm_errno.h), or errno; 0: unknown, -1: an error that pyslurm itself raised."""
+    """Slurm's error number (slurm_errno.h), or errno. It is 0 if unknown, and -1 for an error that pyslurm itself
+    raised."""
     text: str
     """Text of the error for people; decisions use ``number``."""
 

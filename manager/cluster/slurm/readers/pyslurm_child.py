@@ -2,9 +2,9 @@
 
     python -P -m rrl.manager.cluster.slurm.readers.pyslurm_child MODULE
 
-It is a process of its own, for three reasons. A call of pyslurm holds the interpreter's lock for as long as slurmctld
-is silent (measured: 6.5 s). pyslurm ends the process if slurm.conf cannot be read. And pyslurm is licensed under the
-GPL, version 2 only. Therefore no other process of rrl imports it.
+It is a process of its own, for three reasons. A call of pyslurm holds the interpreter's lock until slurmctld answers
+(measured: 6.5 s). pyslurm ends the process if slurm.conf cannot be read. And pyslurm is licensed under the GPL, version
+2 only. Therefore no other process of rrl imports it.
 """
 
 from __future__ import annotations

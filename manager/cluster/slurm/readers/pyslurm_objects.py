@@ -1,10 +1,10 @@
-"""Turn pyslurm's objects into replies, for its generations from 22.05 to 24.11. Runs in the child process only.
+"""Turn objects of pyslurm 22.05 to 24.11 into replies. Runs in the child process only.
 
-Differences between the generations that this module hides:
+Peculiarities of pyslurm that this module hides:
 
-- 22.05 reports a node that is partly allocated as ALLOCATED; later generations report MIXED, as scontrol does.
-- The nodes of a step are a list in all of them, those of a job are a text.
-- InactiveLimit is a value of the class ``config`` of the old API; 25.11 has it in ``slurmctld.Config`` as well.
+- 22.05 reports a node that is partly allocated as ALLOCATED; later versions report MIXED, as scontrol does.
+- In all versions the nodes of a step are a list, and the nodes of a job are a text.
+- InactiveLimit is a value of the class ``config`` of the old API. 25.11 also has it in ``slurmctld.Config``.
 - A text that is not UTF-8, which any user may put into a reason, cannot be read as an attribute.
 
 pyslurm returns None for a text that is empty or ``None``.
@@ -21,8 +21,9 @@ from typing import Any
 from .messages import ConfigRow, Done, Failed, JobRow, JobRows, NodeRow, NodeRows, StepRow, StepRows
 
 MAX_SINGLE_NODES = 8
-"""Largest number of nodes that are read one by one, with two requests to slurmctld each; beyond it all nodes of the
-cluster are read in one request. Two requests for one node take slurmctld less time than one for thousands of nodes."""
+"""Largest number of nodes that are read one by one, with two requests to slurmctld each. If more are needed, all nodes
+of the cluster are read in one request. Two requests for one node take slurmctld less time than one request for
+thousands of nodes."""
 OWN_ERROR = -1
 """Error number that pyslurm itself sets, for example for a node that does not exist (SLURM_ERROR)."""
 INVALID_NODE_NAME = 2018
@@ -94,7 +95,7 @@ class PyslurmObjects:
         return Done()
 
     def failed(self, error: Exception) -> Failed:
-        """Return the reply for an exception of this class."""
+        """Return the reply for an exception that a method of this class has raised."""
         number = error.errno if isinstance(error, self._pyslurm.RPCError) else getattr(error, "errno", None)
         return Failed(number if isinstance(number, int) else 0, f"{error}" or type(error).__name__)
 

@@ -1,7 +1,7 @@
 """Read Slurm by pyslurm, in a child process: typed values and error numbers instead of text.
 
-Submitting and launching stay commands. The child process has a deadline for each request; a child that misses it is
-killed, the outcome is unknown, and the next request starts a new child (:mod:`.child_process`).
+Jobs are still submitted, and steps launched, by commands. The child process has a deadline for each request; a child
+that misses it is killed, the outcome is unknown, and the next request starts a new child (:mod:`.child_process`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLURMCTLD_ERRORS = range(2000, 3000)
 """Error numbers with which slurmctld reports that it did not carry out a request. In slurm_errno.h, 1000 to 1999 and
 5000 to 6999 are failures of the connection or the authentication; numbers below 1000 are the operating system's."""
 UNSETTLED = frozenset({2027, 2090, 2131})
-"""Numbers in that range that leave the outcome open: ESLURM_IN_STANDBY_MODE, ESLURM_INTERNAL and
+"""Numbers of :data:`SLURMCTLD_ERRORS` after which the outcome is unknown: ESLURM_IN_STANDBY_MODE, ESLURM_INTERNAL and
 ESLURM_IN_STANDBY_USE_BACKUP. Another slurmctld that has taken over may carry out the request."""
 
 T = TypeVar("T", bound=Struct)
@@ -118,7 +118,7 @@ class PyslurmReader:
 
 
 def error_of(failed: Failed) -> Refused | Unanswered:
-    """Return the exception for a request that failed, by its number."""
+    """Return the exception for a request that failed, according to the error number in the reply."""
     if failed.number in NO_RIGHTS:
         return NotPermitted(failed.text)
     if failed.number in SLURMCTLD_ERRORS and failed.number not in UNSETTLED:

@@ -1,8 +1,8 @@
 """Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep the choice until pyslurm fails.
 
 ``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and gave the same values as
-the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. Either way the commands
-take over for the rest of the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child process.
+the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. With both settings, the
+commands take over after :data:`MAX_CHILD_FAILURES` failures of the child process, for the rest of the manager's epoch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MAX_CHILD_FAILURES = 3
 """Number of failures of the child process after which a manager reads by commands only."""
 LARGE_QUEUE_JOBS = 500
 """Number of jobs of all users above which jobs are read by squeue: slurmctld sends squeue only the jobs of this user,
-but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU either way
+but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU with either reader
 (docs/sites.md)."""
 FIRST_LOOKS = 3
 """Number of comparisons of the two readers at the start. A difference counts only if all comparisons show it, because
 the cluster may change between the reads of the two readers."""
 FIRST_LOOK_PAUSE_S = 1.0
-"""Seconds between two of these looks."""
+"""Seconds between two of the first comparisons."""
 SHOWN_DIFFERENCES = 2
-"""Number of differences that are named; a large cluster may have thousands."""
+"""Maximum number of differences that the log line names; a large cluster may have thousands."""
 CLOCK_DIFFERENCE_S = 5.0
 """Seconds by which the time left of a job may differ between two readers that read one after the other."""
 
@@ -91,7 +91,7 @@ async def choose_reader(
             shown = "; ".join(differences[:SHOWN_DIFFERENCES])
             reason = f"pyslurm {version} gave other values in the first comparison: {shown}{more}"
         else:
-            return Choice(by_pyslurm, f"pyslurm {version}: a first comparison gave equal values as the commands")
+            return Choice(by_pyslurm, f"pyslurm {version}: a first comparison gave equal values for both readers")
     except ChildFailed as error:
         reason = f"pyslurm failed in the first comparison: {error}"
     except BaseException:
@@ -102,7 +102,7 @@ async def choose_reader(
 
 
 class SelectedReader:
-    """The reader that ``[cluster] reader`` selects; it is chosen at the first request (:class:`.base.SlurmReader`)."""
+    """The reader that ``[cluster] reader`` selects (:class:`.base.SlurmReader`). It is chosen at the first request."""
 
     def __init__(
         self, setting: ReaderSetting, by_commands: SlurmReader, limits: SlurmLimits, module: str = "pyslurm"
@@ -115,7 +115,10 @@ class SelectedReader:
         self._jobs_by_commands = False
 
     async def jobs(self) -> list[Job]:
-        """Return all jobs of this user; by squeue once the queue has had more than :data:`LARGE_QUEUE_JOBS` jobs."""
+        """Return all jobs of this user.
+
+        Once the queue has had more than :data:`LARGE_QUEUE_JOBS` jobs, squeue reads them.
+        """
         if self._jobs_by_commands:
             return await self._by_commands.jobs()
         jobs = await self._use(lambda reader: reader.jobs())
@@ -183,7 +186,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
-    """Return, as texts, the differences between two readers that each of several comparisons shows."""
+    """Return texts about the differences between two readers that all of several comparisons show."""
     remaining: dict[str, str] | None = None
     for attempt in range(FIRST_LOOKS):
         if attempt:
@@ -209,7 +212,7 @@ async def look(reader: SlurmReader) -> dict[str, Struct]:
 
 
 def same_value(expected: Struct | None, found: Struct | None) -> bool:
-    """Return whether two readers read the same value; the time that a job has left may differ a little."""
+    """Return whether two readers read the same value; a job's time left may differ by :data:`CLOCK_DIFFERENCE_S`."""
     if isinstance(expected, Job) and isinstance(found, Job):
         left, other = expected.time_left_s, found.time_left_s
         if left is not None and other is not None and abs(left - other) <= CLOCK_DIFFERENCE_S:

@@ -104,7 +104,7 @@ def test_a_drain_is_a_condition_whether_slurm_allowed_it_or_not() -> None:
     done, refused = _drained(True), _drained(False)
     assert [one.text for one in conditions(done, done.at, None)] == ["n3 is drained: xid: Xid 79"]
     assert [one.text for one in conditions(refused, refused.at, None)] == [
-        "n3 should be drained by an administrator, since rrl may not (Invalid user id): xid: Xid 79"
+        "n3 should be drained by an administrator, since rrl may not drain it (Invalid user id): xid: Xid 79"
     ]
 
 
