@@ -1,4 +1,5 @@
-"""Real trainer processes on the GPU, in bfloat16: killed, restarted, and compared bit for bit with one that was not."""
+"""Real trainer processes on the GPU in bfloat16 that are killed and restarted, compared bit for bit with undisturbed
+ones."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
     async def story() -> None:
         whole = await undisturbed(tmp_path / "whole", processes, snapshots=snapshots, **trainer)
         again = await undisturbed(tmp_path / "again", processes, snapshots=snapshots, **trainer)
-        assert again == whole, "two runs that nobody disturbs differ: this GPU's kernels are not deterministic"
+        assert again == whole, "two undisturbed runs differ: this GPU's kernels are not deterministic"
         async with Stage(tmp_path / "killed", processes, snapshots=snapshots, **trainer).open() as stage:
             await dies(stage, "in the step", 2)
             await dies(stage, SEALED if snapshots else "in the files", 3)
@@ -58,7 +59,8 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
 def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     device: torch.device, pinned: bool
 ) -> None:
-    """The copy that checkpoints and snapshots are made from, with the random state of the GPU."""
+    """The copy in the host buffer, from which checkpoints and snapshots are made, includes the random state of the
+    GPU."""
     import torch
 
     from rrl.roles.models.policy import build_model
@@ -85,7 +87,7 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     expected = torch.rand(4, device=device)
     layout.load(buffer, other.tensors())
     other.resume(extra)
-    assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device is part of it"
+    assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device was not restored"
     for name, tensor in student.tensors().items():
         assert torch.equal(tensor, other.tensors()[name]), name
     pinning.unpin(buffer)
