@@ -1,4 +1,4 @@
-"""A benchmark that cannot run here says so in one line, before it or any other one has begun."""
+"""A benchmark that cannot run on this machine reports the reason in one line, before any benchmark has begun."""
 
 from __future__ import annotations
 
