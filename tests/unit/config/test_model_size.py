@@ -1,4 +1,4 @@
-"""The weights of a model are counted without torch as torch counts them."""
+"""The number of a model's weights, computed without torch, is that of torch."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def visited(**other: Any) -> Facts:
 
 
 def unread(struct: Any, why: Unavailable = WHY) -> Any:
-    """All its parts."""
+    """Return a struct of this type whose fields are all unavailable."""
     return type(struct)(**dict.fromkeys(struct.__struct_fields__, why))
 
 

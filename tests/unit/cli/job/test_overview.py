@@ -1,4 +1,4 @@
-"""The lines with which ``rrl check`` begins."""
+"""The first lines of the output of ``rrl check``."""
 
 from __future__ import annotations
 
