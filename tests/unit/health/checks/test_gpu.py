@@ -362,7 +362,9 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
     )
     node = ObservedNode().reads(stuck).cannot("nvml").passes(58).reads(stuck)
     assert node.verdict("readers") is Verdict.UNKNOWN
-    assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
+    assert node.reads(stuck).verdict("readers") is Verdict.FAIL, (
+        "after a gap in the samples, the deadline started again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,7 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
     [
         ("nvidia-smi", 0, Verdict.FAIL),
         ("nvme-wq", 0, Verdict.WARN),
-        ("nvidia-smi", 1001, Verdict.WARN),  # a user's program may be called so
+        ("nvidia-smi", 1001, Verdict.WARN),  # a user's program may have this name
         ("nvidia-smi", None, Verdict.WARN),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checks of the rest of a node: DCGM's verdicts, kernel log, InfiniBand, mounts, host."""
+"""Checks of the other parts of a node: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
 
 from __future__ import annotations
 
@@ -351,15 +351,15 @@ def test_file_system_error_of_a_users_loop_device_does_not_fail_the_node(device:
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
-    """A node whose /scratch has not answered so many processes for so long (s)."""
+    """Return a node whose /scratch has not answered ``attempts`` processes for ``hung_for`` seconds."""
     hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
     return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
 
 
 @pytest.mark.parametrize(("reading", "verdict"), [
     (scratch(3, 15.1), Verdict.FAIL),
-    (scratch(2, 15.1), Verdict.WARN),  # a single request may be lost
-    (scratch(3, 10.0), Verdict.WARN),  # a server that fails over answers again soon
+    (scratch(2, 15.1), Verdict.WARN),  # single requests may get lost
+    (scratch(3, 10.0), Verdict.WARN),  # a server answers again soon after a failover
     (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
     (scratch(0, 0.0), Verdict.WARN),
 ])  # fmt: skip

@@ -1,6 +1,6 @@
-"""The manager's own Slurm jobs, how successors are queued, and the supervisor of a manager in a pool.
+"""The manager's own Slurm jobs, the queue of successors, and the supervisor of a manager in a pool.
 
-What needs a real Slurm is tested in tests/integration/slurm.
+The tests in tests/integration/slurm use a real Slurm.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_manager_in_pool_finds_its_allocation_by_the_name_of_its_job(
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
     assert manager_job.own_allocation_tag(RUN, pool) == f"{RUN}.pool"
     assert manager_job.own_allocation_tag(RUN, job) == ""
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in an interactive job
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a manager that was started by hand in an interactive job
     assert manager_job.own_allocation_tag(RUN, pool) == ""
 
 
@@ -237,7 +237,7 @@ def test_pool_supervisor_ends_after_the_run_was_removed(tmp_path: Path, monkeypa
 
     def call(argv: list[str]) -> int:
         calls.append(argv)
-        assert len(calls) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a removed run"
+        assert len(calls) <= pool_supervisor.MAX_FUTILE_STARTS, "the supervisor holds the pool of a removed run"
         return 1
 
     monkeypatch.setattr("subprocess.call", call)

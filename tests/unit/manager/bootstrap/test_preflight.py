@@ -1,4 +1,4 @@
-"""What a real Slurm would reject is reported with the key of job.toml to change, and nothing is started."""
+"""A request that a real Slurm would reject is reported with the key of job.toml to change, and nothing is started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]
 
 
 def answers_for(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, SlurmAnswer]:
-    """Return what Slurm says about each job.toml, as a plain user gets it."""
+    """Return Slurm's answer to each job.toml, as a plain user gets it."""
     folder = lab.user_home / "trial"
     path = Path(folder, "found")
 
