@@ -138,7 +138,8 @@ def test_join_settles_a_launch_whose_admission_was_missed() -> None:
 
 def test_admitted_replica_is_not_reset_by_a_poll_that_missed_its_step() -> None:
     intents = state_after(*pool(N1), launch()).intents
-    state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)  # as an older manager may have left it
+    # a state that an older manager may have left
+    state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)
     for unheard in (True, False):
         missed = state_after(ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", unheard), state=state)
         assert (missed.replicas, missed.intents) == (state.replicas, {})

@@ -1,4 +1,4 @@
-"""Real steps send lines to a real collector: which lines are kept when a step, its file or the manager is gone."""
+"""Real steps send lines to a real collector: which lines survive the loss of a step, of its file or of the manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INCARNATION = Incarnation(ReplicaId("rollout/0"), 1)
 
 
 def _unused(*_: Any) -> Any:
-    raise AssertionError("the log collector neither records events nor sends messages to peers")
+    raise AssertionError("the log collector has recorded an event or sent a message to a peer")
 
 
 @asynccontextmanager
@@ -64,10 +64,10 @@ def test_last_lines_of_a_killed_step_are_kept_without_its_file(tmp_path: Path) -
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
-            os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
+            os.mkfifo(at.run.log_file(launch.tag))  # an open() of it hangs, as on storage that does not answer
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
-            assert shipped(at, launch) == [], "written only when it is needed"
+            assert shipped(at, launch) == [], "lines were written before they were needed"
             step.kill()  # its node is gone
             collector.on_event(ev.StepEnded(launch.incarnation, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
