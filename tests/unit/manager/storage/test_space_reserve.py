@@ -1,4 +1,4 @@
-"""The space that a run keeps for its end on a full file system."""
+"""The reserve of space that a run frees at its end on a full file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of trackers as the manager keeps them running. The process itself is a stand-in."""
+"""The manager keeps the processes of trackers running. The process is a substitute here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lasting faults and faults of an agent on itself, with real steps, a real agent and a real pause helper."""
+"""Lasting faults, and faults of an agent on itself, with real steps, a real agent and a real pause helper."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ SPINS = ("sh", "-c", "while :; do :; done")
 
 
 def state(process: Process) -> str:
-    """Return the state of a process as in /proc; ``T`` means stopped."""
+    """Return the state of a process as /proc shows it; ``T`` means stopped."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def runs(process: Process) -> None:
-    """Wait until a process was not stopped for 0.5 s, longer than a pause helper that slows it would let it run."""
+    """Wait until a process was not stopped for 0.5 s.
+
+    A pause helper that slows the process would stop it within this time.
+    """
     loop = asyncio.get_running_loop()
     since = loop.time()
     deadline = since + 30.0
     while loop.time() - since < 0.5:
         if state(process) == "T":
             since = loop.time()
-        assert loop.time() < deadline, "it is still stopped now and then"
+        assert loop.time() < deadline, "the process is still stopped from time to time"
         await asyncio.sleep(0.005)
 
 
