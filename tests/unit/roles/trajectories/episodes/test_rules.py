@@ -343,7 +343,7 @@ def test_episodes_begin_only_if_steps_can_train_them_and_their_turns_are_always_
     store = open_agents_store(tmp_path, staleness=0)
     store.lease(ROLLOUT, 1, (), 0)  # reports its weights
     begun = episodes(store)
-    assert {item.group for item in begun} == set(range(BATCH)), "step 1 trains no more groups"
+    assert {item.group for item in begun} == set(range(BATCH)), "episodes of more groups than step 1 trains were leased"
     assert all(ask(store, item) for item in begun)
     assert len(lease(store, weights=0)) == len(begun)
 

@@ -63,7 +63,7 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
 
 
 def opened_twice(folder: Path) -> Store:
-    """Open a store whose log was rewritten by another process that opened it before."""
+    """Open a store for the second time, whose log was rewritten when it was opened before."""
     open_store(folder).close()
     return open_store(folder)
 
@@ -164,7 +164,7 @@ def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
     evaluate(store, 4)
     train(store, 5)
     evaluate(store, 5)
-    assert list(store.evaluations.results) == [0, 2, 4, 5], "before the first step, and after the last one, too"
+    assert list(store.evaluations.results) == [0, 2, 4, 5], "the evaluated steps are not 0, 2, 4 and the last one"
 
 
 def test_token_of_another_version_is_refused_and_its_answer_leased_again(tmp_path: Path) -> None:
@@ -210,11 +210,15 @@ def test_new_trainer_begins_an_open_evaluation_again(tmp_path: Path) -> None:
     first = answer_all(store, 0)
     score(store, at_most=2)
     store.update_membership([*(one for one in ALL if one != TRAINER), NEXT])
-    assert not is_evaluated(lease(store, weights=0)), "the new trainer has published nothing"
+    assert not is_evaluated(lease(store, weights=0)), (
+        "evaluated answers were leased before the new trainer has published a version"
+    )
     publish(store, 0, NEXT)
     again = answer_all(store, 0, trainer=2)
     assert len(again) == len(first)
-    assert not {*first} & {*again}, "late answers and scores of the first attempt are not confused with new ones"
+    assert not {*first} & {*again}, (
+        "the second attempt uses numbers of the first one, whose late scores would count for it"
+    )
     store.post_scores(REWARD, [Score(number, 1.0, 1.0) for number in first])
     assert store.evaluations.results == {}
     score(store, reward=0.5)
@@ -229,12 +233,12 @@ def test_result_counts_once_its_step_is_committed(tmp_path: Path) -> None:
     score(store)
     batch = crew.bind(store, 2)
     evaluate(store, 2, reward=0.25)
-    assert list(store.evaluations.results) == [0], "step 2 is not committed"
+    assert list(store.evaluations.results) == [0], "the result of a step counts before the step is committed"
     generate(store, weights=2)
     score(store)
-    assert isinstance(store.batch(TRAINER, 3), Bound), "but the trainer does not wait for that"
+    assert isinstance(store.batch(TRAINER, 3), Bound), "the trainer has to wait for the result of an evaluation"
     store.update_membership([*(one for one in ALL if one != TRAINER), NEXT])
-    assert store.batch(NEXT, 3) == NotReady(), "the new trainer computes step 2 again"
+    assert store.batch(NEXT, 3) == NotReady(), "step 3 was bound before the new trainer has computed step 2 again"
     evaluate(store, 2, trainer=2, reward=0.75)
     commit(store, batch, NEXT)
     assert store.evaluations.results[2].metrics["reward"] == 0.75
@@ -307,7 +311,7 @@ def test_steps_train_the_same_groups_with_and_without_evaluations(tmp_path: Path
 
 
 def _script(store: Store, after: Callable[[], None]) -> None:
-    """Go on to the end of the run, and call ``after`` after each flush. It may begin anywhere."""
+    """Continue from any state to the end of the run, and call ``after`` after each flush."""
     state = store.committed(TRAINER)
     first = getattr(state, "number", None) or 0
     for number in range(first, STEPS + 1):
