@@ -1,4 +1,4 @@
-"""A real vLLM engine on CPU with a tiny model, beside torch."""
+"""A real vLLM engine on CPU with a tiny model, compared with torch."""
 
 from __future__ import annotations
 

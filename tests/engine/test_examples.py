@@ -95,7 +95,7 @@ def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_ki
     )
     worst = {}
     for step in sorted(recorded.grew):
-        if step:  # version 0 is the folder itself
+        if step:  # version 0 is the folder of the pretrained model
             recorded.load(step, model)
         worst[step] = recorded.worst(step, model, temperature)
     _print_result(run, recorded, worst)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 """Deadline (s) for a process to import torch and to open the GPU; only a broken machine takes that long."""
 RECORDINGS_ENV = "RRL_GPU_RECORDINGS"
-"""Environment variable: the folder into which readings and figures of this machine are written."""
+"""Environment variable with the folder into which readings and figures of this machine are written."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -41,7 +41,7 @@ def rehearsal() -> bool:
 
 @pytest.fixture(scope="session")
 def nvml() -> Iterator[Any]:
-    """nvidia-ml-py with an open session, on a machine with at least one GPU."""
+    """Return nvidia-ml-py with an open session, on a machine with at least one GPU."""
     import pynvml
 
     try:
@@ -100,8 +100,7 @@ StartProcess = Callable[[int, str], tuple[subprocess.Popen[str], list[str]]]
 
 @pytest.fixture
 def cuda_process(device: torch.device) -> Iterator[StartProcess]:
-    """Return a function that starts ``cuda_process MIB HOW``, and returns the process and the words of its first
-    line."""
+    """Return a function that starts ``cuda_process MIB HOW`` and returns (process, words of its first line)."""
     if rehearsal():
         pytest.skip("a rehearsal has no GPU whose memory a process could hold")
     started: list[subprocess.Popen[str]] = []

@@ -30,7 +30,8 @@ def test_assigned_gpus_are_named_by_uuid_whether_given_as_numbers_or_uuids(nvml:
 
 
 def test_torch_computes_on_the_gpu_that_the_launcher_reports(nvml: Any, device: torch.device) -> None:
-    """CUDA may number GPUs of several kinds by speed (CUDA_DEVICE_ORDER), NVML by their place on the bus."""
+    """CUDA may number GPUs of several kinds by speed (CUDA_DEVICE_ORDER), and NVML numbers them by their place on the
+    bus."""
     import torch
 
     if device.type != "cuda":

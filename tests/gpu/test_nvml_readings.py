@@ -23,7 +23,7 @@ from rrl.tests.support.nvml.record import record as record_driver
 pytestmark = pytest.mark.gpu
 
 HELD_MIB = 900
-"""Memory that a test process allocates; beside it CUDA's context takes some hundred MiB."""
+"""Memory (MiB) that a test process allocates; CUDA's context takes some hundred MiB more."""
 
 
 def test_readings_are_complete_and_no_check_fails_the_node(nvml: Any, record: Callable[[str, str], None]) -> None:

@@ -1,5 +1,4 @@
-"""The rollout's engine on the GPU, with weights that the trainer sent from GPU memory by host memory and the
-transport."""
+"""The rollout's engine on the GPU, with weights that come from the trainer's GPU memory through host memory."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 ATOL = 2e-3
-"""Difference of log-probabilities (nats) between one pass with a cache and one without, in float32 on a GPU whose
-matrix products may use TF32 (ten bits of mantissa)."""
+"""Largest difference of log-probabilities (nats) between one pass with a cache and one without.
+
+The passes are in float32 on a GPU whose matrix products may use TF32 (ten bits of mantissa).
+"""
 CHUNK = 2**16
 
 

@@ -1,5 +1,4 @@
-"""Real trainer processes on the GPU in bfloat16 that are killed and restarted, compared bit for bit with undisturbed
-ones."""
+"""Real trainer processes on the GPU in bfloat16 that are killed and restarted end bit for bit as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ STEPS = 4
 
 @pytest.fixture
 def trainer(device: torch.device) -> dict[str, Any]:
-    """Arguments of a stage whose one trainer process has the GPU."""
+    """Return the arguments of a stage whose only trainer process has the GPU."""
     return {"world": 1, "steps": STEPS, "gpus": int(device.type == "cuda"), "model": MODEL}
 
 
@@ -59,8 +58,7 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
 def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     device: torch.device, pinned: bool
 ) -> None:
-    """The copy in the host buffer, from which checkpoints and snapshots are made, includes the random state of the
-    GPU."""
+    """The host buffer from which checkpoints and snapshots are made includes the random state of the GPU."""
     import torch
 
     from rrl.roles.models.policy import build_model
@@ -95,7 +93,7 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
 
 
 def test_copy_into_page_locked_memory_is_measured(device: torch.device, record: Callable[[str, str], None]) -> None:
-    """The figures are recorded and not compared: this machine may be busy."""
+    """The figures are only recorded, without a comparison, as this machine may be busy."""
     import torch
 
     from rrl.roles.trainer.host_buffers import HostBuffers, Layout, PinnedMemory

@@ -1,5 +1,4 @@
-"""The pages name only existing commands, flags, make targets and files, and the README's programs fit the worker
-API."""
+"""The pages name only existing commands, flags, make targets and files; the README's programs fit the worker API."""
 
 from __future__ import annotations
 

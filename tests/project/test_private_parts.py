@@ -102,8 +102,7 @@ def test_a_part_that_is_gone_is_reported_with_the_place_that_uses_it() -> None:
 
 
 def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them(tmp_path: Path) -> None:
-    """manager/bootstrap/start_failure.py and manager_job.py look for the files ``ID_submitted*`` and
-    ``ID_0_log.err``."""
+    """start_failure.py and manager_job.py in manager/bootstrap look for ``ID_submitted*`` and ``ID_0_log.err``."""
     from submitit.core.utils import JobPaths
 
     paths = JobPaths(tmp_path, "77", 0)

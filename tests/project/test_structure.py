@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 NOT_ENTRIES = ("__init__.py", "__pycache__")
 MAX_ENTRIES = 12
-"""Most files and folders in a folder: as many as a reader can take in at once."""
+"""Largest number of files and folders in a folder: as many as a reader can take in at once."""
 MAX_LINES = 500
-"""Most lines of a file: a longer one has more than one idea."""
+"""Largest number of lines of a file: a longer file has more than one idea."""
 SHORT_LINES = 60
 """Number of lines below which a file is short: a helper that is this short belongs into the module that uses it."""
 MAX_SHORT_SHARE = 0.1
@@ -247,8 +247,7 @@ def short_files(product: Product) -> list[str]:
 
 
 def misleading_names(product: Product) -> list[str]:
-    """Describe names of several modules that are not in REPEATED_NAMES, and entries there that are no longer
-    repeated."""
+    """Describe repeated names that are not in REPEATED_NAMES, and names there that are no longer repeated."""
     paths: dict[str, list[str]] = defaultdict(list)
     for path in product.files.values():
         if path.name != "__init__.py":

@@ -98,7 +98,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
 
 
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
-    """This test proves that the attack works, without which the next test could pass for no reason."""
+    """This test shows that the attack works; otherwise the next test could pass because the attack does nothing."""
     keys = owner.home / "victims_keys.json"
     owner.call(lambda: RunKeys.make().save(keys), TIMEOUT_S)
     victim = owner.popen(sys.executable, "-m", "rrl.tests.support.security.victim", "ucx", str(keys))

@@ -102,7 +102,7 @@ def assert_no_node_is_accused(document: dict[str, Any], user: str) -> None:
 def test_invented_runs_of_one_user_accuse_no_node(
     owner: PlainUser, attacker: PlainUser, history: Path, by_number: bool
 ) -> None:
-    """An attacker with ``by_number`` writes half of the records into a folder that is named by the uid, to count as two
+    """With ``by_number`` the attacker writes half of the records into a folder named by the uid, to count as two
     users."""
     records = invented(attacker.name)
 

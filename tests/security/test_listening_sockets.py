@@ -21,8 +21,7 @@ from rrl.tests.support.security.sockets import Bound, bound_by
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
-"""Time limit (s) for two ranks, a rollout and their standby processes to load torch on a busy machine with two
-cores."""
+"""Time limit (s) for two ranks, a rollout and their standby processes to load torch on a busy two-core machine."""
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Victim:
 
     @property
     def port(self) -> tuple[str, int]:
-        """Return the port that the manager announces."""
+        """Return the address and port that the process announces."""
         return "127.0.0.1", int(self.endpoint.rpartition(":")[2])
 
     @property
@@ -96,8 +96,7 @@ class Victim:
                 assert await dialer.request(GetCommitted(WANTED.incarnation), SOON) == NotReady()
 
     async def _pull(self) -> None:
-        """Pull a version, and repeat an attempt that the attack disturbs, as ``rrl.transport.weights.pull.pull``
-        does."""
+        """Pull a version; repeat an attempt that the attack disturbs, as ``rrl.transport.weights.pull.pull`` does."""
         pipe, into = open_transport(self.kind, self.keys.secret, trusted_network=True), memoryview(bytearray(SIZE))
         try:
             async with asyncio.timeout(SOON):
@@ -192,7 +191,7 @@ def until_back(victim: Victim, before: Footprint) -> None:
 def test_attacks_have_no_lasting_effect_and_members_are_served_during_them(victim: Victim) -> None:
     """UCX's own port is not attacked: it accepts connections only while a member connects.
 
-    It never closes a foreign connection of those milliseconds (docs/sources.md).
+    A foreign connection from these milliseconds would stay open for good (docs/sources.md).
     """
     recorded = victim.recorded()
     hearing = [port for port in victim.ports if not attacks.deaf(port)]

@@ -249,8 +249,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 # ── address of the manager ─────────────────────────────────────────────────────────────────────────────────────────
 def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
-    """manager.json first names a port without a listener, then another run's manager, then is torn, and at last is
-    correct."""
+    """manager.json first names a port without a listener, then another run's manager, then is torn, then correct."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""The shipped examples of programs that are not rrl's run unchanged, each with its planned kills."""
+"""The shipped examples with a user's own trainer, rollout or command run unchanged, each with its planned kills."""
 
 from __future__ import annotations
 

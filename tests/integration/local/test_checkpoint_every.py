@@ -1,5 +1,4 @@
-"""Runs whose commits cover several steps (``checkpoint_every``) lose no trajectory when a process dies between two
-commits.
+"""With commits of several steps (``checkpoint_every``), a death between two commits loses no trajectory.
 
 The steps since the last commit are trained again on the same batches, and each trajectory counts once.
 """

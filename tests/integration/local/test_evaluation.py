@@ -1,5 +1,4 @@
-"""Evaluations in whole runs: each due step has one result whichever process is killed, and no step trains on its
-answers."""
+"""Evaluations in whole runs: each due step has one result whatever is killed, and no step trains on the answers."""
 
 from __future__ import annotations
 

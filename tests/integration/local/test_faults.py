@@ -1,5 +1,4 @@
-"""Injected faults in a whole run: every kind that is possible on the local cluster is injected, and the run
-continues."""
+"""Every kind of fault that the local cluster can inject is injected into a whole run, and the run continues."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ PLANNED = [
     ("crash", "rollout/1", 50, ""),
 ]
 STEPS = 140
-"""Steps of 0.1 s each.
+"""Number of steps, of 0.1 s each.
 
-The run does not end before the dead agent is replaced and the dead engine is found.
+The run must not end before the dead agent is replaced and the dead engine is found.
 """
 RECOVERED = {
     "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
 }  # fmt: skip
-"""By replica: the number of recoveries that the planned faults must cause."""
+"""Number of recoveries that the planned faults must cause, by replica."""
 HANGS_ARE_FOUND = """
 [recovery]
 backoff = "100ms"

@@ -117,8 +117,7 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_versions_arrive_although_both_managers_of_a_slurm_run_are_cancelled(slurm_lab: SlurmLab) -> None:
-    """The active and the waiting manager are cancelled, and a person starts another one after the last step is
-    trained."""
+    """Both the active and the waiting manager are cancelled; a person starts another one after the last step."""
     steps = 3 + STEPS_AWAY
     run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0, warm=False))
     run.wait_steps(3)

@@ -20,8 +20,7 @@ from rrl.tests.support.slow_quickstart import slow_quickstart
 KILLED, WEDGED = ReplicaId("rollout/1"), ReplicaId("rollout/0")
 WEDGED_INCARNATION = Incarnation(WEDGED, 1)
 IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
-"""Limits with which a stopped engine is found soon; ``step_grace`` is long because torch exits slowly on a busy
-machine."""
+"""Limits with which a stopped engine is found soon; ``step_grace`` is long, as torch exits slowly on a busy machine."""
 TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.torch

@@ -1,5 +1,4 @@
-"""Whole runs on the local cluster: isolated failures, the manager's death, every way to end, and no process left
-behind."""
+"""Whole runs on the local cluster: isolated failures, the manager's death, every way to end, and no process left."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def end_well(run: TestRun) -> None:
 
 
 def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
-    """Kill the trainer: its next incarnation is this process, and no other replica changes."""
+    """Kill the trainer; check that it continues in this standby process, and that no other replica changes."""
     before = current_incarnations(run.state())
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     after = run.wait_back_alone(before, TRAINER)
@@ -96,8 +96,7 @@ def warm_rollouts(cluster: str, steps: int) -> str:
 
 
 def wait_for_engine(run: TestRun) -> Replica:
-    """Stop the rollouts in their work, and return the standby rollout on the spare once it is ready and all roles
-    work."""
+    """Stop the rollouts in their work; return the standby rollout on the spare once it is ready and all roles work."""
     run.wait_steps(2)
     for index in (0, 1):
         run.hold_in_the_middle(index)

@@ -33,9 +33,9 @@ KILLS = 8
 HASTY = 'first_pass = "1s"\n' + "".join(
     f'[phases.{phase}]\nshortest = "3s"\nlongest = "3s"\n' for phase in ("train", "checkpoint", "publish", "wait_data")
 )
-"""Limits so short that blame would restart a replica.
+"""Limits that are so short that a blamed replica would be restarted.
 
-They show whether replicas are blamed while the store is away.
+They show whether a replica is blamed while the store is away.
 """
 OFTEN = '[recovery]\nbackoff = "100ms"\nper_node = 50\nper_replica = 50\n'
 

@@ -1,6 +1,6 @@
-"""Whole runs with mistakes in the user's code, which end or show what they lose.
+"""A mistake in the user's code ends a whole run, or the run shows what it loses by the mistake.
 
-Both ways, the exception and its line are named.
+In both cases rrl names the exception and its line.
 """
 
 from __future__ import annotations

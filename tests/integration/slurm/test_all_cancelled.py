@@ -1,5 +1,4 @@
-"""All jobs of a run, of its roles and its managers, are cancelled on a real Slurm, and a person starts a new
-manager."""
+"""All jobs of a run, with those of its managers, are cancelled on a real Slurm, and a person starts a new manager."""
 
 from __future__ import annotations
 

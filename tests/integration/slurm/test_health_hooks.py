@@ -59,8 +59,7 @@ class HookedLab:
         return self.dir / f"scratch-{node}"
 
     def rules(self, node: str, text: str = "") -> None:
-        """Enable only the checks that the test needs, because this machine is busy and other programs write to its
-        log."""
+        """Enable only the checks that the test needs, as this machine is busy and other programs write to its log."""
         new = self.dir / f"{node}.new"
         new.write_text(f'[expect]\nmounts = ["{self.mount(node)}"]\n{text}\n[checks]\n{_OFF}\n')
         new.rename(self.dir / f"{node}.toml")

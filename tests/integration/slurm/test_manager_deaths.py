@@ -127,7 +127,7 @@ def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
 def test_managers_killed_at_random_records_have_no_effect_on_the_run(slurm_lab: SlurmLab) -> None:
     """Twelve managers are killed one after the other, each after a random number of records.
 
-    The second one dies with its own job.
+    The second manager dies with its own job.
     """
     chance = random.Random(4)
     run = submit_on(slurm_lab, "deaths", light_job("slurm", MANY_STEPS, spares=0))

@@ -140,7 +140,7 @@ def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmL
 def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
     """A request that takes effect within ``limits.quiet`` (10 s) is found by its tag.
 
-    One that takes effect later has been replaced by then, and is released.
+    A request that takes effect later has been replaced by then, and is released.
     """
     fake = FakeSlurm(lab, f"late-{late}")
     run = submit_on(lab, f"late-{late}", light_job("slurm", 100_000, rollouts=1, spares=0), fake.shell)

@@ -1,4 +1,4 @@
-"""The number of a model's weights, computed without torch, is that of torch."""
+"""The number of a model's weights, computed without torch, equals the number that torch counts."""
 
 from __future__ import annotations
 

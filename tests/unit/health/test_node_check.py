@@ -58,8 +58,7 @@ def test_port_that_went_down_still_fails_while_its_state_cannot_be_read() -> Non
 
 
 def test_code_that_dcgm_counts_for_the_first_time_is_a_new_event() -> None:
-    """The exporter has no metric for a code before its first Xid, because it counts only the Xids of the last
-    minutes."""
+    """A code has no metric before its first Xid, because the exporter counts only the Xids of the last minutes."""
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0"),)))
     assert node.reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),))).verdict("xid") is Verdict.FAIL
 

@@ -19,7 +19,7 @@ FIRST, OTHER = f"{RUN}.a", f"{RUN}.b"
 
 
 class HetJob:
-    """A cluster that, like Slurm, refuses to release the first component before the other one."""
+    """A cluster that refuses to release a heterogeneous job's first component before the other one, as Slurm does."""
 
     def __init__(self) -> None:
         self.given_back: list[str] = []

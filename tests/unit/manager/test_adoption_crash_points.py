@@ -84,8 +84,7 @@ def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
 
 
 def around_the_promotion(records: list[ev.Stamped]) -> range:
-    """Return the numbers of the records from the trainer's fence to the first commit of its promoted standby
-    process."""
+    """Return the numbers of the records from the trainer's fence to the first commit of its promoted process."""
     fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
     commit = next(
         s.seq

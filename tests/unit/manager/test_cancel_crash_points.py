@@ -26,7 +26,7 @@ JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="sl
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
 POOL = JOB.nodes
 SPARSE = 37
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:

@@ -54,16 +54,16 @@ NODE_GROUPS = in_node_groups(limits=LIMITS, faults=[FAULT])
 R0, R1 = ROLLOUTS
 MEMBER = ReplicaId("trainer/0.1")
 SPARSE = 29
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 SPARSE_FIRST = 5
-"""Distance of these records for the simplest script and for a rotation, which are short and need a closer test."""
+"""Number in place of ``SPARSE`` for the simplest script and for a rotation, which are short and need a closer test."""
 
 
 ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
     ev.GpuUseRecorded,
 }  # fmt: skip
-"""Events that cause no action which other events do not cause, too."""
+"""Events that cause only actions which other events cause, too."""
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:

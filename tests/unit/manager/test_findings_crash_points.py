@@ -26,7 +26,7 @@ LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, le
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
 SPARSE = 31
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 
 
 def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,

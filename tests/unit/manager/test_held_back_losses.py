@@ -176,7 +176,7 @@ def test_node_counts_as_lost_after_its_replica_has_left() -> None:
 def test_manager_that_is_killed_when_it_finds_the_step_gone_leaves_the_repair_to_the_next_one(before: bool) -> None:
     """The next manager has not found the node lost yet.
 
-    If the finding about the step was recorded, it tries this node once more.
+    If the finding about the step was recorded, this manager tries the node once more.
     """
     events = [stamped.event for stamped in _third_step_ends()[0].records]
     found = [isinstance(event, ev.FindingChanged) and event.finding.detector == "step_gone" for event in events]

@@ -1,7 +1,4 @@
-"""Scenarios agree with docs/scenarios.md: draws, rounds, barriers and queues.
-
-So do truths that detectors need not find.
-"""
+"""Scenarios agree with docs/scenarios.md in draws, rounds, barriers, queues and truths that need not be found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The simulated machines and processes of scenarios.
 
-Detectors observe the same of an event as on a real cluster.
+Detectors observe an event as they would on a real cluster.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ LIMITS = SlurmLimits(read_timeout_s=30.0, write_timeout_s=30.0)
 REASON = "rrl:readers:gpu: xid: Xid 79, [GPU 3] fell = off"
 KILLS = 100
 LOOKS = 3
-"""Most attempts to read a moment with all readers until they agree.
+"""Largest number of attempts to read a moment, until all readers agree.
 
 Slurm may change between two readers.
 """
@@ -58,8 +58,7 @@ T = TypeVar("T", bound=Callable[..., None])
 
 
 def needs_pyslurm(test: T) -> T:
-    """Collect a test only where pyslurm matches Slurm, because CI has no pyslurm and takes a skipped test for a
-    failure."""
+    """Collect a test only where pyslurm matches Slurm: CI has no pyslurm, and takes a skipped test for a failure."""
     test.__test__ = WITH_PYSLURM  # type: ignore[attr-defined]
     return test
 

@@ -1,5 +1,4 @@
-"""The candidates for a command line of rrl, as the scripts request them, and as a real bash on a terminal offers
-them."""
+"""The candidates for a command line, as the completion scripts request them and as bash on a terminal offers them."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offered(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """Return a function that returns the candidates for a command line with an incomplete last word."""
+    """Return a function that returns the candidates for a command line whose last word is incomplete."""
 
     def offered(*words: str) -> list[str]:
         assert main.run([main.COMPLETE, *words]) == 0

@@ -1,4 +1,7 @@
-"""The checks of the doctor: from facts to lines. A fact that could not be read is never reported as good."""
+"""The checks of ``rrl doctor`` turn facts into lines of its output.
+
+A fact that could not be read is never reported as good.
+"""
 
 from __future__ import annotations
 

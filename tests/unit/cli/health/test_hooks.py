@@ -41,7 +41,7 @@ FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit
 
 
 def failing(code: int = 0, outcome: str = "") -> str:
-    """Return the script of an rrl whose check fails, and whose ``drain-node`` records its arguments and ends as
+    """Return a script in place of rrl: its check fails, and its ``drain-node`` records its arguments and ends as
     given."""
     drain = f"[ $2 = drain-node ] && echo \"$@\" >> ${{0%/*}}/asked && echo '{outcome}' && exit {code}\n"
     return FAILS.replace("\n", f"\n{drain}", 1)

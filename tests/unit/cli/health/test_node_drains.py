@@ -1,4 +1,4 @@
-"""``rrl health drain-node`` and ``undrain-node`` against a simulated cluster that stands in for Slurm's commands."""
+"""``rrl health drain-node`` and ``undrain-node`` with a simulated cluster in place of Slurm's commands."""
 
 from __future__ import annotations
 

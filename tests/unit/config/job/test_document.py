@@ -1,4 +1,7 @@
-"""Files and settings of a job spec are merged from left to right; an error message names where its key was written."""
+"""Files and settings of a job spec are merged from left to right.
+
+An error message about a key names the file and line in which the key was written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the other parts of a node: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
+"""Checks of a node beside its GPUs: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch:
 
 
 def old_schema_file(folder: Path) -> Path:
-    """Write a history as rrl wrote it with schema 1."""
+    """Write a history file in the old format of schema 1."""
     path = write(folder, ME, "old", [])
     path.write_text(
         f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"c","job":"j","epoch":1,"schema":1}}\n'

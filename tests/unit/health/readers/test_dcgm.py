@@ -171,8 +171,7 @@ def test_exporter_address_other_than_plain_http_is_not_read() -> None:
 
 # ── dcgmi health ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def report(**groups: dict[str, dict[str, tuple[str, list[str]]]]) -> str:
-    """Return the output of dcgmi health as Health.cpp builds it: group → entity → system → (health, pieces of
-    message)."""
+    """Return dcgmi's report as Health.cpp builds it: group → entity → system → (health, pieces of the message)."""
     body: dict[str, Any] = {"Overall Health": {"value": "Failure" if groups else "Healthy"}}
     for group, entities in groups.items():
         body[group] = {"children": {

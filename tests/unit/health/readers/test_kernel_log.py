@@ -23,7 +23,7 @@ XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU h
 class Log:
     """A pipe in place of /dev/kmsg.
 
-    Its reads do not block either, but one read may return more than one record.
+    Like /dev/kmsg it does not block a read, but one read may return several records.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The evidence of two users or of root can accuse a node; that of one user alone never does, whatever it contains."""
+"""A node can be accused by the evidence of two users or of root, but never by the evidence of one user alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_same_evidence_from_two_users_accuses_the_node() -> None:
 def test_unrelated_record_of_an_honest_user_does_not_confirm_invented_evidence(honest: str) -> None:
     at = 2 * DAY_S
     those: dict[str, list[Record]] = {
-        # eve's findings give this crash the cause infrastructure, so that it still depends on her word
+        # eve's findings make this crash a failure of the infrastructure, so that it still depends on her records
         "crash": [failed(at, "n1")],
         "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
         "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],

@@ -1,4 +1,4 @@
-"""Questions about the state that several modules have."""
+"""Queries on the state that several modules use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run: its state, and that nothing of its first end makes it end again."""
+"""A resumed run: its state, and that the causes of its first end do not end it again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from rrl.tests.support.manager.journal_writer import BEGUN, Writer
 
 FIRST = "000001-000001.seg"
 MAX_FRAME_BYTES = 1000
-"""More than the bytes of any write except the head of a segment."""
+"""Upper bound for the bytes of a write, except that of a segment's head."""
 
 
 class RecordedRun:

@@ -1,4 +1,4 @@
-"""The manager keeps the processes of trackers running. The process is a substitute here."""
+"""The manager keeps the processes of trackers running; the tests have a substitute for the real process."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def test_timed_freeze_ends_by_itself_and_both_ends_are_reported(tmp_path: Path) 
             await eventually(lambda: state(role) == "T")
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "SIGCONT: the target runs again"
-            await eventually(lambda: state(role) == "S")  # it may be between two stops
+            # wait for it, as the process may have been observed between two stops
+            await eventually(lambda: state(role) == "S")
             assert not mark(at, launch).exists()
 
     with lab(tmp_path) as at:
@@ -132,7 +133,8 @@ def test_killed_pause_helper_leaves_its_target_running_and_is_reported(tmp_path:
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "the pause helper was killed"
-            await eventually(lambda: state(role) == "S")  # it may be between two stops
+            # wait for it, as the process may have been observed between two stops
+            await eventually(lambda: state(role) == "S")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

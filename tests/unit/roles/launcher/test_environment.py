@@ -28,7 +28,7 @@ HOSTILE = {
     "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
     "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
 }  # fmt: skip
-"""Variables by which torch, Hugging Face and mpi4py would conclude that they have started the process."""
+"""Variables by which torch, Hugging Face and mpi4py would conclude that their launcher has started the process."""
 
 
 def launch(**changes: object) -> Launch:

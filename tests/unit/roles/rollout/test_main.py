@@ -1,4 +1,4 @@
-"""The loop of the rollout, with an engine that only counts: its leases, weights, appends and phases."""
+"""The rollout's leases, weights, appends and phases, with an engine that only counts."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def name_of(keys: RunKeys, node: NodeName = NODE) -> str:
 
 
 def _stored(client: SnapshotClient) -> list[SnapshotInfo]:
-    """Store a snapshot and return the stored ones; [] if unauthenticated clients occupy the agent, so that it
-    refuses."""
+    """Store a snapshot and return all stored ones; [] if unauthenticated clients occupy the agent."""
     try:
         client._agent._not_before = 0.0
         keep(client, 1)

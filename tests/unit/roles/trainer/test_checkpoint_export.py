@@ -1,6 +1,6 @@
 """An export has the weights that the run published, and its folder appears complete or not at all.
 
-It affects nothing else of the run.
+An export changes nothing else in the run.
 """
 
 from __future__ import annotations

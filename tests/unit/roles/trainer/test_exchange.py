@@ -173,7 +173,7 @@ EXCHANGES_PLANS = {"torch.distributed.checkpoint", "torch.distributed.checkpoint
                    "torch.distributed.checkpoint.state_dict_loader"}  # fmt: skip
 """Modules whose save and load gather the members' plans by object collectives.
 
-They do not if ``no_dist`` tells them that there are no other members.
+They exchange nothing if ``no_dist`` tells them that there are no other members.
 """
 
 

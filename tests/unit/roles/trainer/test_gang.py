@@ -1,5 +1,4 @@
-"""Real trainer processes that are killed at every kind of moment, with a comparison of their final states bit for
-bit."""
+"""Real trainer processes that are killed at every kind of moment end bit for bit as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ Undisturbed = Callable[[int, int], Awaitable[End]]
 
 @pytest.fixture(scope="module")
 def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Undisturbed:
-    """Return a function that computes the final state of an undisturbed run of ``world`` members and ``steps`` steps
-    once."""
+    """Return a function that computes the final state of an undisturbed run, once per number of members and steps."""
     ends: dict[tuple[int, int], End] = {}
 
     async def end(world: int, steps: int) -> End:

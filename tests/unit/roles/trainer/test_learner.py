@@ -370,8 +370,7 @@ def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(ch
 
 
 def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
-    """The expected gradient is that of the loss of the whole batch, divided by its answer tokens, in one backward
-    pass."""
+    """The expected gradient is that of the whole batch's loss, divided by its answer tokens, in one backward pass."""
     batch, student, reference = _batches()[0], harness.learner(), harness.learner()
     tokens = sum(len(each.tokens) for each in batch.trajectories)
     with pytest.MonkeyPatch.context() as patched:
@@ -457,8 +456,7 @@ def test_part_whose_answers_have_no_tokens_has_no_effect() -> None:
 
 
 def _episode(*samples: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]) -> list[Trajectory]:
-    """Return the samples of episode 0, given as (prompt, tokens, masked runs), and one of episode 1; all are of group
-    0."""
+    """Return the samples (prompt, tokens, masked runs) of episode 0, and one sample of episode 1, all of group 0."""
     version = Version(0, 1)
     made = [
         Trajectory(0, 0, prompt, tokens, (-1.0,) * len(tokens), (version,) * len(tokens), 1.0, 1.0, masked)

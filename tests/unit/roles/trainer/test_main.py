@@ -102,7 +102,7 @@ class _Worker:
         self.dies_after: tuple[int, int] | None = None
         """The part after which the trainer dies, as (step, index), once the step before is committed."""
         self.dies_while_publishing: int | None = None
-        """The version during whose publishing the trainer dies, after the first tensor, once the version's step is
+        """The version during whose publishing the trainer dies, after one tensor, once the version's step is
         committed."""
         self.committed_now = threading.Condition()
 

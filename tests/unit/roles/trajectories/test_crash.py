@@ -37,8 +37,7 @@ def _promised_at(script: Script, size: int) -> Acknowledged:
 
 
 def _cuts(script: Script) -> list[int]:
-    """Return the sizes just before, at and just after every end of a record and of a flush, and some sizes in
-    between."""
+    """Return the sizes just before, at and just after every end of a record and of a flush, and some other sizes."""
     content = log_in(script.folder).read_bytes()
     start = script.promised[0].size
     frames = [at for at in range(start, len(content)) if content.startswith(b"rrlT", at)]

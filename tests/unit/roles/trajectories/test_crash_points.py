@@ -28,7 +28,7 @@ COMPACTS = 900
 STALENESS = 1
 """Staleness with which the script drops a group for its age, in one flush with a binding."""
 SPARSE = 3
-"""Distance of the crashes and failures that ``make test`` tries; ``make test-long`` tries every one."""
+"""``make test`` tries every ``SPARSE``-th crash and failure, and ``make test-long`` tries each one."""
 STEPS = 10
 """Steps to which the run continues after any crash; the script has two less."""
 

@@ -595,7 +595,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
 def test_slow_reply_is_accepted_although_the_request_was_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a store that needs longer than the resend interval would answer each request in vain."""
+    """Without this rule, a store that needs longer than the resend interval would answer each request in vain."""
     monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
 
@@ -845,9 +845,9 @@ def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> N
 
 
 def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
-    """Every rollout sends such requests every few seconds.
+    """Every rollout requests weight versions every few seconds.
 
-    If they counted, a store that serves no work would never count as hung.
+    If the answers counted, a store that serves no work would never count as hung.
     """
     served: list[int] = []
 

@@ -180,7 +180,8 @@ def test_item_without_a_prompt_is_dropped_and_replaced_by_the_next_one(tmp_path:
 
 
 def test_items_without_a_prompt_do_not_make_a_rollout_wait_for_newer_weights(tmp_path: Path) -> None:
-    """Otherwise a rollout with the newest weights would be asked to wait for newer ones, which do not exist."""
+    """Without this rule, a rollout with the newest weights would be asked to wait for newer ones, which do not
+    exist."""
     store = open_store(tmp_path, staleness=0, next_prompt=_without(*range(BATCH)))
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert isinstance(answer, Leased)
@@ -416,8 +417,7 @@ def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path
 
 
 def fail_group(store: Store, *, faulty: bool = True) -> int:
-    """Finish the next group, report that one answer cannot be scored, and return the store's number of faulty
-    groups."""
+    """Finish the next group, report that one answer cannot be scored, and return the number of faulty groups."""
     generate(store, at_most=GROUP)
     answer = store.lease_scoring(REWARD, GROUP)
     assert isinstance(answer, Scoring)

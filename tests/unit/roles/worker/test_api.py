@@ -563,7 +563,7 @@ def test_trajectory_leased_by_a_lost_answer_is_leased_again(scene: Scene) -> Non
         store, given = scene.open_store(), list[int]()
         crew.lease(
             store, crew.ROLLOUT, at_most=2
-        )  # 0 and 1 are leased to this incarnation, in an answer that it has not received
+        )  # trajectories 0 and 1 are leased to this incarnation, in an answer that it has not received
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
@@ -592,12 +592,12 @@ def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene) -> N
             me.lease(2)
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT]
-            )  # the manager concluded that it is dead ...
+            )  # the manager concluded that ROLLOUT is dead ...
             crew.lease(store, crew.OTHER, at_most=1)
             assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.OTHER]
-            )  # ... and now concludes that the other one is dead
+            )  # ... and now concludes that OTHER is dead
             results.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
             crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # the answer gets lost
             results.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
@@ -730,8 +730,7 @@ class Receiver:
 
 @asynccontextmanager
 async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
-    """Yield (manager, publisher, receivers) of a trainer and rollouts; the manager never names a version or a
-    source."""
+    """Yield (manager, publisher, receivers); the manager never names a version or a source."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
     workers = [scene.worker(incarnation) for incarnation in rollouts]
     receivers = [Receiver(worker) for worker in workers]

@@ -1,4 +1,4 @@
-"""The order of the sources from which a receiver pulls has certain properties, whatever the receivers know."""
+"""Properties of the order of the sources from which a receiver pulls, whatever the receivers know."""
 
 from __future__ import annotations
 

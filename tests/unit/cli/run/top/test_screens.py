@@ -1,4 +1,4 @@
-"""``rrl top`` sorts, filters, opens and explains, and changes runs on confirmation."""
+"""``rrl top`` sorts, filters, opens and explains runs, and changes them after a confirmation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
 
 
 def names(top: Top) -> list[str]:
-    """Return the first word of each row of the table that has the keyboard."""
+    """Return the first word of each row of the table that has the focus."""
     table: DataTable[Any] = top.app.screen.query("DataTable:focus").first(DataTable)
     return [table.get_row_at(row)[0].plain for row in range(table.row_count)]
 
@@ -228,7 +228,7 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path) -> None:
     pipe = run.journal / "000009-000001.seg"
 
     def reader_hangs() -> bool:
-        """Open the pipe for writing once the thread waits in open(), so that the thread then waits for data that never
+        """Open the pipe for writing once the thread waits in open(); the thread then waits for data that never
         comes."""
         try:
             writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

@@ -56,7 +56,7 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """Set the loads of the ranks; ``r0`` is the first."""
+    """Set the loads of the ranks; ``r0`` is the load of rank 0."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 

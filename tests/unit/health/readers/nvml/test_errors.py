@@ -240,7 +240,7 @@ def test_reason_for_missing_xids_is_reported_until_they_arrive(
 def test_xids_of_other_gpus_are_read_if_one_gpu_has_no_events(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "xid_events", None)
     assert reader.read().xid_events == f"{driver.uuid(0)}: not supported"
-    for code in range(30):  # more reads than until the reader tries the events of GPU 0 again
+    for code in range(30):  # more reads than pass before the reader tries the events of GPU 0 again
         driver.xid(1, code).xid(0, 99)
         assert [xid.xid for xid in reader.read().xids] == [code]
 

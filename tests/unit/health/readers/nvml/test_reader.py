@@ -78,7 +78,7 @@ def test_recovery_action_is_reported_by_name(driver: FakeDriver, reader: NvmlRea
 def test_links_and_fabric_that_changed_are_read_with_each_of_the_next_reads(
     driver: FakeDriver, reader: NvmlReader
 ) -> None:
-    """Otherwise three samples of a check could come from a single read of the links."""
+    """Without this rule, three samples of a check could come from a single read of the links."""
     reader.read()
     driver.link(0, 5, "active", 0)
     while (links := reader.read().gpus[0].nvlinks) and links[5].active:

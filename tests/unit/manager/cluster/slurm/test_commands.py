@@ -1,6 +1,6 @@
 """Slurm's commands: their environment, deadlines, and budget of reads.
 
-Also tested is which errors mean "certainly not done".
+Other tests are about the errors that mean "certainly not done".
 """
 
 from __future__ import annotations

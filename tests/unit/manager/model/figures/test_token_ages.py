@@ -22,7 +22,7 @@ def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int
 @pytest.mark.parametrize(("medians", "warned"), [
     ([1.0] * 10, False),
     ([3.0] * 10, False),  # old, but not past three
-    ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, as on a busy machine, which is the usual age
+    ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, the usual age on a busy machine
     ([4.0] * 10, False),  # above three, but it does not grow
     ([0.0, 1.0, 2.0, 3.0, 4.0], False),  # too few steps to tell
     ([*[1.0] * 9, 20.0], True),

@@ -1,5 +1,4 @@
-"""Effective training time of the state: against values by hand, in the summary, over the last hour, and over a
-resume."""
+"""Effective training time: computed by hand, in the summary, over the last hour, and after a resume."""
 
 from __future__ import annotations
 

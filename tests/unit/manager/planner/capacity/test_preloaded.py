@@ -30,7 +30,7 @@ from rrl.tests.support.manager.world import World, rungs
 
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
 N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(3, 7))
-"""The rollouts are on n3 to n5, n6 is a spare."""
+"""The rollouts are on n3 to n5, and n6 is a spare."""
 
 
 def small(per_node: Resources = NODE, policy: str = "role", warm: bool = False, gpus: int = 0) -> RunSpec:

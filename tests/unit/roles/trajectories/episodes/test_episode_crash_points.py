@@ -1,7 +1,6 @@
-"""The store dies at any call of its disk while agents work.
+"""The store dies at any call of its disk while agents work, and no episode is trained twice.
 
-Every acknowledged turn and attempt is still there, the same requests get the same answers, and no episode is trained
-twice.
+Every acknowledged turn and attempt is still there, and the same requests get the same answers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ STEPS = 6
 """Steps to which the run continues after any crash; the script has two less."""
 STALENESS = 2
 SPARSE = 5
-"""Distance of the folders of a crash that ``make test`` opens; ``make test-long`` opens every one."""
+"""``make test`` opens every ``SPARSE``-th folder that a crash could leave, and ``make test-long`` opens each one."""
 Recorded = tuple[AgentsScript, FakeDisk]
 
 

@@ -1,4 +1,4 @@
-"""Replay: after the death of a process, the next attempt takes over the turns of its attempt.
+"""Replay: the attempt after the death of a process takes over the turns of the attempt before it.
 
 No turn is sampled twice.
 """

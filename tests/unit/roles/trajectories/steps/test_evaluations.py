@@ -63,7 +63,7 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
 
 
 def opened_twice(folder: Path) -> Store:
-    """Open a store for the second time, whose log was rewritten when it was opened before."""
+    """Open and close a store, which rewrites its log, and return a store that reads this log."""
     open_store(folder).close()
     return open_store(folder)
 

@@ -219,8 +219,7 @@ def test_hanging_request_is_killed_and_the_next_one_gets_a_new_process(control: 
 
 
 def test_event_loop_runs_on_while_the_process_is_silent(control: Callable[..., None]) -> None:
-    """The process is stopped, as if its call held the interpreter, and the event loop of the manager must still
-    turn."""
+    """The process is stopped, as if its call held the interpreter, and the manager's event loop must still turn."""
 
     async def scenario(reader: PyslurmReader) -> None:
         await reader._child.version()
@@ -433,7 +432,7 @@ def test_jobs_of_a_long_queue_are_read_by_squeue(control: Callable[..., None]) -
 
 
 def test_process_ends_with_the_manager(control: Callable[..., None]) -> None:
-    """A killed manager closes the pipe, and the process ends because of that."""
+    """A killed manager closes the pipe, which ends the process."""
 
     async def scenario(reader: PyslurmReader) -> None:
         await reader._child.version()
