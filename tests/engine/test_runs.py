@@ -102,7 +102,7 @@ def test_rollout_ends_with_all_its_vllm_workers_when_one_of_them_dies(tmp_path: 
 
 @contextmanager
 def _running(folder: Path, toml: str) -> Iterator[TestRun]:
-    """Yield a run, and cancel it after the block and wait for its end, even if the test failed."""
+    """Yield a run; after the block, cancel it and wait for its end, even if the test has failed."""
     run = submit_here(folder, toml)
     try:
         yield run

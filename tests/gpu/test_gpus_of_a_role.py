@@ -25,8 +25,10 @@ def test_assigned_gpus_are_named_by_uuid_whether_given_as_numbers_or_uuids(nvml:
     numbers = ",".join(map(str, range(count)))
     assert assigned_gpus({GPUS_ENV: numbers, "CUDA_VISIBLE_DEVICES": numbers}) == uuids
     assert assigned_gpus({GPUS_ENV: numbers, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}) == uuids
-    assert assigned_gpus({"CUDA_VISIBLE_DEVICES": numbers}) == (), "GPUs that Slurm has not assigned"
-    assert assigned_gpus({GPUS_ENV: str(count), "CUDA_VISIBLE_DEVICES": str(count)}) == (str(count),), "not there"
+    assert assigned_gpus({"CUDA_VISIBLE_DEVICES": numbers}) == (), "GPUs were found although Slurm has assigned none"
+    assert assigned_gpus({GPUS_ENV: str(count), "CUDA_VISIBLE_DEVICES": str(count)}) == (str(count),), (
+        "the number of a GPU that does not exist was changed"
+    )
 
 
 def test_torch_computes_on_the_gpu_that_the_launcher_reports(nvml: Any, device: torch.device) -> None:

@@ -147,7 +147,7 @@ def test_run_with_damaged_or_missing_manager_files_gets_no_manager(
 ) -> None:
     damage(run.path / name)
     assert f"{run.path}/{says}" in error_line(capsys, 1, "manage", "mine-1")
-    assert not list(run.epochs.iterdir()), "a manager began"
+    assert not list(run.epochs.iterdir()), "a manager has begun on damaged files"
     assert main.run(["status"]) == 0, "rrl status cannot show the run"
 
 

@@ -60,7 +60,7 @@ def test_killed_rollout_restarts_alone_and_its_prompts_continue_from_their_prefi
 
 
 def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) -> None:
-    """The store restarts from its log, and the trainer from its commit; a killed launcher takes its role down with it.
+    """The store restarts from its log, and the trainer from its commit; a killed launcher ends its role, too.
 
     While the store or the trainer is away no step is committed, so that the run cannot end before the last kill.
     """

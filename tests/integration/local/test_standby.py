@@ -33,7 +33,7 @@ TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 
 def standbys(state: State) -> list[Replica]:
-    """Return the standby processes."""
+    """Return the standby processes that are ready."""
     return [one for one in state.replicas.values()
             if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
 

@@ -84,7 +84,7 @@ def _launched_once(run: TestRun, requests: int = 1) -> None:
 
 def _nobody_noticed(before: Incarnations, run: TestRun) -> None:
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "a role was affected"
+    assert now == kept, "a role was replaced when the manager changed"
 
 
 def _manager(run: TestRun) -> int:
@@ -210,7 +210,7 @@ def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: Slu
         run.wait(lambda s: s.step > state.step + 5 and all_work(s))
         assert run.state().epoch == 2
         kept, now = without_replicas(current_incarnations(state), current_incarnations(run.state()), [])
-        assert now == kept, "a role was affected"
+        assert now == kept, "a role was replaced when the manager changed"
         assert [s.epoch for s in run.events() if s.seq > seq] == [2] * (run.state().seq - seq)
         _launched_once(run)
         _cancelled_well(run, slurm_lab)

@@ -76,7 +76,7 @@ def test_gpus_for_which_the_hooks_have_drained_must_be_free_before_the_drain_is_
 ) -> None:
     checked(path, 990.0, gpus=("0",), freed=True, passed=False)  # an epilog
     assert read_memory(path).gpus_to_be_freed == (), (
-        "GPUs of a node without a drain need not be freed, as the next job may get them"
+        "a node without a drain waits for free GPUs, though the next job may get them"
     )
     update_memory(path, lambda memory: replace(memory, drained="by hook"))
     assert read_memory(path).gpus_to_be_freed == ("0",)

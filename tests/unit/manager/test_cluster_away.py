@@ -181,7 +181,7 @@ def test_roles_continue_while_the_run_directory_is_full(monkeypatch: pytest.Monk
     monkeypatch.setattr(Journal, "flush", failing)
     site, outcome, state = run_to_end(script, held.append)
     assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
-    assert marks["committed"] > 10, "nobody worked meanwhile"
+    assert marks["committed"] > 10, "the roles trained too few steps while the run directory was full"
     assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {
         "trajectories-0": 1, f"{REWARD}".replace("/", "-"): 1, "trainer-0": 1, "rollout-1": 1
     }  # fmt: skip

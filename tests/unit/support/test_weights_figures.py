@@ -1,4 +1,4 @@
-"""The figures of benchmarks/weights.py, and gloo, with which it compares them."""
+"""The figures of benchmarks/weights.py, and of gloo as the standard of comparison."""
 
 from __future__ import annotations
 

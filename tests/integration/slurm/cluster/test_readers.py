@@ -232,7 +232,7 @@ def test_auto_takes_pyslurm_on_this_cluster(read: Read, preempting_lab: SlurmLab
 
 @needs_pyslurm
 def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preempting_lab: SlurmLab) -> None:
-    """Requests of a manager end as unknown, and its event loop is never blocked for 0.5 s."""
+    """The polls of a manager return that all is unknown, and its event loop is never blocked for 0.5 s."""
 
     async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0, reads_per_minute=10_000),

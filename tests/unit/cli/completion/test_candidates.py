@@ -69,13 +69,15 @@ def test_commands_and_their_options_are_offered(offered: Callable[..., list[str]
     assert offered("cancel", "--no") == ["--no-wait"]
     assert offered("list", "x") == []
     assert offered("nonsense", "") == []
-    assert offered("logs", "-n", "5", "") == ["small-2", "quick-1"], "5 is not a run"
+    assert offered("logs", "-n", "5", "") == ["small-2", "quick-1"], "the value of -n counts as the run"
 
 
 def test_runs_are_offered_newest_first(offered: Callable[..., list[str]]) -> None:
     assert offered("status", "") == ["small-2", "quick-1"]
     assert offered("status", "q") == ["quick-1"]
-    assert offered("rm", "quick-1", "") == ["small-2", "quick-1"], "it takes several"
+    assert offered("rm", "quick-1", "") == ["small-2", "quick-1"], (
+        "no further runs are offered, though rm takes several"
+    )
     assert offered("status", "small-2", "") == []
 
 

@@ -326,7 +326,7 @@ def test_facts_give_the_expected_verdict_and_text(
         assert check.fix or (name, expected_text) in (
             ("slurm.account", "accepts jobs without an account"),
             ("slurm.hetjob", "refused"),
-        ), "no fix"
+        ), "the check has no fix"
     if verdict is OK:
         assert not check.fix
 

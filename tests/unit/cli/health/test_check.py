@@ -264,7 +264,7 @@ def test_findings_are_recorded_in_the_history_once_and_metrics_written(
     (path,) = history.rglob("health-check.n1.*.jsonl")
     recorded = [json.loads(line) for line in path.read_text().splitlines()]
     assert [one.get("verdict", one["kind"]) for one in recorded] == ["node_checks", "FAIL", "OK"]
-    assert recorded[1]["since"] == pytest.approx(recorded[1]["at"], abs=600), "times are s since 1970"
+    assert recorded[1]["since"] == pytest.approx(recorded[1]["at"], abs=600), "the times are not in seconds since 1970"
 
 
 def test_history_and_metrics_that_cannot_be_written_change_no_verdict(

@@ -64,7 +64,9 @@ def test_dcgm_incident_on_an_unbridged_nvlink_warns_and_on_a_switched_board_fail
     data = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
     node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(data, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
+    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, (
+        "an incident on a switched board must fail"
+    )
 
 
 # ── GPUs of other jobs ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -166,7 +166,7 @@ def test_rare_xid_warns_and_fails_only_near_the_death_of_a_role(code: int) -> No
     node = ObservedNode().gpus().xid(code)
     assert node.verdict("xid") is Verdict.WARN
     node.node_state.on_role_death(["GPU-1"], node.now)
-    assert node.check_again().verdict("xid") is Verdict.WARN, "another GPU's role"
+    assert node.check_again().verdict("xid") is Verdict.WARN, "the death of a role on another GPU counts"
     node.node_state.on_role_death(["GPU-0"], node.now + 30)
     found = node.check_again().one("xid")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)

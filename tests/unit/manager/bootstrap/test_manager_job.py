@@ -120,7 +120,9 @@ def test_unanswered_squeue_is_repeated_before_a_successor_is_queued(
 def test_manager_outside_of_a_job_queues_no_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
-    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
+    ensure_successor(
+        RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: pytest.fail("a successor was queued"), monkeypatch
+    )
     assert log.read_text() == ""
 
 
@@ -142,7 +144,7 @@ def test_pending_manager_is_cancelled_and_a_running_one_is_not(tmp_path: Path, m
     log = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
     assert asyncio.run(manager_job.cancel_pending(RUN, run_spec(tmp_path))) == ""
     assert log.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
-    assert not asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path))), "one is running"
+    assert not asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path))), "a pending manager was not found"
     commands(tmp_path, monkeypatch, scancel="", squeue="")
     assert asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path)))
     commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")

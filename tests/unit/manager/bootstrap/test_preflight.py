@@ -25,7 +25,7 @@ FORM = "spares = 0"
 @pytest.fixture
 def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield slurm_lab
-    assert slurm_lab.jobs() == [], "something was started"
+    assert slurm_lab.jobs() == [], "the preflight has left a job"
 
 
 def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
@@ -63,7 +63,9 @@ def test_start_that_slurm_estimates_is_passed_on(lab: SlurmLab) -> None:
     assert set(answers["pool"].starts) == {"pool", "manager"}
     assert "manager" in answers["hetjob"].starts
     for start in answers["pool"].starts.values():
-        assert abs((datetime.fromisoformat(start) - datetime.now()).total_seconds()) < 3600, "local time"
+        assert abs((datetime.fromisoformat(start) - datetime.now()).total_seconds()) < 3600, (
+            "the estimated start is not in local time"
+        )
 
 
 def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:

@@ -59,7 +59,9 @@ def time_until_hang_found(state: State, phase: str) -> float:
 def test_hang_is_detected_by_baselines_of_an_earlier_manager() -> None:
     went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
     assert time_until_hang_found(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
-    assert time_until_hang_found(learned(*went), "checkpoint") > 3000.0, "a journal without baselines"
+    assert time_until_hang_found(learned(*went), "checkpoint") > 3000.0, (
+        "the hang was found early without baselines in the journal"
+    )
 
 
 def test_first_pass_of_a_phase_remains_one_under_a_new_manager() -> None:

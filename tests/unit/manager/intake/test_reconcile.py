@@ -177,7 +177,9 @@ def test_old_answer_with_a_pending_allocation_changes_nothing() -> None:
         assert looks.poll(listed(PENDING), at=at) == []
     assert looks.poll(listed(RUNNING), at=QUIET + 1.0) == []
     assert looks.poll(listed(PENDING), at=QUIET + 2.0) == []
-    assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
+    assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], (
+        "an allocation that stays pending must count as requeued"
+    )
 
 
 def test_node_missing_once_is_kept_and_a_down_one_is_not() -> None:
@@ -307,7 +309,7 @@ def test_launch_whose_command_ended_is_settled_by_two_polls() -> None:
     assert isinstance(done, ev.IntentSettled)
     assert (done.tag, done.ok) == (STEP, False)
     assert has_undecided_launch(Polls(*HELD, LAUNCH).state, ended)  # type: ignore[arg-type]
-    assert not has_undecided_launch(looks.state, ended), "settled"  # type: ignore[arg-type]
+    assert not has_undecided_launch(looks.state, ended), "a settled launch counts as undecided"  # type: ignore[arg-type]
 
 
 def test_launch_whose_step_is_listed_stays_open_after_its_command_has_ended() -> None:

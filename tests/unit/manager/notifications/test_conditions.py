@@ -131,7 +131,7 @@ def test_a_run_without_a_step_for_half_an_hour_stalls_once_its_usual_steps_are_k
     assert shown.after(STALLED_AFTER_S - 1) is None
     assert shown.after(1) == STALLED_AFTER_S
     shown.story.commits(16)
-    assert shown.after(0) is None, "it goes on"
+    assert shown.after(0) is None, "the run counts as stalled after a new commit"
 
 
 def test_stall_limit_grows_with_the_usual_duration_of_steps() -> None:

@@ -270,7 +270,7 @@ def test_time_without_a_readable_lease_does_not_count_as_silence(
         renewing.cancel()
 
     virtual.run(outage())
-    assert len(caplog.records) == 1, "logged once"
+    assert len(caplog.records) == 1, "the unreadable lease was not logged exactly once"
     assert "cannot read the lease of small-1, so another manager may be running" in caplog.text
 
 

@@ -262,6 +262,6 @@ def test_gpu_query_does_not_lose_a_cancellation() -> None:
             for _ in range(turn % 40):
                 await asyncio.sleep(0)
             querying.cancel()
-            assert (await asyncio.wait([querying], timeout=30.0))[0], "the query continues"
+            assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"
 
     asyncio.run(story())

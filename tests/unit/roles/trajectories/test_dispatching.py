@@ -296,7 +296,9 @@ def test_recall_and_expected_long_groups_are_reported_once_lengths_are_learned(t
     store = _taught(tmp_path)
     figures = store._state.figures(TAUGHT)
     assert figures["recall20"] >= 0.5, "fewer than half of the longest groups were expected to be long"
-    assert figures["long_groups"] == figures["longest_expected"] == 0.0, "nothing is begun"
+    assert figures["long_groups"] == figures["longest_expected"] == 0.0, (
+        "groups count as long before any group was begun"
+    )
     lease(store, ROLLOUT, 8)
     figures = store._state.figures(TAUGHT)
     assert figures["long_groups"] >= 1
@@ -317,7 +319,7 @@ def test_window_orders_the_prompts_of_its_batches_and_uses_each_once(tmp_path: P
             ordered = list(record.items)
             assert sorted(ordered) == list(range(len(created), len(created) + 3 * GROUPS))
             kinds = [kind(item) for item in ordered]
-            assert kinds == sorted(kinds, reverse=True), "the longest first"
+            assert kinds == sorted(kinds, reverse=True), "the longest prompts do not come first"
         elif isinstance(record, GroupCreated):
             created.append(record.item)
             if ordered:

@@ -156,7 +156,7 @@ def test_wait_without_a_new_version_returns_the_current_sources(store: Store) ->
     assert asking.answers(WAIT / 2) == {}
     holders = (weight_source(TRAINER, 4), weight_source(OTHER, 4))
     assert asking.answers(WAIT / 2)[2] == NewestVersion(Version(4, 1), holders)
-    assert asking.followers.due > 1e9, "somebody still waits"
+    assert asking.followers.due > 1e9, "a request still waits"
 
 
 def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> None:

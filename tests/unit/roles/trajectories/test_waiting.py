@@ -131,7 +131,7 @@ def _check_audit(run: VirtualRun, audit: Audit) -> None:
     }
     for (number, index), part in run.parts.items():
         whole = index == 0 and part.last and part.groups == audit.steps[number]
-        assert number in audit.parts or whole, "a part is forgotten"
+        assert number in audit.parts or whole, "the records lack a part that the trainer got"
     trained = sum((ages for number, ages in run.ages.items() if number <= audit.committed), Counter())
     assert audit.ages == trained
     assert audit.max_age == max(trained, default=0)

@@ -56,7 +56,7 @@ def probe(folder: Path, nonce: str, *addresses: str) -> subprocess.CompletedProc
 def received_report(login: ReportListener) -> NodeReport:
     deadline = time.monotonic() + TIMEOUT_S
     while login.report is None:
-        assert time.monotonic() < deadline, "no report came"
+        assert time.monotonic() < deadline, "the probe sent no report in time"
         login.wait(1.0)
     return login.report
 

@@ -312,7 +312,7 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
         with log.open("a") as file:
             file.write("2026-11-20T09:01:00.000000Z \x1b]0;owned\x07 a new line\n")
         shown = await top.shows("a new line")
-        assert "\\x1b]0;owned" in shown, "what a role prints cannot control the terminal"
+        assert "\\x1b]0;owned" in shown, "a control sequence of a role has reached the terminal"
 
     play(scene, story.now, (100, 30), run)
 

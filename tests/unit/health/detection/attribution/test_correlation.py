@@ -163,8 +163,10 @@ def test_nodes_silent_at_once_are_held_back_for_a_while_and_only_once() -> None:
     assert set(run.finds(*every, after=1.0).values()) == {WARN}
     assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
     assert run.finds(*every, after=SILENCE_GRACE_S) == {"n1": FAIL, "n2": FAIL, "n3": FAIL, "run": WARN}
-    assert run.finds(after=1.0) == {}, "all are back"
-    assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, "another time"
+    assert run.finds(after=1.0) == {}, "findings remain although all nodes are back"
+    assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, (
+        "a later loss of all nodes was not held back again"
+    )
 
 
 @pytest.mark.parametrize("began", [(990.0, 990.0), (990.0, 970.0, 990.0), (990.0, 975.0, 960.0)])

@@ -326,7 +326,9 @@ def test_missing_heartbeats_lists_other_workers_once_one_is_silent() -> None:
     began = trace.now
     trace.heartbeat_missing |= {ROLLOUTS[1], ROLLOUTS[2], agent_of("n2")}
     trace.play(6)
-    assert missing_heartbeats([], trace.monitor, LIMITS, trace.now) == {}, "nobody asks before"
+    assert missing_heartbeats([], trace.monitor, LIMITS, trace.now) == {}, (
+        "silent replicas are listed although there is no finding about one"
+    )
     silent = {ROLLOUTS[0]: (NodeName("n0"), began - 4), ROLLOUTS[1]: (NodeName("n1"), began)}
     assert missing_heartbeats(trace.findings(), trace.monitor, LIMITS, trace.now) == silent
 
@@ -770,7 +772,7 @@ def test_every_detector_is_in_the_ladder_by_strength_of_evidence() -> None:
     proofs_first = ["exit_record", "step_gone", "stop_overdue", "promotion_overdue", "never_joined", "worker_silence"]
     assert names[:6] == proofs_first
     assert names[7:9] == ["engine_dead", "no_answer"], "reports of the replica itself must come before deadlines"
-    assert names[-2:] == ["suspected", "straggler"], "warnings come last"
+    assert names[-2:] == ["suspected", "straggler"], "detectors that only warn must come last"
     assert set(names[6:]) == {
         "agent_silence", "engine_dead", "no_answer", "no_progress", "phase_overdue", "computes_nothing", "load_stalled",
         "wait_overdue", "wait_long", "idle", "suspected", "straggler",

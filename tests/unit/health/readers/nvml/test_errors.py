@@ -188,7 +188,7 @@ def test_gpu_of_another_allocation_is_not_lost(driver: FakeDriver, reader: NvmlR
 # ── Xid events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_xids_are_reported_once_in_order_and_by_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.xid(0, 13)
-    assert reader.read().xids == (), "before we listened"
+    assert reader.read().xids == (), "an Xid from before the first read was reported"
     driver.xid(1, 79).xid(0, 31).xid(1, 45)
     zero, one = driver.uuid(0), driver.uuid(1)
     data = reader.read()
@@ -330,7 +330,7 @@ def test_hung_call_blocks_only_its_process_and_continues_on_return(driver: FakeD
     driver.hang(function)
     process = start(driver.env())
     query(process)
-    assert awaited(process, SHORT) == "", "it came back"
+    assert awaited(process, SHORT) == "", "the hung call has returned"
     assert process.poll() is None
     driver.heal()
     assert awaited(process, SECONDS).startswith('{"type":"nvml"')
@@ -342,7 +342,7 @@ def test_process_blocked_in_a_hung_nvml_call_can_be_ended(driver: FakeDriver) ->
     driver.hang("nvmlDeviceGetUtilizationRates", gpu=1)
     process = start(driver.env())
     query(process)
-    assert awaited(process, SHORT) == "", "it came back"
+    assert awaited(process, SHORT) == "", "the hung call has returned"
     process.terminate()
     process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGTERM

@@ -76,7 +76,7 @@ def test_gpu_hours_are_those_of_the_granted_nodes() -> None:
     assert hours.unit == "gpu"
     assert hours.reserved == pytest.approx(5 * 8 * story.at / 3600, rel=0.001)
     assert hours.useful == pytest.approx(2 * 4 * (story.at - 7) / 3600, rel=0.01), (
-        "only the GPUs of the rollouts count as useful while the trainer waits for data"
+        "the useful GPU-hours must be those of the rollouts while the trainer waits for data"
     )
 
 
@@ -130,7 +130,7 @@ def test_doubts_about_a_clean_run_are_named() -> None:
     strict = run.report(clean).strict
     assert strict is not None
     assert strict.ettr == pytest.approx(8 * STEP_S / (8 * STEP_S + 2 + OUTAGE_S), abs=0.001)
-    assert strict.ft_overhead is None, "an interrupted run has no overhead of fault tolerance"
+    assert strict.ft_overhead is None, "an overhead of fault tolerance was computed for an interrupted run"
     words = " ".join(strict.doubts)
     assert all(part in words for part in ("was interrupted 1 times", "snapshots", "different numbers of steps"))
     bare = msgspec.structs.replace(clean.job, trainer=TrainerSettings(snapshots=False), seed=clean.job.seed + 1)

@@ -86,7 +86,7 @@ def test_lines_of_a_promoted_step_are_kept_under_its_own_name(tmp_path: Path) ->
         ),
     }
     state = msgspec.structs.replace(STATE, replicas=replicas)
-    assert _is_current(state, standby), "its member is"
+    assert _is_current(state, standby), "a standby process is not current although its member is"
 
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at, state=state) as collector:
@@ -110,7 +110,7 @@ def test_manager_writes_the_lines_of_a_step_that_cannot(tmp_path: Path) -> None:
             at.run.log_file(launch.tag).symlink_to("/dev/full")
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 0.05")
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
-            assert step.poll() is None, "while it lives"
+            assert step.poll() is None, "the step has ended before its lines were written"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

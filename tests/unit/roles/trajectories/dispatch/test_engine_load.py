@@ -57,7 +57,7 @@ def test_added_answer_lengthens_the_time_and_can_be_removed_again(those: list[tu
     other = load.copy()
     other.remove(curves[0])
     assert other.finish() == pytest.approx(before, abs=1e-6)
-    assert load.finish() == after, "a copy changes nothing"
+    assert load.finish() == after, "a change of the copy has changed the original"
 
 
 def test_finish_of_two_engines_is_the_mean_of_the_later_of_both_times() -> None:

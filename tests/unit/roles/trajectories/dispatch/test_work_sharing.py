@@ -58,7 +58,9 @@ def test_a_rollout_gets_at_most_its_places_and_an_idle_one_gets_work(
     assert len(given_to) <= own[0]
     assert len(set(given_to)) == len(given_to)
     assert set(given_to) <= {each.trajectory for each in work}
-    assert given_to == share(work, engine("rollout/0", own[0], *own[1]), views), "decisions are deterministic"
+    assert given_to == share(work, engine("rollout/0", own[0], *own[1]), views), (
+        "a repeated decision has another result"
+    )
     if lengths and not own[1]:
         assert given_to
     if all(not free for free, _ in others):
@@ -109,7 +111,9 @@ def test_slow_engine_gets_fewer_answers_than_a_fast_one() -> None:
 
 def test_many_equal_answers_balance_the_load_despite_unequal_free_places() -> None:
     given_to = share(waiting(*[500.0] * 120), engine("idle", 128), [engine("busy", 452, *[500.0] * 60)])
-    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), "both run 90 then"
+    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), (
+        "the idle engine must get 90 answers, so that both run 90"
+    )
 
 
 def test_busy_engine_leaves_the_last_answer_to_an_idle_one() -> None:

@@ -144,11 +144,13 @@ def test_late_reward_is_accepted_once(store: Store, tmp_path: Path) -> None:
     items = [_ended(store, str(number)) for number in range(BATCH * GROUP)]
     assert store.lease_scoring(REWARD, 9) == Scoring(())
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
-    assert store.lease_scoring(REWARD, 9) == Scoring(()), "nor after a restart"
+    assert store.lease_scoring(REWARD, 9) == Scoring(()), (
+        "an episode without its reward was leased for scoring after a restart"
+    )
     for place, item in enumerate(items):
         assert _post(store, item, place / 4) == Done()
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
-    assert _post(store, items[1], 0.25) == Done(), "repeated"
+    assert _post(store, items[1], 0.25) == Done(), "a repeated reward was refused"
     second = _post(store, items[1], 0.5)
     assert isinstance(second, Denied)
     assert "has the reward 0.25 already" in second.why

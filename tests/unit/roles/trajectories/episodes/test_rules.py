@@ -281,7 +281,7 @@ def test_finished_episodes_with_their_rewards_complete_a_group_without_a_reward_
     for place, item in enumerate(episodes(store, BATCH * GROUP)):
         turn(store, item, (2,), (5, 1))
         finish(store, item, place / 4)
-    assert answer(store, FinishEpisode(AGENTS, 0, 1, 0.0)) == Done(), "a repeated request"
+    assert answer(store, FinishEpisode(AGENTS, 0, 1, 0.0)) == Done(), "a repeated request was refused"
     batch = bind(store, 1)
     assert [(one.id, one.reward, one.training) for one in batch.trajectories] == [
         (0, 0.0, 0.0), (1, 0.25, 0.25), (2, 0.5, 0.5), (3, 0.75, 0.75)

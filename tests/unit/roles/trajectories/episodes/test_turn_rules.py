@@ -90,7 +90,7 @@ def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Sto
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6)), segment(number, 2, (7,), 1)])
     assert _end(store, number, 1) == Done()
-    assert _end(store, number, 1) == Done(), "repeated"
+    assert _end(store, number, 1) == Done(), "a repeated request was refused"
     late = store.append(ROLLOUT, [segment(number, 3, (8,))])
     assert isinstance(late, Denied)
     assert late.lost == (number,)

@@ -110,7 +110,7 @@ def train(store: Store, number: int, who: Incarnation = TRAINER) -> None:
 
 def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    assert not is_evaluated(lease(store, OTHER, 2)), "without weights"
+    assert not is_evaluated(lease(store, OTHER, 2)), "an evaluated answer was leased before its weights were published"
     publish(store, 0)
     items = lease(store, ROLLOUT, 4, weights=0)
     assert is_evaluated(items)
@@ -119,7 +119,9 @@ def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(t
     seeds = [item.sampling.seed for item in items if item.sampling is not None]
     assert len(set(seeds)) == len(items)
     assert {item.sampling.temperature for item in items if item.sampling is not None} == {0.5}
-    assert not is_evaluated(lease(store, incarnation_of("rollout/1"), 2, weights=1)), "with newer weights"
+    assert not is_evaluated(lease(store, incarnation_of("rollout/1"), 2, weights=1)), (
+        "an evaluated answer was leased with newer weights"
+    )
 
 
 def test_greedy_answers_have_no_seed(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_answer_of_a_dead_rollout_goes_on_where_it_ended(tmp_path: Path) -> None
     publish(store, 0)
     items = lease(store, weights=0)
     assert store.append(ROLLOUT, [tokens(items[0], 0, given=(5,))], []) == Done()
-    assert not is_evaluated(lease(store, OTHER, weights=0)), "all are leased"
+    assert not is_evaluated(lease(store, OTHER, weights=0)), "an evaluated answer was leased twice"
     store.update_membership([one for one in ALL if one != ROLLOUT])
     again = lease(store, OTHER, weights=0)
     assert {item.trajectory for item in again} == {item.trajectory for item in items}
