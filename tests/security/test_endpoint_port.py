@@ -32,7 +32,7 @@ ROUNDS = 3
 The first ones fill the pools of libraries; only the cost of the last one counts.
 """
 GROWTH = 3 * 2**20
-"""Bytes by which an attack may increase the memory for good."""
+"""Bytes by which an attack may increase the memory permanently."""
 READERS = 16
 READER_BYTES = 2**19
 """Bytes of memory for a stream whose reader does not read.

@@ -191,7 +191,7 @@ def until_back(victim: Victim, before: Footprint) -> None:
 def test_attacks_have_no_lasting_effect_and_members_are_served_during_them(victim: Victim) -> None:
     """UCX's own port is not attacked: it accepts connections only while a member connects.
 
-    A foreign connection from these milliseconds would stay open for good (docs/sources.md).
+    A foreign connection from these milliseconds would stay open for ever (docs/sources.md).
     """
     recorded = victim.recorded()
     hearing = [port for port in victim.ports if not attacks.deaf(port)]

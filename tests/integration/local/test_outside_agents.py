@@ -37,8 +37,7 @@ STEPS, PROMPTS, GROUP = 8, 2, 8
 
 
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example of agents with an endpoint in place of the role ``agents``, and with ``changes`` of
-    job.toml."""
+    """Submit the example of agents with an endpoint instead of the role ``agents`` and with ``changes`` of job.toml."""
     endpoint = (
         ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"), ('function = "guess_task:run"\n', ""),
         ("concurrency = 48 ", "retries = 0 "),

@@ -1,4 +1,4 @@
-"""``[sampling] staleness`` in whole runs: each step trains tokens of the requested age, whichever process is killed."""
+"""``staleness = 0`` in a whole run: each step trains only on-policy tokens, even after the trainer was killed."""
 
 from __future__ import annotations
 

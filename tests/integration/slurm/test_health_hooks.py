@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples/health"
 CHECK_INTERVAL_S = 3
 """Time between two runs of the HealthCheckProgram (s)."""
 TIMEOUT_S = 120.0
-"""Time limit for several such runs on a busy machine (s)."""
+"""Time limit for several runs of the HealthCheckProgram on a busy machine (s)."""
 
 
 class HookedLab:

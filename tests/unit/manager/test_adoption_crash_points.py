@@ -175,7 +175,7 @@ def job_on_shared_gpus() -> RunSpec:
 
 @pytest.mark.parametrize("gap", [1.0, 1.25])
 def test_manager_killed_at_any_record_of_a_promotion_assigns_no_gpu_that_is_in_use(gap: float) -> None:
-    """The gap between the two managers determines which processes report first to the second one."""
+    """The gap between the two managers determines which processes report first to the second manager."""
     job = job_on_shared_gpus()
     undisturbed, _ = run_to_end(job=job)
     assert (len(undisturbed.promotions), undisturbed.shared_gpus) == (1, [])

@@ -1,4 +1,4 @@
-"""After many small changes the screen of a terminal is that of a single drawing, and each change sends few bytes."""
+"""After many small changes the screen equals that of a single drawing, and each change sends few bytes."""
 
 from __future__ import annotations
 

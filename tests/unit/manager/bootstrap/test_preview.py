@@ -1,4 +1,4 @@
-"""The most jobs and steps of a run, and the preview, which shows the requests that the planner makes."""
+"""The largest numbers of jobs and steps of a run, and the preview, which shows the requests that the planner makes."""
 
 from __future__ import annotations
 

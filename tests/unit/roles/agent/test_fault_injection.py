@@ -110,9 +110,7 @@ def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: P
             await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             holder = int(mark(at, launch).read_text().partition(".")[0])
-            lab_node.agent.send_signal(
-                signal.SIGSTOP
-            )  # stopped, so that the agent does not notice the end of its pause helper
+            lab_node.agent.send_signal(signal.SIGSTOP)  # the agent misses the end of its pause helper
             os.kill(holder, signal.SIGKILL)
             lab_node.agent.kill()
             await at.end_of(lab_node.agent)

@@ -336,7 +336,7 @@ def test_waiting_replica_has_the_probe_limit_from_the_end_of_its_work() -> None:
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
-    trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # long enough for a probe, whose limit has passed
+    trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # long enough for a probe and for its limit to pass
     trace.loads[ROLLOUT] = IDLE
     trace.play(LIMITS.probe - 5)
     assert all(observed[2] != "FAIL" for observed in trace.found())

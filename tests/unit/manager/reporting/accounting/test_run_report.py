@@ -121,7 +121,7 @@ def test_curves_have_reward_throughput_and_versions() -> None:
     curves = accounted(story.wait(STEP_S)).report().curves
     assert [point.step for point in curves.reward] == [1, 2, 3, 4, 5]
     assert [point.value for point in curves.oldest_version] == [0, 1, 2, 3, 4, 5][1:]
-    assert curves.tokens_per_second == []  # the time since the commit before is zero
+    assert curves.tokens_per_second == []  # no time has passed since the previous commit
 
 
 def test_doubts_about_a_clean_run_are_named() -> None:
