@@ -52,7 +52,8 @@ PARSERS = {
     "config/job/document.py": "reads TOML, and the settings of a command line",
     "config/toml_positions.py": "reads TOML",
 }
-"""Modules and folders that may match text, each with the reason. None decides by text that rrl wrote for people."""
+"""Modules and folders that may match text, each with the reason. They never decide by text that rrl wrote for
+people."""
 VIEWS = "cli/views"
 """Folder that only lays out text for the screen."""
 

@@ -178,5 +178,5 @@ def test_record_forged_in_the_owners_name_is_rejected(owner: PlainUser, attacker
     owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
     attacker.call(attack, timeout_s=60)
     document, _ = report(owner, history)
-    assert document["sources"]["skipped"] == 15  # the lines of the attacker that name the owner as their user
+    assert document["sources"]["skipped"] == 15  # the attacker's lines, which name the owner as their user
     assert_no_node_is_accused(document, attacker.name)

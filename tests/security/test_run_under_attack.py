@@ -57,7 +57,8 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
 
 
 def _second_process(run: TestRun, replica: ReplicaId) -> None:
-    """Launch the replica's step once more; the second process must exit, and leave the first one's files alone."""
+    """Launch the replica's step once more, and check that the second process exits without a change of the first one's
+    files."""
     tag = run.state().replica(replica).step
     assert tag is not None
     file = str(run.run.launch_file(tag))

@@ -37,7 +37,8 @@ STRANGERS = 400
 BOUND = 200
 """Descriptors that unauthenticated clients may take.
 
-The limit is 128; the others are being closed by some rounds of the server's loop, which accepts 16 connections at once.
+The limit is 128. The rest allows for connections that the server has accepted, 16 in each round of its loop, and is
+closing.
 """
 
 

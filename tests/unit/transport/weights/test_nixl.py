@@ -266,7 +266,7 @@ land()
 
 
 def test_reader_killed_while_its_holder_is_stopped_does_not_affect_the_holder(reads: NixlRuntime) -> None:
-    """UCX would end a holder whose answer of several segments meets a closed connection."""
+    """UCX would end a holder that sent an answer of several segments to a closed connection."""
     with other() as holder:
         argv = [sys.executable, "-c", READER, holder.name.decode(), holder.replies.hex(), str(holder.address)]
         for _ in range(2):

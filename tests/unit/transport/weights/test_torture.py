@@ -21,7 +21,7 @@ _HELD_UP = RECEIVERS * NBYTES
 _LEAKED = 16 * 2**20
 """Bytes by which the mean memory may grow from the earlier to the later measurements.
 
-They are less than one version for every 40th of 250 faults. The memory that readers keep varies.
+A leak of one version at every 40th of 250 faults would exceed them. The memory that readers keep varies.
 """
 _DESCRIPTORS = 24
 """Limit for new descriptors: one or two connections to and from each other process, with some descriptors each."""
