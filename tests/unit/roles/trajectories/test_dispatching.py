@@ -73,10 +73,7 @@ class Clock:
 
 
 def _step(store: Store, number: int, clock: Clock | None = None) -> list[int]:
-    """Play a step with one rollout that works on two trajectories at a time.
-
-    Return the leased trajectories in order.
-    """
+    """Return, in order, the trajectories leased in a step of one rollout that works on two of them at a time."""
     clock = clock or Clock()
     held: dict[int, tuple[Item, int]] = {}
     order: list[int] = []
