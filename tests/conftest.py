@@ -15,14 +15,15 @@ from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
-os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no terminal is as wide as it is
+# pytest-xdist sets it, which would wrap output that goes to no terminal
+os.environ.pop("COLUMNS", None)
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
 _MARK = "pytest.mark.slurm"
 _NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/slurm/test_cut_nodes.py"]
 collect_ignore = [] if netns.possible() else _NETWORK_FILES
-"""Nodes with a network of their own need root: where there is none, their tests are not there either."""
+"""Test files that need root, because their nodes have networks of their own; without root they are not collected."""
 LONG_FILES = (
     "unit/roles/trainer/test_gang.py", "integration/local/test_runs.py", "integration/slurm/cluster/test_cluster.py",
     "integration/local/test_stream.py",
@@ -43,17 +44,20 @@ LONG_FILES = (
 """Files that take longest on two cores, the longest first. They start first: pytest-xdist gives a whole file to
 one worker, and a long file that starts last leaves the other workers without work."""
 _TOGETHER = "tests/unit/roles/trainer/"
-"""Folder whose files one worker gets, because they fork trainer processes from one that has loaded torch."""
+"""Folder whose files go to one worker, because they fork trainer processes from a process that has loaded torch."""
 
 
 def pytest_sessionstart() -> None:
-    """SIGTERM ends the session as Ctrl-C does: fixtures are torn down."""
+    """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, and later none of theirs: they create a million objects."""
+    """Disable garbage collection while modules are imported, and exempt their objects from it later.
+
+    The imports create a million objects, which every later collection would have to visit.
+    """
     gc.disable()
     try:
         return (yield)
@@ -63,7 +67,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m 'slurm and …'`` import only the files that need Slurm: to import all takes each worker 20 s."""
+    """With ``-m 'slurm and …'`` import only the files that need Slurm, because importing all takes a worker 20 s."""
     wanted = str(config.option.markexpr)
     only_slurm = wanted.split(" ")[0] == "slurm" and " or " not in wanted
     if only_slurm and collection_path.match("test_*.py") and not _names_slurm(collection_path):
@@ -73,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _names_slurm(path: Path) -> bool:
-    """Whether a test module has a lab's name or the marker in its text."""
+    """Return whether the text of a test module contains the name of a lab or the Slurm marker."""
     text = path.read_text()
     return any(name in text for name in (*_LABS, _MARK))
 
@@ -85,10 +89,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
         if item.get_closest_marker("slurm") and not _names_slurm(item.path):
-            raise pytest.UsageError(f"{item.nodeid} needs Slurm, and {item.path.name} names neither {_MARK} nor a lab")
+            raise pytest.UsageError(f"{item.nodeid} needs Slurm, but {item.path.name} names neither {_MARK} nor a lab")
     rank = {Path(__file__).parent / name: place for place, name in enumerate(LONG_FILES)}
     if gone := [str(file) for file in rank if not file.exists()]:
-        raise pytest.UsageError(f"LONG_FILES names files that are not there: {', '.join(gone)}")
+        raise pytest.UsageError(f"LONG_FILES names files that do not exist: {', '.join(gone)}")
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
@@ -107,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where Slurm is required, as in CI, a test that was skipped is a failure."""
+    """Fail the session if a test was skipped although Slurm is required, as it is in CI."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get(REQUIRED) and reporter is not None and reporter.stats.get("skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -115,10 +119,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_lab() -> Iterator[SlurmLab]:
-    """A real Slurm of five nodes of 8 CPUs, 8000 MiB and 2 false GPUs, for the whole session.
+    """Yield a real Slurm of five nodes of 8 CPUs, 8000 MiB and 2 fake GPUs, for the whole session.
 
-    Jobs are submitted as its plain user. A test leaves it idle: ``lab.clear()``. Where Slurm is not installed the test
-    is skipped, or fails if RRL_REQUIRE_SLURM is set.
+    Jobs are submitted as its plain user. Each test calls ``lab.clear()``, which leaves the lab idle. Where Slurm is not
+    installed the test is skipped, or fails if RRL_REQUIRE_SLURM is set.
     """
     _require()
     with SlurmLab.start(nodes=LAB_NODES, gpus=2) as lab:
@@ -127,8 +131,10 @@ def slurm_lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture(scope="session")
 def accounting_lab() -> Iterator[SlurmLab]:
-    """Yield a lab like ``slurm_lab``, with two nodes without GPUs and slurmdbd: accounts, QOS and limits are
-    enforced."""
+    """Yield a lab like ``slurm_lab``, with two nodes without GPUs, and with slurmdbd.
+
+    Slurm enforces accounts, QOS and limits there.
+    """
     _require(accounting=True)
     with SlurmLab.start(nodes=2, accounting=True) as lab:
         yield lab
@@ -136,7 +142,10 @@ def accounting_lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture(scope="session")
 def preempting_lab() -> Iterator[SlurmLab]:
-    """As ``slurm_lab``, without GPUs, with partitions whose jobs Slurm preempts (6 s of grace) or suspends in turn."""
+    """Yield a lab like ``slurm_lab``, without GPUs, whose partitions allow preemption.
+
+    Slurm preempts the jobs of some partitions (6 s of grace), and suspends the jobs of other partitions in turn.
+    """
     _require()
     with SlurmLab.start(nodes=LAB_NODES, preempting=6) as lab:
         yield lab
@@ -144,7 +153,10 @@ def preempting_lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture(scope="session")
 def isolated_lab() -> Iterator[SlurmLab]:
-    """As ``slurm_lab``, without GPUs, with a network for each node: for tests that :data:`collect_ignore` lists."""
+    """Yield a lab like ``slurm_lab``, without GPUs, in which each node has a network of its own.
+
+    Only the files in :data:`collect_ignore` use it.
+    """
     _require()
     with SlurmLab.start(nodes=LAB_NODES, isolated=True) as lab:
         yield lab

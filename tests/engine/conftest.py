@@ -1,4 +1,4 @@
-"""vLLM has an environment of its own (make test-vllm): where it is not, its tests are not there either."""
+"""Collect the tests of vLLM only where vLLM is installed: it has an environment of its own (make test-vllm)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents in whole runs with vLLM: the shipped example, and an agent that others wrote, unchanged."""
+"""Agents in whole runs with vLLM: the shipped example, and an unchanged agent that was not written for rrl."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 THIRD_PARTY = Path(__file__).parents[2] / "examples" / "third_party_agent"
 TIMEOUT_S = 2400.0
-"""Seconds; the runs take three minutes on two quiet cores."""
+"""Time limit of a run (s); a run takes three minutes on two idle cores."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def smollm2() -> None:
-    """Make the model's folders once on a machine, as make smollm2 does."""
+    """Make the model's folders, once per machine, as ``make smollm2`` does."""
     subprocess.run([sys.executable, make_model.__file__], check=True)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Remove the folder, of which pytest keeps three: each step of SmolLM2 leaves 1.6 GB of checkpoint."""
+    """Yield the test's folder, and remove it afterwards.
+
+    pytest would keep three such folders, and each step of SmolLM2 leaves a checkpoint of 1.6 GB.
+    """
     yield tmp_path
     shutil.rmtree(tmp_path)
 
@@ -57,7 +60,8 @@ def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
 ) -> None:
     from rrl.benchmarks import _agents_drift
 
-    drift = _agents_drift.measure(folder, steps=5)  # rollouts are up to three steps ahead of the first new weights
+    # rollouts are up to three steps ahead of the first new weights, so that some of these steps use new weights
+    drift = _agents_drift.measure(folder, steps=5)
     print(drift)
     assert drift.token_drift == 0
     assert drift.max_logprob_error < ATOL
@@ -68,6 +72,6 @@ def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
 
 
 def turns_by_episode(run: TestRun) -> Counter[int]:
-    """Return how many turns of each episode the store's log has."""
+    """Return the number of turns of each episode in the store's log."""
     log = max(run.run.store.glob("log.*[0-9]"), key=lambda path: int(path.suffix[1:]))
     return Counter(each.episode for each in map(decode, read_frames(log)) if isinstance(each, TurnCreated))

@@ -1,4 +1,4 @@
-"""A real vLLM engine on CPU with a tiny model, beside torch."""
+"""A real vLLM engine on CPU with a tiny model, compared with torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_logprobs_match_the_sampled_distribution_across_an_update(
         made.to_the_end(engine)
         assert sorted(made.finished) == [item.trajectory for item in given]
         assert made.worst(given, {step: model}, TEMPERATURE)[step] < ATOL
-        assert made.worst(given, {step: model}, 1.0)[step] > 0.1, "the temperature does not show"
+        assert made.worst(given, {step: model}, 1.0)[step] > 0.1, "the temperature has no effect on the probabilities"
 
 
 def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engine) -> None:
@@ -65,7 +65,8 @@ def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engi
     engine.add(given)
     usual, pauses = [], []
     for step, model in ((1, _B), (2, _A), (3, _B)):
-        for _ in range(11):  # not a multiple of the segment: tokens of the old version are still to be handed over
+        # not a multiple of the segment length: tokens of the old version have not been delivered yet
+        for _ in range(11):
             began = time.perf_counter()
             made.take(*engine.step())
             usual.append(time.perf_counter() - began)
@@ -140,10 +141,12 @@ def test_foreign_turns_use_their_own_sampling_beside_turns_of_the_job(engine: En
     engine.add([Item(n, 0, prompt, (), 20, each) for n, each in enumerate(how)])
     made.to_the_end(engine)
     assert sorted(made.finished) == list(range(len(how)))
-    assert made.tokens(1) == made.tokens(2), "both always take the most likely token"
+    assert made.tokens(1) == made.tokens(2), "temperature 0 and top_k 1 differ, though both take the most likely token"
     assert made.tokens(3) == made.tokens(4) != made.tokens(0)
     given = [Item(0, 0, prompt, (), 20)]
-    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL, "the turn of the job is sampled as before"
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL, (
+        "the item without overrides is not sampled as the job requests"
+    )
 
 
 def test_trajectory_that_is_ended_or_full_is_finished_without_a_segment(engine: Engine) -> None:
@@ -275,7 +278,10 @@ def test_nothing_is_sampled_before_weights_are_loaded(tmp_path: Path) -> None:
 def test_parameters_that_vllm_derives_from_weights_are_not_required_of_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the scales of fp8 are made: parameters that stand in no file. (The CPU has no fp8 of vLLM's.)"""
+    """Parameters that vLLM computes itself, such as the scales of fp8, are in no file of the next version.
+
+    The test adds such a parameter to a layer, because vLLM has no fp8 on a CPU.
+    """
     load = UnquantizedLinearMethod.process_weights_after_loading
 
     def load_and_scale(self: UnquantizedLinearMethod, layer: torch.nn.Module) -> None:

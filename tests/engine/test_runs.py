@@ -1,4 +1,4 @@
-"""Whole runs on the local cluster whose rollouts are vLLM's; everything else is as in any run."""
+"""Whole runs on the local cluster with vLLM rollouts; all other roles are those of any run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 400.0
-"""s; vLLM takes 10 s to start on two free cores, and minutes on busy ones"""
+"""Time limit for a condition (s); vLLM takes 10 s to start on two idle cores, and minutes on busy ones."""
 ROLLOUT, VICTIM = ReplicaId("rollout/0"), ReplicaId("rollout/1")
 
 
@@ -78,9 +78,9 @@ def test_run_learns_from_vllm_rollouts_and_continues_while_a_killed_one_restarts
     print(f"{len(drifts)} steps; drift of the last: {drifts[-1]:.1e}")
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
     assert [end.incarnation.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], (
-        "others had to be killed"
+        "a replica besides the victim was killed by SIGKILL"
     )
-    assert not [end.incarnation.replica for end in ends if end.code], "somebody failed by itself"
+    assert not [end.incarnation.replica for end in ends if end.code], "a replica failed that the test had not killed"
 
 
 def test_rollout_ends_with_all_its_vllm_workers_when_one_of_them_dies(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_rollout_ends_with_all_its_vllm_workers_when_one_of_them_dies(tmp_path: 
 
 @contextmanager
 def _running(folder: Path, toml: str) -> Iterator[TestRun]:
-    """Yield a run, which is cancelled and has ended after the block, even if the test failed."""
+    """Yield a run; after the block, cancel it and wait for its end, even if the test has failed."""
     run = submit_here(folder, toml)
     try:
         yield run
@@ -114,7 +114,7 @@ def _running(folder: Path, toml: str) -> Iterator[TestRun]:
 
 
 def _workers(run: TestRun, step: str) -> list[int]:
-    """vLLM's worker processes of one step of the run. They carry its mark as every process of it does."""
+    """Return vLLM's worker processes of one step, which carry the step's mark in their environment."""
     mark = f"{LAUNCH_ENV}={run.run.launch_file(step)}".encode()
     found = []
     for pid, command in run.processes().items():

@@ -96,7 +96,7 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     role = RoleSpec("rollout", "rollout", 1, 1, Resources(mem=MEMORY), True, ())
     job = RunSpec("x", 1, "local", (role,), (), model=model, rollout=RolloutSettings("vllm", lease=16))
     incarnation = Incarnation(ReplicaId("rollout/0"), 1)
-    me = SimpleNamespace(  # without __enter__: it cannot be joined
+    me = SimpleNamespace(  # it has no __enter__, so that joining fails
         job=job,
         launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),

@@ -1,4 +1,4 @@
-"""vLLM's worker processes, which tensor parallelism needs: two on CPU, and what goes between them and the role."""
+"""vLLM's two worker processes on CPU, as tensor parallelism needs them, and what they exchange with the role."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.vllm
 TEMPERATURE = 0.7
 _A, _B = engines.random_weights(SPEC, 1), engines.random_weights(SPEC, 2)
 _BUCKET = 20_000
-"""bytes: less than a layer has, and less than most tensors"""
+"""Size of a bucket in bytes: less than a layer has, and less than most tensors."""
 _LISTENS = "0A"
-"""TCP_LISTEN, in proc(5)"""
+"""The state TCP_LISTEN, as proc(5) prints it."""
 _MESSAGE = 10_000
-"""bytes, at most, of all that vLLM is told for a version of 400 KB"""
+"""Upper bound for the bytes of all messages to vLLM about one version; the version itself has 400 KB."""
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     sampling = Sampling(temperature=TEMPERATURE, segment_tokens=8)
     with pytest.MonkeyPatch.context() as outside:
         for one in interfaces():
-            if not one.address.startswith("127."):  # as a site may say it, for jobs of several nodes
+            if not one.address.startswith("127."):  # a site may set it so, for jobs of several nodes
                 outside.setenv("GLOO_SOCKET_IFNAME", one.name)
         engine = engines.vllm_engine(SPEC, tmp_path_factory.mktemp("model"), sampling, tensor_parallel_size=2)
     yield engine
     workers = _workers()
     engine.close()
-    assert [pid for pid in workers if read_process(pid) is not None] == [], "they outlive their engine"
+    assert [pid for pid in workers if read_process(pid) is not None] == [], "worker processes outlive their engine"
 
 
 @pytest.fixture
 def engine(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """With the weights of step 0, and idle."""
+    """Return an idle engine with the weights of step 0."""
     monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", _BUCKET)
     engines.load(shared, 0, _A)
     return shared
@@ -93,7 +93,7 @@ def test_weights_are_shared_not_copied_and_their_memory_is_freed(
 @pytest.mark.usefixtures("engine")
 def test_workers_listen_only_on_this_machine() -> None:
     found = [address for pid in _workers() for address in _listening(pid)]
-    assert found, "they talk to each other some other way"
+    assert found, "no worker process listens at a TCP address"
     assert set(found) == {"0100007F"}, "not only 127.0.0.1"
 
 
@@ -133,7 +133,7 @@ def _workers() -> list[int]:
 
 
 def _listening(pid: int) -> Iterator[str]:
-    """Addresses at which it listens, as proc(5) has them."""
+    """Return the addresses at which a process listens, as proc(5) prints them."""
     sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 """Deadline (s) for a process to import torch and to open the GPU; only a broken machine takes that long."""
 RECORDINGS_ENV = "RRL_GPU_RECORDINGS"
-"""Environment variable: the folder into which readings and figures of this machine are written."""
+"""Environment variable with the folder into which readings and figures of this machine are written."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -41,7 +41,7 @@ def rehearsal() -> bool:
 
 @pytest.fixture(scope="session")
 def nvml() -> Iterator[Any]:
-    """nvidia-ml-py with an open session, on a machine with at least one GPU."""
+    """Return nvidia-ml-py with an open session, on a machine with at least one GPU."""
     import pynvml
 
     try:
@@ -56,7 +56,7 @@ def nvml() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The first GPU, for torch; the CPU in a rehearsal."""
+    """Return the first GPU for torch, or the CPU in a rehearsal."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
@@ -73,7 +73,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def processes(device: torch.device) -> Iterator[ForkServerContext]:
-    """Import torch once; processes that are forked from there open the GPU for themselves."""
+    """Import torch once in a fork server; processes that are forked from it open the GPU for themselves."""
     from rrl.tests.support.roles.trainer.stage import nursery
 
     with nursery() as context:
@@ -82,7 +82,7 @@ def processes(device: torch.device) -> Iterator[ForkServerContext]:
 
 @pytest.fixture(scope="session")
 def record() -> Callable[[str, str], None]:
-    """Write a text into a file of the folder of recordings; without such a folder it is printed."""
+    """Return a function that writes a text into a file of the recordings folder, or prints it without such a folder."""
     folder = os.environ.get(RECORDINGS_ENV)
 
     def write(name: str, text: str) -> None:
@@ -100,7 +100,7 @@ StartProcess = Callable[[int, str], tuple[subprocess.Popen[str], list[str]]]
 
 @pytest.fixture
 def cuda_process(device: torch.device) -> Iterator[StartProcess]:
-    """Start ``cuda_process MIB HOW``; return the process and the words that it prints when it is ready."""
+    """Return a function that starts ``cuda_process MIB HOW`` and returns (process, words of its first line)."""
     if rehearsal():
         pytest.skip("a rehearsal has no GPU whose memory a process could hold")
     started: list[subprocess.Popen[str]] = []
@@ -111,7 +111,7 @@ def cuda_process(device: torch.device) -> Iterator[StartProcess]:
         started.append(process)
         assert process.stdout is not None
         words = process.stdout.readline().split()
-        assert words[:1] == ["ready"], "it ended before it held the memory"
+        assert words[:1] == ["ready"], "the process ended before it had allocated the memory"
         return process, words
 
     yield start
@@ -122,7 +122,10 @@ def cuda_process(device: torch.device) -> Iterator[StartProcess]:
 
 @pytest.fixture(scope="session")
 def driver_env() -> str:
-    """Python statements that give a process started by the tests' lab this process's way to the driver."""
+    """Return Python statements that set environment variables of the GPU driver.
+
+    With them a process that the tests' lab starts finds the same driver as this process.
+    """
     names = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "RRL_FAKE_NVML", REHEARSAL_ENV)
     given = {name: os.environ[name] for name in names if name in os.environ}
     return f"import json, os; os.environ.update(json.loads({json.dumps(json.dumps(given))}))"

@@ -1,4 +1,4 @@
-"""The agent's sampler and the launcher's, with the real driver: a GPU that idles, and one whose kernels only spin."""
+"""The agent's sampler and the launcher's with the real driver: an idle GPU, and one that runs only spinning kernels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from rrl.transport.messages import Load
 pytestmark = pytest.mark.gpu
 
 BUSY_SHARE = 0.5
-"""A GPU on which one kernel follows the other is busy for nearly all of the time; an idle one for none of it."""
+"""Share of the time in which a GPU counts as busy.
+
+A GPU that runs one kernel after another is busy nearly all of the time, and an idle GPU never.
+"""
 
 
 def sampled(pid: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Load]:
-    """Return a function that gives the newest load of a step with this one process, which was given the first GPU."""
+    """Return a function that returns the newest load of a step with this one process, which was given the first GPU."""
     monkeypatch.setattr("rrl.roles.agent.load_sampler._assigned_gpus", lambda pid: ("0",))
     sampler, reader = StepLoadSampler(lambda path: "step"), NvmlReader(ReaderOptions())
     process = Process(pid, 0, 0, pid, launch="step.launch")
 
     def load() -> Load:
         sampler.sample([process], reader.read().gpus, time.monotonic())
-        time.sleep(1.0)  # NVML's utilization is that of a period of up to one second
+        time.sleep(1.0)  # NVML's utilization covers a period of up to one second
         (found,) = sampler.sample([process], reader.read().gpus, time.monotonic())
         return found
 
@@ -51,7 +54,7 @@ def test_process_that_only_holds_memory_is_an_idle_gpu_for_both_samplers(
     nvml: Any, cuda_process: StartProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = Gpus()
-    wait_until(lambda: not gpus.any_busy())  # NVML's utilization still contains what an earlier test computed
+    wait_until(lambda: not gpus.any_busy())  # NVML's utilization may still include the kernels of an earlier test
     process, _ = cuda_process(900, "idle")
     load = sampled(process.pid, monkeypatch)
     wait_until(lambda: load().gpu == 0.0)

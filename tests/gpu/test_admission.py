@@ -21,7 +21,7 @@ ADMISSION_S = 25.0
 
 
 def admitted(folder: Path, environ: str, gpus: int = 0) -> tuple[Finding, ...]:
-    """Return the findings in the hello of an agent, which reads NVML; ``environ`` are statements that run before it."""
+    """Return the findings in the Hello of an agent that reads NVML; the agent's process first executes ``environ``."""
     folder.mkdir()
     with lab(folder) as at:
 

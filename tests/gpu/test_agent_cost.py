@@ -1,4 +1,4 @@
-"""benchmarks/agent_cost.py with the driver of this machine."""
+"""The cost of an agent by benchmarks/agent_cost.py, with the driver of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 200.0
 
 
 def test_cost_of_an_agent_with_the_real_driver_is_measured(nvml: Any, record: Callable[[str, str], None]) -> None:
-    """The figures are recorded and not compared with the bars: this machine may be busy."""
+    """The figures are only recorded, without a comparison with the benchmark's limits, as this machine may be busy."""
     argv = [sys.executable, str(ROOT / "benchmarks" / "agent_cost.py"), "--native", "--seconds", "20", "--settle", "10"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr

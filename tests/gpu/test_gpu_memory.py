@@ -1,4 +1,4 @@
-"""A step waits for GPU memory that another process holds, also one that an ended role has left behind."""
+"""A step waits for GPU memory that another process holds, even one that an ended role has left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rrl.tests.support.listening_manager import Lab, eventually, lab, wait_until
 pytestmark = pytest.mark.gpu
 
 HELD_MIB = 2048
-"""Four times what may be in use when a role starts."""
+"""Memory that another process holds (MiB): four times the limit up to which a role starts."""
 _FIRST_GPU = "os.environ.update({'SLURM_STEP_GPUS': '0', 'CUDA_VISIBLE_DEVICES': '0'})"
 
 
@@ -55,7 +55,7 @@ def test_role_is_not_started_on_a_gpu_whose_memory_another_process_holds(
     tmp_path: Path, nvml: Any, driver_env: str, cuda_process: StartProcess
 ) -> None:
     if not free(nvml):
-        pytest.skip("somebody uses this GPU")
+        pytest.skip("another process uses this GPU")
     cuda_process(HELD_MIB, "idle")
 
     async def story(at: Lab) -> None:
@@ -72,13 +72,13 @@ def test_role_starts_once_the_memory_that_a_killed_role_left_is_free(
     tmp_path: Path, nvml: Any, driver_env: str, cuda_process: StartProcess
 ) -> None:
     if not free(nvml):
-        pytest.skip("somebody uses this GPU")
+        pytest.skip("another process uses this GPU")
     role, words = cuda_process(HELD_MIB, "orphan")
     orphan = int(words[1])
     try:
         role.kill()
         role.wait()
-        assert not free(nvml), "the memory of a process that survived its role"
+        assert not free(nvml), "the process that outlives its role holds no memory"
 
         async def story(at: Lab) -> None:
             async with at.manager() as manager, step(at, driver_env, waits_s=600.0) as launch:
@@ -96,7 +96,7 @@ def test_role_starts_once_the_memory_that_a_killed_role_left_is_free(
 
 def test_memory_of_a_killed_process_is_given_back(nvml: Any, cuda_process: StartProcess) -> None:
     if not free(nvml):
-        pytest.skip("somebody uses this GPU")
+        pytest.skip("another process uses this GPU")
     process, _ = cuda_process(HELD_MIB, "spin")
     assert not free(nvml)
     process.kill()

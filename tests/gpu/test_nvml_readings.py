@@ -23,11 +23,11 @@ from rrl.tests.support.nvml.record import record as record_driver
 pytestmark = pytest.mark.gpu
 
 HELD_MIB = 900
-"""Memory that a test process allocates; beside it CUDA's context takes some hundred MiB."""
+"""Memory (MiB) that a test process allocates; CUDA's context takes some hundred MiB more."""
 
 
 def test_readings_are_complete_and_no_check_fails_the_node(nvml: Any, record: Callable[[str, str], None]) -> None:
-    """The recording belongs into tests/data/recorded/nvml, where the unit tests replay it."""
+    """The recording is meant for tests/data/recorded/nvml, where the unit tests replay it."""
     recording = record_driver()
     name = re.sub(r"[^a-z0-9]+", "-", recording.reading.gpus[0].name.lower()).strip("-")
     record(f"{name}.json", msgspec.json.format(msgspec.json.encode(recording), indent=1).decode())
@@ -35,7 +35,7 @@ def test_readings_are_complete_and_no_check_fails_the_node(nvml: Any, record: Ca
     for gpu in recording.reading.gpus:
         assert gpu.uuid.startswith("GPU-")
         silent = [field for field in _fields(gpu) if getattr(gpu, field) is None and not gpu.unread.get(field)]
-        assert silent == [], "neither a value nor a reason"
+        assert silent == [], "fields without a value and without a reason"
     node = ObservedNode().reads(recording.reading, times=5)
     failed = [f"{found.detector}: {found.evidence}" for found in node.found if found.verdict is Verdict.FAIL]
     assert failed == [], "either this GPU is broken, or a check misreads it"
@@ -62,7 +62,7 @@ def test_process_on_the_gpu_is_listed_with_its_memory(nvml: Any, cuda_process: S
     after = reading()
     assert (after.memory_used or 0) - (before.memory_used or 0) >= HELD_MIB * 2**20
     if os.readlink("/proc/self/ns/pid") != _INITIAL_NAMESPACE:
-        pytest.skip("this is a container with process ids of its own: NVML lists those of the host")
+        pytest.skip("this container has process ids of its own, but NVML lists those of the host")
     (listed,) = [one for one in after.processes or () if one.pid == process.pid]
     assert listed.uid == os.getuid()
     assert listed.name

@@ -1,4 +1,4 @@
-"""The rollout's engine on the GPU, with weights that come from GPU memory through host staging and the transport."""
+"""The rollout's engine on the GPU, with weights that come from the trainer's GPU memory through host memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 ATOL = 2e-3
-"""Difference of log-probabilities (nats) between one pass with a cache and one without, in float32 on a GPU whose
-matrix products may use TF32 (ten bits of mantissa)."""
+"""Largest difference of log-probabilities (nats) between one pass with a cache and one without.
+
+The passes are in float32 on a GPU whose matrix products may use TF32 (ten bits of mantissa).
+"""
 CHUNK = 2**16
 
 
@@ -151,7 +153,10 @@ print(json.dumps([torch.cuda.is_initialized(), len(opened)]))
 
 
 def test_preloaded_rollout_has_neither_a_context_nor_an_open_gpu(device: torch.device) -> None:
-    """What a preloaded process does before its promotion: imports, tokenizer and the model without memory."""
+    """A preloaded process opens no GPU before its promotion.
+
+    Until then it imports packages, loads the tokenizer, and builds the model without memory.
+    """
     done = subprocess.run([sys.executable, "-c", _PRELOADS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [False, 0]

@@ -1,4 +1,4 @@
-"""Real trainer processes on the GPU, in bfloat16: killed, restarted, and compared bit for bit with one that was not."""
+"""Real trainer processes on the GPU in bfloat16 that are killed and restarted end bit for bit as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 @pytest.fixture
 def trainer(device: torch.device) -> dict[str, Any]:
-    """Arguments of a stage whose one trainer process has the GPU."""
+    """Return the arguments of a stage whose only trainer process has the GPU."""
     return {"world": 1, "steps": STEPS, "gpus": int(device.type == "cuda"), "model": MODEL}
 
 
@@ -42,7 +42,7 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
     async def story() -> None:
         whole = await undisturbed(tmp_path / "whole", processes, snapshots=snapshots, **trainer)
         again = await undisturbed(tmp_path / "again", processes, snapshots=snapshots, **trainer)
-        assert again == whole, "two runs that nobody disturbs differ: this GPU's kernels are not deterministic"
+        assert again == whole, "two undisturbed runs differ: this GPU's kernels are not deterministic"
         async with Stage(tmp_path / "killed", processes, snapshots=snapshots, **trainer).open() as stage:
             await dies(stage, "in the step", 2)
             await dies(stage, SEALED if snapshots else "in the files", 3)
@@ -58,7 +58,7 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
 def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     device: torch.device, pinned: bool
 ) -> None:
-    """The copy that checkpoints and snapshots are made from, with the random state of the GPU."""
+    """The host buffer from which checkpoints and snapshots are made includes the random state of the GPU."""
     import torch
 
     from rrl.roles.models.policy import build_model
@@ -85,7 +85,7 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     expected = torch.rand(4, device=device)
     layout.load(buffer, other.tensors())
     other.resume(extra)
-    assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device is part of it"
+    assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device was not restored"
     for name, tensor in student.tensors().items():
         assert torch.equal(tensor, other.tensors()[name]), name
     pinning.unpin(buffer)
@@ -93,7 +93,7 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
 
 
 def test_copy_into_page_locked_memory_is_measured(device: torch.device, record: Callable[[str, str], None]) -> None:
-    """The figures are recorded and not compared: this machine may be busy."""
+    """The figures are only recorded, without a comparison, as this machine may be busy."""
     import torch
 
     from rrl.roles.trainer.host_buffers import HostBuffers, Layout, PinnedMemory

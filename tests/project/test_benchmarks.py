@@ -1,4 +1,4 @@
-"""A benchmark that cannot run here says so in one line, before it or any other one has begun."""
+"""A benchmark that cannot run on this machine reports the reason in one line, before any benchmark has begun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_benchmark_reads_its_options_before_it_begins(
     name: str, option: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark = importlib.import_module(f"rrl.benchmarks.{name}")
-    monkeypatch.setattr(benchmark, "check_requirements", lambda *_, **__: pytest.fail("the benchmark begins"))
+    monkeypatch.setattr(benchmark, "check_requirements", lambda *_, **__: pytest.fail("the benchmark has begun"))
     monkeypatch.setattr(sys, "argv", [f"{name}.py", option])
     with pytest.raises(SystemExit) as ended:
         getattr(benchmark, "app", benchmark.main)()

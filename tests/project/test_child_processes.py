@@ -1,6 +1,6 @@
-"""Commands that are run to their end go through :mod:`rrl.core.command_runner`, which has one deadline and one end.
+"""Commands that are run to their end go through :mod:`rrl.core.command_runner`, which enforces a deadline.
 
-Processes that live on after the call are started where they are looked after.
+Processes that outlive the call are started in the module that supervises them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STARTERS = {
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/launcher/process_group.py": "the command of a role",
 }
-"""module that starts processes: which ones"""
+"""The modules that may start processes, with the processes that each starts."""
 
 
 def starts_of(source: str) -> list[int]:

@@ -36,7 +36,7 @@ def _id(path: Path) -> str:
 
 
 def _code(page: Path) -> Iterator[str]:
-    """Yield every line of code on a page: of its code blocks, and what stands between backticks."""
+    """Yield every line of code on a page: the lines of its code blocks, and each text between backticks."""
     text = page.read_text()
     for language, block in _FENCED.findall(text):
         if language != "python":
@@ -45,14 +45,14 @@ def _code(page: Path) -> Iterator[str]:
 
 
 def _commands(page: Path, program: str) -> Iterator[list[str]]:
-    """The arguments of each call of ``program``; what follows #, |, ; or an arrow is no argument."""
+    """Yield the arguments of each call of ``program`` on a page; text after #, |, ; or an arrow is no argument."""
     for line in _code(page):
         if match := re.match(rf"(?:\S*/)?{program} +(.*)", line.strip()):
             yield shlex.split(re.split(r"\s+[#|;─◄►]", match[1])[0])
 
 
 def _meant(group: Any, arguments: list[str]) -> Any:
-    """The command, or in a group of its own (``rrl health report``) that one of it."""
+    """Return the command that the arguments name, which may be in a group of commands (``rrl health report``)."""
     command = group.commands[arguments[0]]
     inner = getattr(command, "commands", None)
     return command if not inner or len(arguments) == 1 else _meant(command, arguments[1:])
@@ -151,7 +151,7 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     assert (state.replica(story.incarnation("rollout/0").replica).incarnation_number, state.at) == (2, BEGAN + story.at)
     drawn = make_picture.picture(state)
     assert "works" in drawn
-    assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
+    assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads a file from another server"
 
 
 def test_picture_equals_that_of_the_current_view() -> None:
@@ -167,7 +167,7 @@ def test_run_without_a_failure_gives_no_picture(tmp_path: Path) -> None:
 
 # ── the README's programs ──────────────────────────────────────────────────────────────────────────────────────────
 _HELD = {"me": Worker, "work": WorkLease, "new": NewWeights, "batch": Batch, "part": Part}
-"""what the variables of the README's programs are"""
+"""Type of each variable in the README's programs."""
 
 
 def _programs(page: str = "README.md") -> list[str]:
@@ -178,18 +178,18 @@ _API_PROGRAMS = [
     pytest.param(program, id=f"{page} {next(one for one in ('parts', 'commit', 'append') if f'.{one}(' in program)}")
     for page in ("README.md", "docs/bring-your-own.md") for program in _programs(page) if "me.phase" in program
 ]  # fmt: skip
-"""the README's programs, and those of the complete example"""
+"""The README's programs, and those of the complete example in docs/bring-your-own.md."""
 
 
 def _attributes(kind: type) -> set[str]:
-    """Return the attributes of an instance: those of its class, and those that its ``__init__`` sets."""
+    """Return the attributes of an instance: those of its class, and those that the class assigns."""
     body = ast.walk(ast.parse(inspect.getsource(kind)))
     made = {one.attr for one in body if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)}
     return set(dir(kind)) | made
 
 
 def _used(program: str) -> Iterator[tuple[str, ast.Attribute]]:
-    """What a program takes of its variables whose kind is known."""
+    """Yield each attribute that a program uses of a variable whose type is known, with the variable's name."""
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _HELD:
             yield node.value.id, node
@@ -263,7 +263,10 @@ class Engine:
             logprobs = (-1.0,) * len(tokens)
             yield [Segment(item.trajectory, done, tokens, logprobs, self.version)], [item.trajectory]
 """
-"""the least that the README's programs could be used with; the light task wants the prompt's digit four times"""
+"""The code of a user that is sufficient for the README's programs.
+
+The light task expects the prompt's digit four times.
+"""
 
 
 @pytest.mark.torch

@@ -24,7 +24,7 @@ SLURM = {
     "scontrol": "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'",
     "sacctmgr": "exit 1",
 }
-"""Output of Slurm's commands on the login node of the cluster for which the example is written."""
+"""Scripts in place of Slurm's commands, as on the login node of the cluster for which the example is written."""
 NOT_HERE = "on this machine; the nodes need"
 
 
@@ -34,7 +34,7 @@ def test_examples_folder_has_jobs() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node, and a home with what ``make smollm2`` makes, as far as it is looked at."""
+    """Set up a login node, and a home with the files of ``make smollm2`` that a check reads."""
     commands, home = tmp_path / "bin", tmp_path / "home"
     commands.mkdir()
     for name, script in SLURM.items():
@@ -51,11 +51,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(path)
-    no_task = ["--no-task"] if job.model is not None and job.model.path else []  # the model's folder is a fake
+    # the model's folder is a fake, with which the task cannot be made
+    no_task = ["--no-task"] if job.model is not None and job.model.path else []
     assert main.run(["check", str(path), *no_task]) == 0
     shown, complained = capsys.readouterr()
     reported = doubts_in(shown)
-    if job.cluster.kind == "slurm":  # one for a cluster names folders that only that has
+    if job.cluster.kind == "slurm":  # a job for a cluster names folders that exist only there
         reported = [line for line in reported if NOT_HERE not in line]
     assert (reported, complained) == ([], "")
 
@@ -116,7 +117,7 @@ def _row(problem: str, answer: str) -> str:
 
 @pytest.fixture
 def problems(tmp_path: Path) -> str:
-    """Three problems, one of them twice, as the published file has them."""
+    """Return a file of three problems, one of which is in it twice, as in the published file."""
     file = tmp_path / "dapo.jsonl"
     rows = [_row("p1", "34"), _row("p2", "-5"), _row("p1", "34"), _row("p3", "1234")]
     file.write_text("".join(f"{row}\n" for row in rows))
@@ -143,7 +144,7 @@ def test_problems_have_the_same_order_in_every_process_and_come_once_each(proble
         ("Answer: -1234", False),
         ("Answer: +1234", True),
         (f"Answer: {'0' * 5000}1234", True),
-        (f"Answer: {'1' * 5000}", False),  # Python makes no number of it
+        (f"Answer: {'1' * 5000}", False),  # too many digits for Python's int()
         ("Answer: 12345", False),
         ("1234", False),
         ("Answer:", False),

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "faults.md"
 
 
 def rows() -> dict[str, list[str]]:
-    """Cells by kind."""
+    """Return the cells of the page's table, by kind of fault."""
     found = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     return {kind: [cell.strip() for cell in rest.split("|")] for kind, rest in found}
 

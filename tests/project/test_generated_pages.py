@@ -1,4 +1,4 @@
-"""The generated pages of docs/ are those of the code, and describe what is really printed."""
+"""The generated pages of docs/ agree with the code, and describe what the commands really print."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_command_is_on_the_page_of_commands() -> None:
     commands = typer.main.get_group(app).commands
     hidden = [name for name, command in commands.items() if command.hidden]
     missing = [name for name in commands if f"### `rrl {name}" not in page and name not in hidden]
-    assert missing == [], "add the command to a section in cli/commands/command_group.py"
+    assert missing == [], "these commands are on no page: add each to a section in cli/commands/command_group.py"
 
 
 def test_every_event_is_on_the_page_of_events() -> None:
@@ -65,7 +65,7 @@ def test_every_command_with_json_is_on_the_page_of_json_outputs() -> None:
 
 @pytest.fixture
 def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What each command is asked about: by default a run in which a rollout was replaced."""
+    """Return the arguments of each command; by default a command gets a run in which a rollout was replaced."""
     root, job = tmp_path / "runs", tmp_path / "job.toml"
     monkeypatch.setenv(RUNS_ENV, str(root))
     job.write_text(JOB)

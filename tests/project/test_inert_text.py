@@ -21,12 +21,12 @@ TEXTS = frozenset({
     "because", "detail", "details", "err", "evidence", "message", "last_line", "out", "output", "reason", "reasons",
     "rejection", "said", "stderr", "stdout", "text", "told", "why",
 })  # fmt: skip
-"""names of variables and attributes that hold text for people, and last words of such names (``srun_output``)"""
+"""Names of variables and attributes with text for people, and last words of such names (as in ``srun_output``)."""
 ONE_TEXT = frozenset({"detail", "reason", "why"})
-"""those that hold one text, never a collection: any ``in`` searches it"""
+"""Names for a single text, never for a collection, so that any ``in`` searches the text."""
 MATCHES = frozenset({"startswith", "endswith"})
 CLEANS = frozenset({"lower", "upper", "strip", "lstrip", "rstrip", "casefold"})
-"""methods whose result is the same text in other clothes"""
+"""Methods that return the same text, trimmed or in another case."""
 INSTEAD = {
     "detail": "RejectReason on the event or the Refused, ProbeResult on the answer, an enum beside the detail",
     "evidence": "Finding.detector, Finding.flags",
@@ -34,7 +34,7 @@ INSTEAD = {
     "text": "Finding.flags, Evidence.source, an enum beside the text",
     "why": "ExitReason on the end of a step, UnreadCause on an Unread, an enum beside the why",
 }
-"""what to decide by"""
+"""What to use for a decision in place of each kind of text."""
 PARSERS = {
     "cli/main.py": "puts punctuation behind a message of click",
     "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
@@ -52,9 +52,10 @@ PARSERS = {
     "config/job/document.py": "reads TOML, and the settings of a command line",
     "config/toml_positions.py": "reads TOML",
 }
-"""module or folder that may match text: what it does instead of deciding by text that rrl wrote for people"""
+"""Modules and folders that may match text, each with the reason. They never decide by text that rrl wrote for
+people."""
 VIEWS = "cli/views"
-"""only lays text out on the screen"""
+"""Folder that only lays out text for the screen."""
 
 
 def hits(source: str, package: str = "rrl") -> list[tuple[int, str]]:
@@ -100,8 +101,10 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _is_literal(node: ast.expr, tree: ast.Module) -> bool:
-    """A string that is not empty (to compare with an empty one asks only whether there is a text), a collection with
-    such a string, or a constant of a module that is either."""
+    """Return whether a node is a string, a collection with a string, or a constant of a module that is either.
+
+    An empty string does not count: a comparison with it only asks whether there is a text.
+    """
     if isinstance(node, ast.Tuple | ast.Set | ast.List):
         return any(_is_literal(one, tree) for one in node.elts)
     if isinstance(node, ast.Name):
@@ -110,7 +113,7 @@ def _is_literal(node: ast.expr, tree: ast.Module) -> bool:
 
 
 def _names_text(name: str, tree: ast.Module) -> bool:
-    """Whether the module's constant of this name, maybe an imported one, holds a string."""
+    """Return whether the module's constant of this name, which may be imported, contains a string."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and name in {one.id for one in _names(node.targets)}:
             return _holds_string(node.value)
@@ -173,7 +176,7 @@ def test_module_listed_as_a_text_parser_still_matches_text(place: str) -> None:
     path = ROOT / place
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert any(hits(file.read_text(), _package(file)) for file in files), (
-        f"{place} no longer matches text: remove it from PARSERS"
+        f"{place} no longer matches text; remove it from PARSERS"
     )
 
 

@@ -1,4 +1,4 @@
-"""The layers of the product: imports go only downwards, the core is pure, and commands import no heavy package."""
+"""The layers of the product: imports only go downwards, the core is pure, and commands import no heavy package."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ PLANTED = (
         "rrl.transport.streams is not allowed to import rrl.transport.weights",
     ),
 )
-"""Imports that break the rules: the module, the line that is added to it, and what lint-imports says of it."""
+"""Imports that break the rules: the module, the line that is added to it, and the message of lint-imports."""
 
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What lint-imports says of a copy of the package with every import of ``PLANTED``."""
+    """Return the output of lint-imports for a copy of the package that has every import of ``PLANTED``."""
     folder = tmp_path_factory.mktemp("planted")
     house = folder / "rrl"
     house.mkdir()

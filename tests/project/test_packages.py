@@ -11,7 +11,7 @@ NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 
 
 def test_the_wheel_has_every_folder_with_python_in_it() -> None:
-    """A forgotten subpackage breaks only the wheel: nothing else would notice."""
+    """A subpackage that pyproject.toml does not list is missing only from the wheel, which no other test would find."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("*.py")}

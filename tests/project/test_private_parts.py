@@ -1,7 +1,7 @@
-"""Private parts of other packages that the product uses: each is listed here, and the installed release still has it.
+"""The list of private parts of other packages that the product uses, each of which the installed release must have.
 
-The ranges in pyproject.toml have no upper bounds. A release that lacks such a part fails here, with the place in the
-product that needs it, and not in a user's run.
+The ranges of versions in pyproject.toml have no upper bounds. If a release lacks a part, the test here names the module
+of the product that needs it, before a user's run fails.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ PUBLIC_BY_THEIR_DOCUMENTATION = {"os._exit", "torch._dynamo.config"}
 
 
 class Part(NamedTuple):
-    """A private part of another package, and the place of the product that uses it."""
+    """A private part of another package, and the module of the product that uses it."""
 
     name: str
     used_in: str
     has: Callable[[Any], bool] = callable
-    """Whether the object still is what the place expects."""
+    """Returns whether the object is still what that module expects."""
 
 
 def takes(*parameters: str) -> Callable[[Any], bool]:
-    """Return a test for a function with exactly these positional parameters."""
+    """Return a function that checks for a function with exactly these parameters."""
     return lambda function: list(inspect.signature(function).parameters) == list(parameters)
 
 
 def names(*attributes: str) -> Callable[[Any], bool]:
-    """Return a test for a class with these attributes."""
+    """Return a function that checks for a class with these attributes."""
     return lambda found: all(hasattr(found, name) for name in attributes)
 
 
@@ -67,7 +67,7 @@ PARTS = (
          "roles/rollout/vllm/weight_transfer.py", lambda found: isinstance(found, dict)),
 )  # fmt: skip
 INSTALLED = tuple(part for part in PARTS if find_spec(re.split(r"[.:]", part.name)[0]) is not None)
-"""Parts of the packages of this environment; vLLM has an environment of its own."""
+"""Parts of the packages that are installed in this environment; vLLM has an environment of its own."""
 
 
 def release(part: Part) -> str:
@@ -102,7 +102,7 @@ def test_a_part_that_is_gone_is_reported_with_the_place_that_uses_it() -> None:
 
 
 def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them(tmp_path: Path) -> None:
-    """Used in manager/bootstrap/start_failure.py and manager_job.py: ``ID_submitted*`` and ``ID_0_log.err``."""
+    """start_failure.py and manager_job.py in manager/bootstrap look for ``ID_submitted*`` and ``ID_0_log.err``."""
     from submitit.core.utils import JobPaths
 
     paths = JobPaths(tmp_path, "77", 0)
@@ -112,7 +112,7 @@ def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them
 
 # ── completeness of the list ─────────────────────────────────────────────────────────────────────────────────────────
 def private_names(tree: ast.Module) -> Iterator[str]:
-    """Yield each private name of another package that a module imports or reads from what it imports."""
+    """Yield each private name of another package that a module imports or reads from an imported object."""
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

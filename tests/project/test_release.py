@@ -1,4 +1,4 @@
-"""The content of sdist and wheel, their page in an index, and an installed rrl that works without the clone."""
+"""The content of sdist and wheel, their page in an index, and an installed rrl that works without the repository."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from rrl.docs import make_release
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/team/rrl"
 DATA = {".bash", ".csv", ".fish", ".j2", ".json", ".typed", ".zsh"}
-"""Suffixes of the files besides Python that the product reads, and py.typed: type checkers then use its annotations."""
+"""Suffixes of the files that a wheel needs besides Python.
+
+The product reads them; only py.typed is for type checkers.
+"""
 Rrl = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Sdist and wheel."""
+    """Return the paths of the sdist and the wheel."""
     sdist, wheel = make_release.build(REPOSITORY, tmp_path_factory.mktemp("dist"))
     return sdist, wheel
 
@@ -53,7 +56,7 @@ def test_the_wheel_has_py_typed_and_every_data_file(built: tuple[Path, Path]) ->
     with zipfile.ZipFile(built[1]) as wheel:
         shipped = set(wheel.namelist())
     assert len(data) >= 9
-    assert data <= shipped, f"not in the wheel: {sorted(data - shipped)}"
+    assert data <= shipped, f"files that the wheel lacks: {sorted(data - shipped)}"
 
 
 def test_the_sdist_has_the_sources_the_license_and_no_tests(built: tuple[Path, Path]) -> None:
@@ -82,15 +85,16 @@ def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released(
     assert releases[1:2] in ([], [make_release.version()]), "the newest release is not the version of pyproject.toml"
     kinds = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    assert len(kinds) == len(set(kinds)) or len(releases) > 1, "a section is there twice"
+    assert len(kinds) == len(set(kinds)) or len(releases) > 1, "a section of a release is there twice"
 
 
 # ── installation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
 def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Rrl:
-    """The rrl of the wheel in an environment of its own, outside of the clone and without Slurm on PATH.
+    """Return a function that calls the rrl of the wheel, outside of the repository and without Slurm on PATH.
 
-    Its requirements are those of this environment, which is after it on the path of modules.
+    The wheel is in an environment of its own. The module path of this environment ends with the packages of the test's
+    environment, because rrl requires them.
     """
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)

@@ -1,7 +1,7 @@
-"""The product keeps its layout: no import circles, small folders, files of one idea, one name each.
+"""The product keeps its layout: no import circles, small folders, one idea per file, no unexplained name twice.
 
-Files are parsed, not imported. ``lint-imports`` (test_layers.py) checks the direction of imports between packages; it
-does not see a circle within one package.
+The tests parse files and do not import them. ``lint-imports`` (test_layers.py) checks the direction of imports between
+packages, and does not find a circle within one package.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 NOT_ENTRIES = ("__init__.py", "__pycache__")
 MAX_ENTRIES = 12
-"""files and folders in a folder: what a reader takes in at one look"""
+"""Largest number of files and folders in a folder: as many as a reader can take in at once."""
 MAX_LINES = 500
-"""lines of a file: one idea"""
+"""Largest number of lines of a file: a longer file has more than one idea."""
 SHORT_LINES = 60
-"""lines below which a file is short: such a helper reads better in the module that uses it"""
+"""Number of lines below which a file is short: a helper that is this short belongs into the module that uses it."""
 MAX_SHORT_SHARE = 0.1
-"""share of files that may be short"""
+"""Share of all files that may be short."""
 REPEATED_NAMES = {
     "admission": "of a node: what the manager makes of a Hello, and what the agent looks at before it sends one",
     "base": "the protocol of a package of interchangeable parts",
@@ -68,7 +68,7 @@ REPEATED_NAMES = {
     "types": "vocabulary of the whole product, vocabulary of trajectories",
     "xid_events": "the reader and the check of one subject",
 }
-"""module name that several packages use → why a reader is not misled"""
+"""Module names that several packages use, each with the reason why it misleads no reader."""
 
 
 class Import(NamedTuple):
@@ -78,9 +78,10 @@ class Import(NamedTuple):
 
 
 class Product:
-    """Modules below a folder that stands for the package ``rrl``, and what they import of each other.
+    """Modules below a folder that stands for the package ``rrl``, and the imports between them.
 
-    An import within a function counts: it only moves a circle to the first call. One for type checkers does not.
+    An import within a function counts, because it only delays a circle until the first call. An import for type
+    checkers does not count.
     """
 
     def __init__(self, root: Path) -> None:
@@ -114,7 +115,7 @@ def _module_of(path: Path) -> str:
 
 
 def _source(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute name of what a ``from`` statement in ``package`` names."""
+    """Return the absolute name of the module in a ``from`` statement of ``package``."""
     if not node.level:
         return node.module or ""
     parents = package.split(".")
@@ -123,7 +124,7 @@ def _source(node: ast.ImportFrom, package: str) -> str:
 
 
 def _without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below ``node`` but for the bodies of ``if TYPE_CHECKING:``."""
+    """Yield all nodes below ``node`` except the bodies of ``if TYPE_CHECKING:``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             for other in child.orelse:
@@ -139,7 +140,7 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
 
     Args:
         imports: (importer, imported), as modules or as sub-packages → the import statements.
-        product: Names the files of the statements.
+        product: Knows the files of the modules.
     """
     found = []
     for members in _strongly_connected({key for key in imports if key[0] != key[1]}):
@@ -153,7 +154,7 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
 
 
 def _strongly_connected(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Return the sets of two and more nodes of which each reaches each."""
+    """Return each set of two or more nodes in which every node reaches every other."""
     after: dict[str, set[str]] = defaultdict(set)
     for start, end in edges:
         after[start].add(end)
@@ -182,7 +183,7 @@ def module_circles(product: Product) -> list[str]:
 
 
 def package_circles(product: Product) -> list[str]:
-    """Describe the circles between the members of each package: its sub-packages, and the modules beside them."""
+    """Describe the circles between the members of each package, which are its sub-packages and its own modules."""
     found = []
     for package in (name for name, path in product.files.items() if path.name == "__init__.py"):
         imports: dict[tuple[str, str], list[Import]] = defaultdict(list)
@@ -195,7 +196,7 @@ def package_circles(product: Product) -> list[str]:
 
 
 def _member(module: str, package: str) -> str:
-    """Return the member of ``package`` that is, or holds, this module; empty: none, or the package itself."""
+    """Return the member of ``package`` that is or contains this module; empty for the package itself or another one."""
     if not module.startswith(f"{package}."):
         return ""
     return f"{package}.{module.removeprefix(f'{package}.').partition('.')[0]}"
@@ -214,7 +215,7 @@ def crowded_folders(root: Path) -> list[str]:
 
 
 def _lengths(product: Product) -> dict[Path, int]:
-    """Return the lines of each file with code: an ``__init__.py`` may say in a docstring what its package is for."""
+    """Return the number of lines of each file with code, and so leave out an ``__init__.py`` with only a docstring."""
     texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
     return {path: len(text.splitlines()) for path, text in texts.items() if _has_code(text)}
 
@@ -233,7 +234,7 @@ def long_files(product: Product) -> list[str]:
 
 
 def short_files(product: Product) -> list[str]:
-    """Return nothing where few enough files are short."""
+    """Describe the short files; return an empty list while their share is below MAX_SHORT_SHARE."""
     lengths = _lengths(product)
     short = sorted((lines, path) for path, lines in lengths.items() if lines < SHORT_LINES)
     if len(short) < MAX_SHORT_SHARE * len(lengths):
@@ -246,7 +247,7 @@ def short_files(product: Product) -> list[str]:
 
 
 def misleading_names(product: Product) -> list[str]:
-    """Describe the names of several modules that are not in REPEATED_NAMES, and what in there is not repeated."""
+    """Describe repeated names that are not in REPEATED_NAMES, and names there that are no longer repeated."""
     paths: dict[str, list[str]] = defaultdict(list)
     for path in product.files.values():
         if path.name != "__init__.py":
@@ -272,7 +273,7 @@ def test_every_import_of_the_product_is_found(product: Product) -> None:
     assert len(product.imports) > 1000
     known = {(one.importer, one.imported) for one in product.imports}
     assert ("rrl.manager.runtime", "rrl.manager.planner") in known
-    assert ("rrl.cli.main", "rrl.cli.commands.app") in known, "an import within a function"
+    assert ("rrl.cli.main", "rrl.cli.commands.app") in known, "imports within functions are not found"
 
 
 def test_no_module_is_in_an_import_circle(product: Product) -> None:
@@ -301,7 +302,7 @@ def test_no_two_modules_share_a_name_without_a_reason(product: Product) -> None:
 
 # ── the checks themselves ────────────────────────────────────────────────────────────────────────────────────────────
 def planted(root: Path, files: Mapping[str, str]) -> Product:
-    """Write ``files`` (path → text) and an ``__init__.py`` into each of their folders."""
+    """Write ``files`` (path → text), with an ``__init__.py`` in each of their folders."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The test suite keeps its layout: what several test modules use is in ``tests/support``, not in one of them.
+"""The test suite keeps its layout: code that several test modules use is in ``tests/support``, not in one of them.
 
-A test module that another one imports cannot be moved, renamed or split without looking for its importers. Files are
-parsed, not imported.
+A test module that another one imports cannot be moved, renamed or split without a change of its importers. The test
+parses files and does not import them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imported_test_modules(root: Path) -> list[str]:
-    """Return place and statement of each import of a test module below ``root``."""
+    """Return the place and the statement of each import of a test module below ``root``."""
     found = []
     modules = {path.stem for path in (root / "tests").rglob("test_*.py")}
     for path in sorted((root / "tests").rglob("*.py")):

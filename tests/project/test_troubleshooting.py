@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 QUOTED = re.findall(r"^> `(.+)`$", PAGE.read_text(), re.MULTILINE)
 MIN_CHARS = 4
-"""Characters of the shortest part of a message between two values that is compared."""
+"""Least length, in characters, of a part of a message between two values; shorter parts are not compared."""
 
 
 def _texts() -> Iterator[str]:
-    """Yield the texts in the code; an f-string with … for its values."""
+    """Yield the texts in the code, in which … replaces each value of an f-string."""
     for package in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]:
         for path in sorted(ROOT.joinpath(*package.split(".")[1:]).glob("*.py")):
             for node in ast.walk(parse(path.read_text(), path)):
@@ -36,7 +36,7 @@ def texts() -> str:
 
 
 def _pattern(message: str) -> str:
-    """Return a pattern for one text with all parts of the message, in their order."""
+    """Return a regular expression for one text that contains all parts of the message in order."""
     parts = [re.escape(part.strip()) for part in message.split("…") if len(part.strip()) >= MIN_CHARS]
     assert parts, message
     return "[^\\0]*".join(parts)

@@ -1,4 +1,4 @@
-"""Two plain users for tests of attacks: the owner of a run, and somebody else on the same machine."""
+"""Two plain users for tests of attacks: the owner of a run, and another user of the same machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rrl.tests.support.plain_user import PlainUser, temporary_user
 
 @pytest.fixture(scope="session")
 def owner() -> Iterator[PlainUser]:
-    """The user who owns the run, its processes and its files."""
+    """Return the user who owns the run, its processes and its files."""
     yield from _made("owner")
 
 
 @pytest.fixture(scope="session")
 def attacker() -> Iterator[PlainUser]:
-    """Another user of the same cluster, without any right on what the owner has."""
+    """Return another user of the same cluster, without any right to the owner's files and processes."""
     yield from _made("attacker")
 
 

@@ -1,6 +1,6 @@
-"""The ports of a run with the default weight plane, attacked by another plain user of the machine.
+"""The ports of a run with the default weight transport, attacked by another plain user of the machine.
 
-The owner is a plain user too: packet filters that only root may attach protect nobody here.
+The owner is a plain user too, so no packet filter protects the ports: only root may attach one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 from rrl.transport.keys import RunKeys
 
 GARBAGE = 1500
-"""connections at each port, each with something that no member would send"""
+"""Number of connections to each port, each with bytes that no process of the run would send."""
 TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
 UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
@@ -53,7 +53,7 @@ def run(owner: PlainUser) -> Iterator[TestRun]:
 
 
 def workers(run: TestRun) -> dict[str, int]:
-    """Trainer and rollouts, and the pid of each."""
+    """Return the pid of the trainer and of each rollout, by replica."""
     state = run.state()
     return {
         str(replica.id): replica.pid
@@ -98,7 +98,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
 
 
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
-    """Without this, the next test could pass because the attack does nothing."""
+    """This test shows that the attack works; otherwise the next test could pass because the attack does nothing."""
     keys = owner.home / "victims_keys.json"
     owner.call(lambda: RunKeys.make().save(keys), TIMEOUT_S)
     victim = owner.popen(sys.executable, "-m", "rrl.tests.support.security.victim", "ucx", str(keys))
@@ -131,7 +131,7 @@ def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
-    assert len(listeners) >= len(workers(run)) + 2  # the manager and the store, too
+    assert len(listeners) >= len(workers(run)) + 2  # the manager and the store listen, too
 
     def attack() -> None:
         for port in ports:
@@ -140,6 +140,6 @@ def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     attacker.call(attack, TIMEOUT_S)
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     while kept := {pid: most for pid, most in listeners.items() if Footprint.of(pid).descriptors > most}:
-        assert time.monotonic() < deadline, f"descriptors are kept by pid (which had so many before): {kept}"
+        assert time.monotonic() < deadline, f"some processes keep descriptors open; by pid, their number before: {kept}"
         time.sleep(0.2)
     assert current_incarnations(run.wait(lambda state: state.step > began + 2)) == before

@@ -23,21 +23,27 @@ from rrl.tests.support.security.attacks import Footprint, barrage
 from rrl.transport.keys import RunKeys
 
 SOON = 60.0
-"""s; only a broken build waits for so long"""
+"""Time limit in seconds, which only a broken build reaches."""
 FRAMES = 400
 HALF_OPEN = 200
 ROUNDS = 3
-"""of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
+"""Rounds of the same attack.
+
+The first ones fill the pools of libraries; only the cost of the last one counts.
+"""
 GROWTH = 3 * 2**20
-"""bytes that an attack may leave behind"""
+"""Bytes by which an attack may increase the memory permanently."""
 READERS = 16
 READER_BYTES = 2**19
-"""bytes of memory that a stream may take whose reader does not read: twice what asyncio and h11 buffer, and an event"""
+"""Bytes of memory for a stream whose reader does not read.
+
+Twice the buffers of asyncio and h11, and one event.
+"""
 BODY = {"model": "any", "messages": USER}
 
 
 class Victim:
-    """A process with an endpoint whose connections must send a head within two seconds."""
+    """A process with an endpoint that closes a connection without a complete request head after two seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.keys = RunKeys.make()
@@ -55,7 +61,7 @@ class Victim:
         return encode_key(EpisodeKey(RUN, episode, 1), self.keys.secret)
 
     def serve_an_agent(self) -> None:
-        """An agent asks, and is answered."""
+        """Send a request as an agent does, and check the answer."""
         connection = http.client.HTTPConnection(*self.port, timeout=SOON)
         headers = {"authorization": f"Bearer {self.key(1)}", "connection": "close"}
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
@@ -64,7 +70,7 @@ class Victim:
         connection.close()
 
     def stream(self, episode: int, headers: bytes = b"") -> socket.socket:
-        """Begin a stream whose answer never ends, and read nothing of it."""
+        """Begin a stream whose answer never ends, and read none of it."""
         body = json.dumps({**BODY, "stream": True, "logprobs": True}).encode()
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -85,7 +91,7 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """One for all tests: each leaves it as it was, or fails."""
+    """Yield one process for all tests: each test leaves it as it was, or fails."""
     made = Victim(tmp_path_factory.mktemp("victim"))
     try:
         made.serve_an_agent()
@@ -102,12 +108,15 @@ def until(holds: Callable[[], bool], failure_text: str) -> None:
 
 
 def until_back(victim: Victim, before: Footprint) -> None:
-    """Wait until the descriptors are where they were."""
-    until(lambda: victim.footprint.descriptors <= before.descriptors, f"descriptors are kept: {before}")
+    """Wait until the process has no more open descriptors than before."""
+    until(
+        lambda: victim.footprint.descriptors <= before.descriptors,
+        f"the process keeps descriptors open; before the attack: {before}",
+    )
 
 
 def requests_of_strangers(seed: int) -> Iterator[bytes]:
-    """Requests that are malformed, endless, or have no valid key."""
+    """Yield requests that are malformed, endless or without a valid key."""
     chance = random.Random(seed)
     line = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
     while True:
@@ -153,7 +162,7 @@ def test_attacks_have_no_lasting_effect_and_agents_are_served_during_them(victim
 @pytest.mark.parametrize("begin", [b"", b"GET", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
 @pytest.mark.parametrize("proved", [False, True])
 def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim, begin: bytes, proved: bool) -> None:
-    """Also one that sends a byte now and then, and one that was answered before."""
+    """The test includes connections that send a byte now and then, and connections that were answered before."""
     with socket.create_connection(victim.port, SOON) as slow:
         if proved:
             key = victim.key(1).encode()
@@ -163,7 +172,7 @@ def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim
         slow.settimeout(0.1)
         deadline = time.monotonic() + SOON
         while True:
-            assert time.monotonic() < deadline, "it was not cut off"
+            assert time.monotonic() < deadline, "the connection was not cut off"
             try:
                 if begin:
                     slow.sendall(b"a")
@@ -178,7 +187,7 @@ def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim
 
 def test_streams_without_a_reader_stop_and_take_little_memory(victim: Victim) -> None:
     with victim.stream(0) as reader:
-        assert reader.recv(15) == b"HTTP/1.1 200 OK"  # what the first stream loads stays
+        assert reader.recv(15) == b"HTTP/1.1 200 OK"  # loads modules once, whose memory stays
     before = victim.footprint
     with ExitStack() as readers:
         for episode in range(READERS):
@@ -195,7 +204,7 @@ def until_idle(victim: Victim) -> None:
     deadline = time.monotonic() + SOON
     used, since = victim.cpu_ticks(), time.monotonic()
     while time.monotonic() - since < 1.0:
-        assert time.monotonic() < deadline, "the streams are not held up"
+        assert time.monotonic() < deadline, "the process does not stop working on streams that nobody reads"
         time.sleep(0.05)
         if (now := victim.cpu_ticks()) > used + 1:
             used, since = now, time.monotonic()

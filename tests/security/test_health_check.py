@@ -37,7 +37,7 @@ comm = sys.argv[1].encode()
 ctypes.CDLL(None).prctl(15, comm, 0, 0, 0)  # PR_SET_NAME
 ctypes.CDLL(os.path.abspath(sys.argv[2])).crash()
 """
-"""sets its own name and crashes within a library of the attacker's: the kernel prints both names"""
+"""A program that sets its own name and crashes in a library of the attacker: the kernel prints both names."""
 LIBRARY = "void crash(void) { *(volatile int *)0 = 1; }\n"
 NAMES = ["NVRM: Xid (PCI:0000:cb:00): 79, x", "mce: [Hardware Error]: Uncorrected", "EXT4-fs error (device sda1): x"]
 COMMS = ["x", "EDAC MC0: UE on", "ib0: Link down"]
@@ -45,7 +45,7 @@ COMMS = ["x", "EDAC MC0: UE on", "ib0: Link down"]
 
 @contextmanager
 def exporter_of(user: PlainUser) -> Iterator[int]:
-    """Listen as dcgm-exporter, as this user; yield the port. Its page says that a GPU is broken."""
+    """Start a fake dcgm-exporter as this user, whose page reports a broken GPU, and yield its port."""
     broken = page({0: UUID}, f"DCGM_FI_DEV_ROW_REMAP_FAILURE{labels(0, UUID)} 1")
     process = user.popen(sys.executable, "-c", EXPORTER, broken)
     try:
@@ -57,7 +57,7 @@ def exporter_of(user: PlainUser) -> Iterator[int]:
 
 
 def dcgm_findings(port: int, folder: Path, rules: Rules) -> list[Finding]:
-    """Check this node as root does, with a driver that knows the GPU."""
+    """Check this node as root does, with a fake driver folder that lists the GPU."""
     driver = folder / "driver/nvidia/gpus/0000:1b:00.0"
     driver.mkdir(parents=True, exist_ok=True)
     (driver / "information").write_text(f"GPU UUID: \t {UUID}\n")
@@ -71,7 +71,9 @@ def test_exporter_of_another_user_is_rejected(owner: PlainUser, attacker: PlainU
     theirs = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
         (found,) = dcgm_findings(port, tmp_path, theirs)
-        assert (found.verdict, found.component) == (Verdict.FAIL, UUID), "the site's own exporter is believed"
+        assert (found.verdict, found.component) == (Verdict.FAIL, UUID), (
+            "the failure that the site's own exporter reports was not found"
+        )
     with exporter_of(attacker) as port:
         for rules in (Rules(), theirs):
             (found,) = dcgm_findings(port, tmp_path, rules)
@@ -108,7 +110,7 @@ def test_a_dcgmi_of_another_user_is_not_run(attacker: PlainUser, tmp_path: Path)
 
 
 def kernel_messages(after: int) -> list[str]:
-    """Records of the kernel log with a higher sequence number. Skips where it may not be read."""
+    """Return the records of the kernel log after a sequence number; skip the test if the log is not readable."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -126,7 +128,10 @@ def kernel_messages(after: int) -> list[str]:
 
 
 def test_crashes_of_programs_with_hostile_names_cause_no_finding_about_the_node(attacker: PlainUser) -> None:
-    """A real user's program, the real kernel's lines, where this machine prints crashes (debug.exception-trace)."""
+    """The test uses a real user's program and the lines of the real kernel.
+
+    It is skipped where the machine prints no crashes (debug.exception-trace).
+    """
     before = int((kernel_messages(-1) or ["0,-1"])[-1].split(",")[1])
 
     def crash() -> None:
@@ -142,8 +147,10 @@ def test_crashes_of_programs_with_hostile_names_cause_no_finding_about_the_node(
     attacker.call(crash, timeout_s=120)
     crashes = [line for line in kernel_messages(before) if "segfault" in line and any(name in line for name in NAMES)]
     if not crashes:
-        pytest.skip("this kernel prints no crashes, or there is no compiler")
-    assert all(line.startswith("6,") for line in crashes), "the kernel's own facility: that alone protects nobody"
+        pytest.skip("this kernel prints no crashes, or this machine has no compiler")
+    assert all(line.startswith("6,") for line in crashes), (
+        "a line is not of the kernel's own facility, for which this test is made"
+    )
     for line in crashes:
         assert recognise(line.partition(";")[2].encode(), 0.0) is None, line
     found = check_node(Rules(), TIMEOUT_S, only=["xid", "kernel_mce", "kernel_filesystem", "kernel_nic"])

@@ -1,4 +1,7 @@
-"""A user writes arbitrary data into the shared history: no node is accused because of it, and no report waits."""
+"""A user writes arbitrary data into the shared history.
+
+No node is accused because of this data, and no report is delayed by it.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,14 @@ from rrl.tests.support.health.site_history import (
 from rrl.tests.support.plain_user import PlainUser
 
 DEADLINE_S = 300.0
-"""for one report, which takes some seconds"""
+"""Time limit for one report (s), which takes some seconds."""
 TERABYTE = 2**40
 NODES = [f"n{i}" for i in range(1, 9)]
 
 
 @pytest.fixture
 def history() -> Iterator[Path]:
-    """A history folder as docs/health-history.md has an administrator make it, which both users reach."""
+    """Yield a history folder that both users can reach, made as docs/health-history.md tells an administrator."""
     folder = Path(tempfile.mkdtemp(prefix="rrl-history-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
@@ -48,7 +51,7 @@ def history() -> Iterator[Path]:
 
 
 def report(reader: PlainUser, history: Path) -> tuple[dict[str, Any], str]:
-    """Return the output of ``rrl health report`` for the last 28 days, and its stderr."""
+    """Return the parsed output of ``rrl health report`` for the last 28 days, and its stderr."""
     rrl = str(Path(sys.executable).parent / "rrl")
     command = (rrl, "health", "report", "--history", str(history), "--since", "28d", "--format", "json")
     process = reader.popen(*command, XDG_CACHE_HOME=str(reader.home / "cache"))
@@ -58,13 +61,13 @@ def report(reader: PlainUser, history: Path) -> tuple[dict[str, Any], str]:
 
 
 def write_runs(history: Path, folder: str, records: list[SourcedRecord]) -> None:
-    """Each run's records as a file of the caller in ``history/folder``."""
+    """Write the records of each run as a file of the caller in ``history/folder``."""
     for run in dict.fromkeys(one.run for one in records):
         write(history, folder, run, [one.record for one in records if one.run == run])
 
 
 def honest(user: str) -> list[SourcedRecord]:
-    """A run of a day that had all nodes, on which one of its own programs crashed."""
+    """Return the records of a run that had all nodes for a day, and in which one of its own programs crashed."""
     at = time.time() - BEGAN - 2 * DAY_S
     return sourced(
         user, "math-1", began(at, "math-1", user), held(at, *NODES), failed(at + HOUR, "n1"),
@@ -73,7 +76,7 @@ def honest(user: str) -> list[SourcedRecord]:
 
 
 def invented(user: str) -> list[SourcedRecord]:
-    """Fifteen runs in which all nodes fail with a proof, each in a day of its own."""
+    """Return the records of fifteen runs, each on a day of its own, in which all nodes fail with proof."""
     records: list[SourcedRecord] = []
     for day in range(15):
         at, run = time.time() - BEGAN - (day + 1) * DAY_S, f"fake-{day}"
@@ -99,7 +102,8 @@ def assert_no_node_is_accused(document: dict[str, Any], user: str) -> None:
 def test_invented_runs_of_one_user_accuse_no_node(
     owner: PlainUser, attacker: PlainUser, history: Path, by_number: bool
 ) -> None:
-    """``by_number``: the attacker writes half of it into a folder that is called by the uid, to count as two users."""
+    """With ``by_number`` the attacker writes half of the records into a folder named by the uid, to count as two
+    users."""
     records = invented(attacker.name)
 
     def attack() -> None:
@@ -141,7 +145,7 @@ def test_files_that_no_run_writes_are_named_with_their_reason_and_not_read(
     assert "not a regular file" in reasons["fifo"]
     assert "not a regular file" in reasons["link"]
     assert sources["files"] == 2
-    assert document["report"]["site"]["runs"] == 1  # the owner's; the attacker's own run began long ago
+    assert document["report"]["site"]["runs"] == 1  # the owner's; the attacker's own run is too old for the report
     assert len([line for line in err.splitlines() if line.startswith("rrl: not read: ")]) == 1
 
 
@@ -174,5 +178,5 @@ def test_record_forged_in_the_owners_name_is_rejected(owner: PlainUser, attacker
     owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
     attacker.call(attack, timeout_s=60)
     document, _ = report(owner, history)
-    assert document["sources"]["skipped"] == 15  # the lines that name the owner
+    assert document["sources"]["skipped"] == 15  # the attacker's lines, which name the owner as their user
     assert_no_node_is_accused(document, attacker.name)

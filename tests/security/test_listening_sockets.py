@@ -1,6 +1,6 @@
-"""Which sockets the processes of a local run listen on: nobody outside of the machine may reach any of them.
+"""The sockets on which the processes of a local run listen cannot be reached from outside of the machine.
 
-torch's TCPStore and gloo authenticate nobody, so that the address which they are bound to is all that protects them.
+torch's TCPStore and gloo authenticate nobody, so that only the address to which they are bound protects them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from rrl.tests.support.security.sockets import Bound, bound_by
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
-"""for two ranks, a rollout and their standbys to load torch on a busy machine of two cores"""
+"""Time limit (s) for two ranks, a rollout and their standby processes to load torch on a busy two-core machine."""
 
 
 @pytest.fixture
 def gang_run(owner: PlainUser) -> Iterator[TestRun]:
-    """A run of the owner's: the quickstart with a trainer of two ranks, and weights over TCP. It is cancelled after."""
+    """Yield a run of the owner: the quickstart with a trainer of two ranks, and weights over TCP.
+
+    The run is cancelled afterwards.
+    """
     toml = with_light_task(QUICKSTART.read_text()).replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
     toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
-    toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")  # more are of the same kind
+    # further rollouts would listen on the same kinds of sockets
+    toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")
     toml += '\n[transport]\nweights = "tcp"\n'
     folder = owner.home / "gang"
     owner.call(folder.mkdir, timeout_s=30)
@@ -37,7 +41,7 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     end_runs_with_caller(folder / "runs")
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
-        # A name of an interface in the user's own shell must not put gloo on it.
+        # An interface that the user's own shell names must not make gloo bind to it.
         env = owner.environment(**{RUNS_ENV: str(folder / "runs"), "GLOO_SOCKET_IFNAME": _outside()})
         ends = {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": None, **popen}
         return popen_as(owner.name, [RRL, *argv], env, folder, **ends)
@@ -51,11 +55,13 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
         with call("cancel", name) as cancelling:
             cancelling.wait(120)
         run.wait_gone()
-        assert not Path(f"/tmp/torchinductor_{owner.name}").exists(), "the roles do not inherit the cache folder"
+        assert not Path(f"/tmp/torchinductor_{owner.name}").exists(), (
+            "a role has used the default folder of torch's cache"
+        )
 
 
 def _outside() -> str:
-    """An interface of this machine that is not loopback; loopback where there is none."""
+    """Return the name of an interface other than loopback, or loopback if there is no other."""
     return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")
 
 
@@ -69,8 +75,8 @@ def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> 
         if rank.role == "trainer":
             assert rank.pid is not None
             mine = [one for one in found if one.pid == rank.pid]
-            # gloo: one for each group (all, talk, files, mesh); and the weights' or the rendezvous' own
-            assert len(mine) >= 2, f"{rank.id} is not seen to listen: {mine}"
+            # gloo binds one for each group (all, talk, files, mesh), and the weights or the rendezvous bind another one
+            assert len(mine) >= 2, f"{rank.id} listens on fewer than two sockets: {mine}"
     assert not [one for one in found if one.kind == "udp"]
 
 

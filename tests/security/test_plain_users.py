@@ -1,4 +1,4 @@
-"""The two users of this folder's tests: neither may read what the other has."""
+"""Neither of the two users of this folder's tests may read the files of the other."""
 
 from __future__ import annotations
 

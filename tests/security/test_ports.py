@@ -35,13 +35,19 @@ from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.select import open_transport
 
 SOON = 30.0
-"""s; only a broken build waits for so long"""
+"""Time limit in seconds, which only a broken build reaches."""
 FRAMES = 400
 HALF_OPEN = 200
 BOUND = 180
-"""descriptors that strangers may take at a port: the larger of both limits (64, 128), and 50 that are on their way"""
+"""Descriptors that connections without a proof may take at a port.
+
+The larger of both limits (64, 128), and 50 for connections that are being accepted.
+"""
 ROUNDS = 3
-"""of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
+"""Rounds of the same attack.
+
+The first ones fill the pools of libraries; only the cost of the last one counts.
+"""
 GROWTH = 3 * 2**20
 """Bytes by which an attack may increase the memory: 5 % of a manager's memory."""
 KINDS = ["manager", "store", *PIPES, "snapshots"]
@@ -59,16 +65,16 @@ class Victim:
         self.endpoint = self._process.stdout.readline().strip()
         self.pid = self._process.pid
         self.ports = ports_of(self.pid)
-        """all that its process listens at"""
+        """All ports on which the process listens."""
 
     @property
     def weights(self) -> bool:
-        """Proofs and bounds of the weight plane, which snapshots share."""
+        """Whether the port has the proofs and bounds of a weight transport, which snapshots share."""
         return self.kind in ("tcp", "ucx", "nixl", "snapshots")
 
     @property
     def port(self) -> tuple[str, int]:
-        """Return the port that the manager announces."""
+        """Return the address and port that the process announces."""
         return "127.0.0.1", int(self.endpoint.rpartition(":")[2])
 
     @property
@@ -76,7 +82,7 @@ class Victim:
         return Footprint.of(self.pid)
 
     async def serve_a_member(self) -> None:
-        """A member of the run asks, and is answered."""
+        """Send a request as a member of the run, and check the answer."""
         if self.kind == "snapshots":
             await asyncio.to_thread(self._request_stored_keys)
             return
@@ -90,7 +96,7 @@ class Victim:
                 assert await dialer.request(GetCommitted(WANTED.incarnation), SOON) == NotReady()
 
     async def _pull(self) -> None:
-        """A puller whose attempt is lost in a storm asks again, as ``rrl.transport.weights.pull.pull`` does."""
+        """Pull a version; repeat an attempt that the attack disturbs, as ``rrl.transport.weights.pull.pull`` does."""
         pipe, into = open_transport(self.kind, self.keys.secret, trusted_network=True), memoryview(bytearray(SIZE))
         try:
             async with asyncio.timeout(SOON):
@@ -113,14 +119,14 @@ class Victim:
                     assert time.monotonic() < deadline
 
     def recorded(self) -> bytes:
-        """Return every byte that a member sent while it was served."""
+        """Return every byte that a member sent while its request was served."""
 
         async def record() -> bytes:
             async with Proxy(self.port[1]) as proxy:
                 if self.kind == "snapshots":
                     with member(self.keys) as client:
                         await asyncio.to_thread(client.list_snapshots, f"tcp://127.0.0.1:{proxy.port}")
-                elif self.weights:  # its first words are all that is the same for tcp and for ucx's door
+                elif self.weights:  # tcp and ucx begin with the same bytes
                     kind = "tcp" if self.kind == "ucx" else self.kind
                     pipe = open_transport(kind, self.keys.secret, trusted_network=True)
                     try:
@@ -156,12 +162,12 @@ async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
 
 @pytest.fixture(params=KINDS, scope="module")
 def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """One for all tests of a kind: each leaves it as it was, or fails."""
+    """Yield one process for all tests of a kind: each test leaves it as it was, or fails."""
     if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
     made = Victim(request.param, tmp_path_factory.mktemp("victim"))
     try:
-        asyncio.run(made.serve_a_member())  # libraries open what they keep at the first connection
+        asyncio.run(made.serve_a_member())  # libraries open descriptors at the first connection, and keep them
         yield made
     finally:
         made.close()
@@ -175,13 +181,18 @@ def until(what: Callable[[], bool], failure_text: str = "") -> None:
 
 
 def until_back(victim: Victim, before: Footprint) -> None:
-    """Until the descriptors are where they were."""
-    until(lambda: victim.footprint.descriptors <= before.descriptors, f"descriptors are kept: {before}")
+    """Wait until the process has no more open descriptors than before."""
+    until(
+        lambda: victim.footprint.descriptors <= before.descriptors,
+        f"the process keeps descriptors open; before the attack: {before}",
+    )
 
 
 def test_attacks_have_no_lasting_effect_and_members_are_served_during_them(victim: Victim) -> None:
-    """UCX's own port, which hears nobody but while a member connects, is left out: it never lets go of what hits it in
-    those milliseconds (docs/sources.md)."""
+    """UCX's own port is not attacked: it accepts connections only while a member connects.
+
+    A foreign connection from these milliseconds would stay open for ever (docs/sources.md).
+    """
     recorded = victim.recorded()
     hearing = [port for port in victim.ports if not attacks.deaf(port)]
     assert victim.port in hearing
@@ -256,14 +267,14 @@ def test_replayed_session_receives_only_the_challenge(victim: Victim) -> None:
                 break
             reported += piece
         else:
-            raise AssertionError("it was not cut off")
-    # weights: its nonce and proof, in a frame over nixl; control: its greeting, WELCOME and ERROR
+            raise AssertionError("the connection was not cut off")
+    # a weight transport sends its nonce and proof, nixl in a frame; control sends its greeting, WELCOME and ERROR
     assert len(reported) <= (64 + 9 * (victim.kind == "nixl") if victim.weights else 64 + 170 + 64), reported
     asyncio.run(victim.serve_a_member())
 
 
 def _cut(connection: socket.socket) -> bool:
-    """Its other end has ended it."""
+    """Return whether the other end has closed the connection."""
     try:
         while select.select([connection], [], [], 0)[0]:
             if not connection.recv(4096):
@@ -291,7 +302,7 @@ def test_member_of_another_run_gets_no_reply(victim: Victim) -> None:
                 await pipe.close()
             return
         victims_server = msgspec.structs.replace(other, server_public=victim.keys.server_public)
-        for keys in (other, victims_server):  # a stranger, and one who at least knows whom it speaks to
+        for keys in (other, victims_server):  # a stranger, and a stranger who knows the server's public key
             dialer = Dialer(keys, FromManager, lambda: Address(0, victim.endpoint))
             task = asyncio.create_task(dialer.run())
             with pytest.raises(TimeoutError):

@@ -51,7 +51,7 @@ def run(root: Path) -> RunDir:
 
 
 def error_line(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """Run a command line that fails; return its one line of output."""
+    """Run a command line that fails, and return its one line of output."""
     assert main.run(arguments) == code
     line = capsys.readouterr().err
     assert line.startswith("rrl: "), line
@@ -80,7 +80,9 @@ def test_torn_record_at_the_end_is_ignored_and_reported(
         "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: no process has acted on it\n"
     )
     Journal(run, 9).close()
-    assert ": ignored 50 bytes of an unfinished record" in caplog.text, "its next manager says so too"
+    assert ": ignored 50 bytes of an unfinished record" in caplog.text, (
+        "the next manager does not log the unfinished record"
+    )
 
 
 def test_journal_of_another_run_is_refused(root: Path, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +93,7 @@ def test_journal_of_another_run_is_refused(root: Path, run: RunDir, capsys: pyte
             f"rrl: {newest(run)}: this is the journal of other-1, not of mine-1\n"
         )
     assert not list(run.mailbox.iterdir())
-    assert len(list(run.journal.iterdir())) == 1, "a manager began upon it"
+    assert len(list(run.journal.iterdir())) == 1, "a manager has begun on the journal of another run"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,8 @@ def test_run_with_damaged_or_missing_manager_files_gets_no_manager(
 ) -> None:
     damage(run.path / name)
     assert f"{run.path}/{says}" in error_line(capsys, 1, "manage", "mine-1")
-    assert not list(run.epochs.iterdir()), "a manager began"
-    assert main.run(["status"]) == 0, "it can be looked at all the same"
+    assert not list(run.epochs.iterdir()), "a manager has begun on damaged files"
+    assert main.run(["status"]) == 0, "rrl status cannot show the run"
 
 
 def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
@@ -172,7 +174,7 @@ NOBODY = pwd.getpwnam("nobody").pw_uid
 
 @pytest.fixture
 def open_root() -> Iterator[Path]:
-    """A folder of runs that every user of the machine can enter."""
+    """Yield a folder of runs that every user of the machine can enter."""
     with tempfile.TemporaryDirectory(prefix="rrl-hostile-") as folder:
         path = Path(folder)
         path.chmod(0o755)
@@ -181,12 +183,12 @@ def open_root() -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
 def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mode: int) -> None:
-    """As root, run the commands as ``nobody``; as another user, remove that user's own rights."""
+    """As root, the test runs the commands as ``nobody``; as another user, it removes that user's own rights."""
     run = Story("his-1").works().written(open_root)
     run.path.chmod(mode)
     other = os.geteuid() == 0 and others_can_run_us()
     if not other:
-        if os.geteuid() == 0:  # root may enter what is 0000 too
+        if os.geteuid() == 0:  # root may enter even folders of mode 0000
             return
         run.path.chmod(0o000 if mode == 0o700 else 0o755)
         run.journal.chmod(0o700 if mode == 0o700 else 0o000)
@@ -216,19 +218,19 @@ def test_command_written_by_another_user_is_set_aside(
     os.mkfifo(run.mailbox / "4.json")
     if os.geteuid() == 0:
         os.chown(run.mailbox / "1.json", NOBODY, -1)
-    else:  # as if: nobody but root can give a file away
+    else:  # only root can give a file away, so the file is removed, as if it belonged to another user
         (run.mailbox / "1.json").unlink()
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     reported = caplog.text
     caplog.clear()
     assert os.geteuid() != 0 or f": the file belongs to user {NOBODY}, and the run to user 0" in reported
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
-    assert not caplog.records, "it was read again"
+    assert not caplog.records, "the file was read and reported again"
 
 
 # ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """The limit on file sizes stands for a full disk: the first file that does not fit ends it."""
+    """A limit on file sizes replaces a full disk: the submission ends at the first file that is larger."""
     (tmp_path / "job.toml").write_text(light_job("local", 5))
     for source in (Path(__file__).parents[1] / "support" / "light_roles").glob("*_task.py"):
         (tmp_path / source.name).write_text(source.read_text())
@@ -247,7 +249,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 # ── address of the manager ─────────────────────────────────────────────────────────────────────────────────────────
 def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
-    """Let manager.json name a port without a listener, then another run's manager, then be torn, then be correct."""
+    """manager.json first names a port without a listener, then another run's manager, then is torn, then correct."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
     async def story() -> None:

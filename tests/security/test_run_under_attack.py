@@ -1,4 +1,4 @@
-"""A whole run that is attacked on all its ports while it trains, and completes as without an attack."""
+"""A whole run is attacked on all its ports while it trains, and continues as without an attack."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FRAMES = 1500
 FIRST_FRAMES = 300
 HALF_OPEN = 200
 GROWTH = 0.05
-"""of the memory of each process"""
+"""Share by which the memory of each process may grow."""
 
 
 def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 100_000))  # it must not end before the attack does
+    run = submit_here(tmp_path, light_job("local", 100_000))  # the run must outlast the attack
     run.wait_steps(3)
     before = current_incarnations(
         run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.is_current))
@@ -31,11 +31,11 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
     victims = [target for target in targets(run) if target not in agents[1:]]  # they are all alike
     named = {victim.name for victim in victims}
     assert {agents[0].name, "manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
-    assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # fills the pools of the libraries
+    assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # the first attack fills the pools of the libraries
     began = run.state().step
     costs, _ = assault(run, victims, FRAMES, HALF_OPEN)
     state = run.wait(lambda s: s.step > began + 2)
-    assert current_incarnations(state) == before, "somebody was touched"
+    assert current_incarnations(state) == before, "a replica was replaced during the attack"
     for cost in costs:
         assert cost.frames > 0.9 * FRAMES, cost
         assert cost.descriptors_growth <= 0, cost
@@ -57,11 +57,14 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
 
 
 def _second_process(run: TestRun, replica: ReplicaId) -> None:
-    """The same step is launched once more: it is sent away, and the first one never knows."""
+    """Launch the replica's step once more, and check that the second process exits without a change of the first one's
+    files."""
     tag = run.state().replica(replica).step
     assert tag is not None
     file = str(run.run.launch_file(tag))
     argv = [sys.executable, "-P", "-m", "rrl.roles.launcher.step", file]
     second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
     assert "the other process with the same tag continues" in second.stderr, second.stderr
-    assert not run.run.exit_file(tag).exists(), "its record would be taken for the first one's"
+    assert not run.run.exit_file(tag).exists(), (
+        "the second process wrote an exit record, which counts as that of the first one"
+    )

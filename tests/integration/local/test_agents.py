@@ -39,12 +39,12 @@ async def run(item, base_url, api_key):
             file.write(f"{error!r}\\n")
         raise
 """
-"""The agent of the example, which records every error that it sees."""
+"""The agent of the example, changed to record every exception that its client raises."""
 
 WATCHED_AGENT = ("guess_task:run", "watched_task:run")
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 FEW = (("prompts_per_step = 8", "prompts_per_step = 1"), ("group_size = 8", "group_size = 4"))
-"""Steps of 4 episodes."""
+"""Changes of job.toml that make steps of 4 episodes."""
 
 
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
@@ -92,7 +92,9 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, ROLLOUT)
     kill(run, STORE)
-    assert run.state().replica(AGENTS).incarnation_number == 1, "the agents were restarted, too"
+    assert run.state().replica(AGENTS).incarnation_number == 1, (
+        "the agents were restarted although only a rollout and the store were killed"
+    )
     kill(run, AGENTS)
     wait_completed(run, steps, episodes)
     return run
@@ -140,9 +142,9 @@ async def run(item, base_url, api_key):
 if __name__ == "__main__":
     print(asyncio.run(run(*(os.environ[name] for name in ("RRL_ITEM", "OPENAI_BASE_URL", "OPENAI_API_KEY")))))
 """
-"""An agent that always has three turns, and waits after the second one until the test lets it go on.
+"""An agent that always has three turns, and waits after the second one until the test lets it continue.
 
-It has no client of OpenAI, because each process of the second case would take a second of CPU to import that.
+It does without OpenAI's client, whose import would take each process of the second case a second of CPU.
 """
 
 
@@ -161,7 +163,7 @@ def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Pa
     answers = shown_answers(run, shown)
     again = {episode for episode, attempt, _ in answers if attempt == 2}
     assert len(again) == at_once
-    for episode in again:  # the agent saw the very same tokens, in order
+    for episode in again:  # both attempts got equal tokens, in order
         for turn in (0, 1):
             assert answers[episode, 1, turn] == answers[episode, 2, turn]
     sampled = sampled_turns(run)
@@ -174,7 +176,7 @@ def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Pa
 
 
 def shown_answers(run: TestRun, path: Path) -> dict[tuple[int, int, int], list[int]]:
-    """Return the tokens that agents saw, by episode, attempt and turn."""
+    """Return the tokens that agents received, by episode, attempt and turn."""
     secret = RunKeys.load(run.run.keys).secret
     answers: dict[tuple[int, int, int], list[int]] = {}
     for line in path.read_text().splitlines():
@@ -186,7 +188,7 @@ def shown_answers(run: TestRun, path: Path) -> dict[tuple[int, int, int], list[i
 
 
 def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
-    """Return request and sampled tokens of each turn in the store's log, in order, by episode."""
+    """Return (request, sampled tokens) of each turn in the store's log, in order, by episode."""
     turns: dict[int, TurnCreated] = {}
     tokens: dict[int, list[int]] = {}
     for payload in read_frames(max(run.run.store.glob("log.*"))):

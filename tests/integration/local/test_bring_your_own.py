@@ -1,4 +1,4 @@
-"""The shipped examples of programs that are not rrl's, as they stand, each with its kills."""
+"""The shipped examples with a user's own trainer, rollout or command run unchanged, each with its planned kills."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_shipped_job_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_shipped_job_polls_slurm_no_more_often_than_the_default(path: Path) -> None:
-    assert resolve(load_job(path), "python").limits.poll >= Limits().poll, "examples are copied to clusters"
+    assert resolve(load_job(path), "python").limits.poll >= Limits().poll, (
+        "the job polls Slurm more often than the default, and users copy it to clusters"
+    )
 
 
 @pytest.mark.torch
@@ -54,7 +56,7 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
     assert recovered.keys() == {"rollout/1", "trainer/0"}
     assert all(one["injected"] for one in recovered.values())
     first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
-    assert last > first + 0.2, "it did not learn"
+    assert last > first + 0.2, "the reward did not grow by 0.2"
     kept = sorted(folder.name.partition(".")[0] for folder in run.run.checkpoints.iterdir())
     assert kept == ["step-59", "step-60"], "keep_checkpoints = 2 does not hold for a trainer that is not rrl's"
     assert state.token_ages.steps, "rrl status has no ages of tokens to show"
@@ -75,7 +77,7 @@ def test_example_of_the_page_learns_unchanged(tmp_path: Path) -> None:
     assert (state.outcome, state.step) == ("completed", 40), state.why
     run.wait_gone()
     check_sound(run.run)
-    assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.2, "it did not learn"
+    assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.2, "the reward did not grow by 0.2"
     assert state.token_ages.steps, "rrl status has no ages of tokens to show"
     assert len(list(run.run.checkpoints.iterdir())) == state.job.trainer.keep_checkpoints
 
@@ -93,4 +95,4 @@ def test_program_without_the_worker_api_is_restarted_when_it_dies(tmp_path: Path
     check_records(run.run)
     assert _recovered(run).keys() == {"counter/0", "plain/0"}
     counted = (run.run.path / "counter-0.count").read_text()
-    assert counted == "20", "the second life did not go on where the first one died"
+    assert counted == "20", "the second incarnation did not continue where the first one died"

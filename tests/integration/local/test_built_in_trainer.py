@@ -1,6 +1,6 @@
-"""A run of the built-in trainer, the example of streaming: it trains in parts, dies once, and exports its checkpoints.
+"""A run of the built-in trainer, the example of streaming: it trains in parts, dies once and exports its checkpoints.
 
-tests/unit/roles/trainer/test_checkpoint_export.py exports the checkpoints of a trainer with two ranks.
+In tests/unit/roles/trainer/test_checkpoint_export.py the exported checkpoints are those of a trainer with two ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def test_example_trains_in_parts_although_its_trainer_dies(run: TestRun) -> None
     state = run.state()
     assert state.replica(ReplicaId("trainer/0")).incarnation_number == 2
     commits = {one.event.step: one.event.metrics for one in run.events() if isinstance(one.event, ev.StepCommitted)}
-    assert max(metrics["parts"] for metrics in commits.values() if metrics) > 1, "every step waited for its last group"
+    assert max(metrics["parts"] for metrics in commits.values() if metrics) > 1, (
+        "no step was trained in parts: every step waited for its last group"
+    )
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert audit["max_age"] <= state.job.sampling.staleness
     assert set(audit["dropped"]) <= {"the run is complete"}

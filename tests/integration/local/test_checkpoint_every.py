@@ -1,5 +1,7 @@
-"""Runs whose commits cover several steps (``checkpoint_every``): whatever dies between two commits, the steps since the
-last one are trained again on the same batches, and each trajectory counts once."""
+"""With commits of several steps (``checkpoint_every``), a death between two commits loses no trajectory.
+
+The steps since the last commit are trained again on the same batches, and each trajectory counts once.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _job(**changed: Any) -> str:
 
 
 def _between_commits(state: State) -> bool:
-    """Return whether the trainer has just published the first step after a commit, so that the next one is far."""
+    """Return whether the trainer has just published the first step after a commit, two steps before the next commit."""
     published = state.replica(TRAINER).weight_version
     return all_work(state) and published is not None and published.step == state.step + 1
 
@@ -59,7 +61,7 @@ def _kill(run: TestRun, victim: ReplicaId) -> None:
 
 
 def _batches(run: TestRun) -> dict[int, list[list[dict[str, Any]]]]:
-    """Return what each step was trained on, by every incarnation that trained it."""
+    """Return the batch of each step, once for each incarnation of the trainer that trained the step."""
     found: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
     for path in (run.run.path / "batches").glob("*.json"):
         found[int(path.name.split(".")[0])].append(json.loads(path.read_text()))
@@ -87,9 +89,11 @@ def test_trainer_store_and_manager_are_killed_between_commits_and_no_trajectory_
     check_sound(run.run)
     trained = _batches(run)
     assert sorted(trained) == list(range(1, STEPS + 1))
-    assert any(len(attempts) > 1 for attempts in trained.values()), "steps were trained again"
+    assert any(len(attempts) > 1 for attempts in trained.values()), "no step was trained again"
     assert all(attempt == attempts[0] for attempts in trained.values() for attempt in attempts)
-    assert [event.step for event in _committed(run)] == list(range(1, STEPS + 1)), "each step is reported once"
+    assert [event.step for event in _committed(run)] == list(range(1, STEPS + 1)), (
+        "a step was reported twice or not at all"
+    )
     commits = {event.step for event in _committed(run) if event.completes_commit}
     assert {number for number in range(1, STEPS) if number % EVERY == 0} <= commits
     assert sorted(read_commits(run.run.store))[-2:] == [STEPS - STEPS % EVERY, STEPS]
@@ -104,7 +108,7 @@ def test_cancelled_run_commits_its_last_step_and_is_resumed_after_it(tmp_path: P
     ended = run.wait_end()
     run.wait_gone()
     trained = _batches(run)
-    assert ended.step == max(trained), "no trained step is lost"
+    assert ended.step == max(trained), "a trained step was lost"
     resume = run.call("resume", run.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = resume.communicate(timeout=120)
     assert resume.returncode == 0, output
@@ -113,7 +117,7 @@ def test_cancelled_run_commits_its_last_step_and_is_resumed_after_it(tmp_path: P
     assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
     run.wait_gone()
     check_sound(run.run)
-    assert all(len(attempts) == 1 for attempts in _batches(run).values()), "no step was trained again"
+    assert all(len(attempts) == 1 for attempts in _batches(run).values()), "a step was trained again"
 
 
 WHOLE_JOB = ("full_restarts = 0", 'full_restarts = 9\npolicy = "job"')
@@ -142,7 +146,7 @@ def test_trainer_that_dies_between_two_commits_trains_the_same_batches_again(
     run.wait_gone()
     check_sound(run.run)
     trained = _batches(run)
-    assert any(len(attempts) > 1 for attempts in trained.values()), "steps were trained again"
+    assert any(len(attempts) > 1 for attempts in trained.values()), "no step was trained again"
     assert all(attempt == attempts[0] for attempts in trained.values() for attempt in attempts)
     assert [event.step for event in _committed(run)] == list(range(1, STEPS + 1))
 
@@ -170,5 +174,5 @@ def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp
     assert len(continued) == 4, continued
     restored = [int(step) for text in continued for step in re.findall(r"the snapshot of step (\d+)", text)]
     assert bool(restored) == snapshots, continued
-    assert not snapshots or any(step % 5 for step in restored), "a snapshot between two commits was used"
+    assert not snapshots or any(step % 5 for step in restored), "no snapshot between two commits was used"
     assert [event.step for event in _committed(run)] == list(range(1, 101))

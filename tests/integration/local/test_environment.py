@@ -1,4 +1,4 @@
-"""Whole runs of plain commands: what [env], [container] and [transport] network of a job give to its roles."""
+"""Whole runs of plain commands: the effect of [env], [container] and [transport] network on the roles' environment."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_roles_get_the_configured_environment_also_in_a_container(
     matches_request(observed(tmp_path, "boxed"))
     assert f"--bind={run.run.path}:{run.run.path}" in (tmp_path / "call").read_text().splitlines()
     reported = [path for path in run.run.path.rglob("*") if path.is_file() and b"s3" in path.read_bytes()]
-    assert {path.parent.name for path in reported} <= {run.run.id, "steps"}, "the journal or a log tells a secret"
+    assert {path.parent.name for path in reported} <= {run.run.id, "steps"}, "a secret is in the journal or in a log"
     assert {path.stat().st_mode & 0o777 for path in reported} == {0o600}
 
 

@@ -1,4 +1,4 @@
-"""Evaluations in whole runs: each due step has one result whatever is killed, and no step trains on its answers."""
+"""Evaluations in whole runs: each due step has one result whatever is killed, and no step trains on the answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ samples = {SAMPLES}
 temperature = 1.0
 task = {{ function = "light_task:make" }}
 """
-"""80 answers of five tokens of 50 ms, in rounds of 16: an evaluation lasts over a second, and is met by a kill"""
+"""Tables for an evaluation that lasts over a second, so that a kill happens during it.
+
+It has 80 answers of five tokens of 50 ms, in rounds of 16.
+"""
 
 
 def _wait_evaluating(run: TestRun, step: int) -> None:
-    """Wait until the weights of a step are there, and its evaluation is not known."""
+    """Wait until rollouts have the weights of a step whose evaluation has no result yet."""
     run.wait(lambda state: state.step >= step and state.evaluated < step and _rollouts_have(run, step))
 
 

@@ -1,4 +1,4 @@
-"""Faults on request in a whole run: every kind that is possible here is injected, and the run continues."""
+"""Every kind of fault that the local cluster can inject is injected into a whole run, and the run continues."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ PLANNED = [
     ("exception", "trainer/0", 6, ""),
     ("kill", "trajectories/0", 12, ""),
     ("out_of_memory", "rollout/1", 14, ""),
-    ("freeze", "rollout/0", 30, ""),  # long after its kill: on a busy machine the next incarnation is late
+    # long after the kill of rollout/0, whose next incarnation may be late on a busy machine
+    ("freeze", "rollout/0", 30, ""),
     ("crash", "rollout/1", 50, ""),
 ]
 STEPS = 140
-"""at a tenth of a second each: the run is not over before the dead agent is replaced and the dead engine found"""
+"""Number of steps, of 0.1 s each.
+
+The run must not end before the dead agent is replaced and the dead engine is found.
+"""
 RECOVERED = {
     "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
 }  # fmt: skip
-"""By replica: the number of recoveries that the planned faults must cause."""
+"""Number of recoveries that the planned faults must cause, by replica."""
 HANGS_ARE_FOUND = """
 [recovery]
 backoff = "100ms"
@@ -76,7 +80,7 @@ def _rejoined(id: ReplicaId) -> Callable[[State], bool]:
 
 
 def _commands(run: TestRun) -> None:
-    """Send commands while the run works: one is done, one is refused by the command, one is refused by the manager."""
+    """Send three requests during the run: one is carried out, the command refuses one, and the manager refuses one."""
     code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
     assert (code, "SIGSTOP to pid" in out) == (0, True), err
     code, _, err = _inject(run, "kill", "--target", "judge/0")
@@ -96,7 +100,8 @@ def test_run_survives_every_fault_and_marks_only_these_failures_as_injected(tmp_
     _commands(run)
     run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.triggered_faults))
     run.wait(_rejoined(AGENT))
-    run.wait(_rejoined(ReplicaId("rollout/2")))  # the next manager would begin anew to wait for the dead engine
+    # the next manager would start the waiting time for the dead engine again
+    run.wait(_rejoined(ReplicaId("rollout/2")))
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     assert _inject(run, "kill", "--target", "manager")[0] == 0
     run.wait(lambda state: read_process(manager) is None)
@@ -114,7 +119,7 @@ def test_run_survives_every_fault_and_marks_only_these_failures_as_injected(tmp_
         hit = str(reported.incarnation) if reported.incarnation is not None else reported.node
         assert hit.startswith("local" if kind == "crash" else f"{target}#")
     over = [reported.detail for reported in _recorded(run) if reported.ended]
-    assert over == ["SIGCONT: the target runs again"] * 2  # the freeze for 300 ms, the slow one
+    assert over == ["SIGCONT: the target runs again"] * 2  # the freeze for 300 ms, and the fault ``slow``
     refused = [reported.detail for reported in _recorded(run) if not reported.ok]
     assert [detail.partition(":")[0] for detail in refused] == ["refused", "rejected"], refused
     assert 'no role "judge"' in refused[1]
@@ -157,7 +162,7 @@ def survives_a_full_disk(disk: Path) -> None:
 
 
 def is_cancelled_on_a_full_disk(disk: Path) -> None:
-    """Nothing else than the reserve of the run makes room: the filler stays until the end."""
+    """Cancel a run on a disk that stays full until the run's end: only the run's own reserve frees space."""
     run = submit_here(disk, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     run.wait_steps(2)
     with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
@@ -172,7 +177,7 @@ def is_cancelled_on_a_full_disk(disk: Path) -> None:
     assert not run.run.space_reserve.exists()
 
 
-if own_mounts():  # collected only where it can run: nothing is skipped
+if own_mounts():  # defined only where mounts are possible, because CI takes a skipped test for a failure
 
     def test_run_is_cancelled_on_a_full_disk(tmp_path: Path) -> None:
         argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), "is_cancelled_on_a_full_disk"]

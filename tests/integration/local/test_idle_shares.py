@@ -1,4 +1,4 @@
-"""The clocks of a whole run: where the time of its processes went, over a rollout's death."""
+"""The clocks of a whole run with a rollout's death: how its processes spent their time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def total_s(run: TestRun, role: str) -> float:
 
 
 def launched_and_ended(run: TestRun, replica: ReplicaId, number: int = 1) -> tuple[float, float]:
-    """Times (s) at which an incarnation was to be launched, and of the end of the run."""
+    """Return when an incarnation was to be launched, and when the run ended (s)."""
     events = run.events()
     me = Incarnation(replica, number)
     launched = next(
@@ -56,7 +56,7 @@ def test_times_of_the_trainer_add_up_to_its_lifetime(run: TestRun) -> None:
     launched, ended = launched_and_ended(run, TRAINER)
     steps = run.state().step
     seconds = run.summary()["stream"]["seconds"]["trainer"]
-    assert seconds["train"] >= steps * STEP_SECONDS, "each step sleeps for so long in this phase"
+    assert seconds["train"] >= steps * STEP_SECONDS, "the phase `train` is shorter than the sleeps of its steps"
     assert sum(seconds.values()) == pytest.approx(total_s(run, "trainer"), abs=0.01)
     assert steps * STEP_SECONDS < total_s(run, "trainer") < ended - launched
 
@@ -82,7 +82,9 @@ def test_phases_that_are_too_short_to_be_reported_are_counted(run: TestRun) -> N
 def test_idle_shares_name_what_each_role_waited_for(run: TestRun) -> None:
     stream = run.summary()["stream"]
     idle = stream["idle"]
-    assert idle["trainer"].keys() >= {"rollouts", "store"}, "a commit in the trainer's own thread waits for the store"
+    assert idle["trainer"].keys() >= {"rollouts", "store"}, (
+        "the commits in the trainer's own thread did not count as idle time"
+    )
     assert "work" in idle["rollout"]
     assert "work" in idle["reward"]
     assert "requests" in idle["trajectories"]
@@ -104,5 +106,7 @@ def test_status_and_summary_have_the_same_idle_shares(run: TestRun) -> None:
 def test_clock_readings_in_the_journal_are_few(run: TestRun) -> None:
     records = [one for one in run.events() if isinstance(one.event, ev.ClocksRecorded)]
     gaps = [after.at - before.at for before, after in pairwise(records)]
-    assert all(gap >= COMMIT_RECORD_INTERVAL_S for gap in gaps[:-1]), "only the last record does not wait"
+    assert all(gap >= COMMIT_RECORD_INTERVAL_S for gap in gaps[:-1]), (
+        "a record besides the last one came before COMMIT_RECORD_INTERVAL_S had passed"
+    )
     assert isinstance(run.events()[-1].event, ev.RunEnded)

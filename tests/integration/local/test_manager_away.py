@@ -28,10 +28,13 @@ from rrl.tests.support.runs import (
 from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS_AWAY = 40
-"""steps that are trained while the manager is away"""
+"""Number of steps that are trained while the manager is away."""
 MAX_AGE = 10
-"""training steps that a trained token may be old then. While versions arrive, the light run's tokens are 1 to 4
-steps old (the default ``ahead`` and a pull); without news a token of the last of those steps is about 40 old"""
+"""Age (training steps) that a trained token may have while the manager is away.
+
+As long as versions arrive, tokens of the light run are 1 to 4 steps old (the default ``ahead`` and a pull). Without new
+versions a token of the last of these steps is about 40 old.
+"""
 
 
 def _manager_pid(run: TestRun) -> int:
@@ -40,15 +43,15 @@ def _manager_pid(run: TestRun) -> int:
 
 
 def _trained(run: TestRun, step: int) -> Path | None:
-    """Return the note of the light trainer about this step, once it has trained the step."""
+    """Return the file that the light trainer wrote for this step; None until it has trained the step."""
     return next((run.run.path / "batches").glob(f"{step}.*.json"), None)
 
 
 def _wait_trained(run: TestRun, step: int) -> None:
-    """Without a word of the manager, whose journal stands still."""
+    """Wait until a step is trained, without the journal, to which no manager writes at that time."""
     until = time.monotonic() + TIMEOUT_S
     while _trained(run, step) is None:
-        assert time.monotonic() < until, f"step {step} was never trained; {_newest(run)} was"
+        assert time.monotonic() < until, f"step {step} was never trained; the newest trained step is {_newest(run)}"
         time.sleep(0.05)
 
 
@@ -57,7 +60,7 @@ def _newest(run: TestRun) -> int:
 
 
 def _age(run: TestRun, step: int) -> int:
-    """Versions between the oldest token of this step and the newest weights when it was bound."""
+    """Return the number of versions between the oldest token of this step and the newest weights when it was bound."""
     path = _trained(run, step)
     assert path is not None
     sampled_by: list[int] = [weights for one in json.loads(path.read_text()) for weights in one["weights"]]
@@ -84,7 +87,7 @@ def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Pat
     step = run.state().step
     run.wait(lambda s: s.step > step + STEPS_AWAY)
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "the roles noticed"
+    assert now == kept, "a role was replaced while the manager was frozen"
     with run.call("cancel", run.run.id) as process:
         assert process.wait(60) == 0
     run.wait_end()
@@ -104,7 +107,7 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
         state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", steps), state.why
     commits = [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
-    assert [commit.step for commit in commits] == list(range(1, steps + 1)), "out of order, or missing"
+    assert [commit.step for commit in commits] == list(range(1, steps + 1)), "commits are out of order, or missing"
     assert all("reward" in commit.metrics for commit in commits)
     run.wait_gone()
     check_sound(run.run)
@@ -114,7 +117,7 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_versions_arrive_although_both_managers_of_a_slurm_run_are_cancelled(slurm_lab: SlurmLab) -> None:
-    """The one that manages and the one that waits; the run is managed again by hand once its last step is trained."""
+    """Both the active and the waiting manager are cancelled; a person starts another one after the last step."""
     steps = 3 + STEPS_AWAY
     run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0, warm=False))
     run.wait_steps(3)

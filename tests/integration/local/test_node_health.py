@@ -1,5 +1,7 @@
-"""Whole runs on nodes with GPUs of a stand-in driver: a GPU that fails costs only its node; a GPU that is broken from
-the start is never used."""
+"""Whole runs on nodes with GPUs of a fake driver.
+
+A GPU that fails costs the run only its node, and a GPU that is broken from the start is never used.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ exec "{python}" "$@"
 
 
 class Gpus:
-    """Two in each of so many virtual nodes."""
+    """Fake drivers for virtual nodes, each with two GPUs."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.of: dict[NodeName, FakeDriver] = {}
@@ -59,8 +61,10 @@ def _excluded(run: TestRun) -> Iterator[Exclude]:
 
 
 def _placed(run: TestRun) -> set[NodeName]:
-    """Return the nodes on which a role was started. Standby processes are left out: they may start before the first
-    sample of a virtual node if the job requests no GPUs."""
+    """Return the nodes on which a role was started, without those of standby processes.
+
+    If the job requests no GPUs, standby processes may start before the first sample of a virtual node.
+    """
     launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
     return {one.node for one in launches
             if isinstance(one, Launch) and role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)}  # fmt: skip
@@ -74,7 +78,7 @@ def _ends_well(run: TestRun) -> None:
 
 
 def test_broken_gpus_exclude_their_nodes_and_only_the_role_on_them_moves(tmp_path: Path) -> None:
-    """A spare that is broken from the start is never used; then two nodes after each other lose a GPU."""
+    """A spare that is broken from the start is never used, and later two nodes lose a GPU, one after the other."""
     gpus = Gpus(tmp_path, nodes=10)
     broken = NodeName("local5")
     gpus.of[broken].set(0, "ecc_volatile_uncorrected", 1)
@@ -96,7 +100,9 @@ def test_broken_gpus_exclude_their_nodes_and_only_the_role_on_them_moves(tmp_pat
     assert (excludes[first_node].cause, excludes[first_node].proof) == (Cause.GPU, True)
     assert "79" in excludes[first_node].why.evidence[0]
     findings = [s.event.finding for s in run.events() if isinstance(s.event, ev.FindingChanged)]
-    assert not [one for one in findings if one.detector == "node_lost"], "it is silent because it was left"
+    assert not [one for one in findings if one.detector == "node_lost"], (
+        "an excluded node, which sends no heartbeats, was reported as lost"
+    )
     assert broken not in _placed(run)
     recoveries = run.summary()["recoveries"]
     assert [recovery["replica"] for recovery in recoveries] == [VICTIM, VICTIM]

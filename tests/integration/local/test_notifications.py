@@ -16,7 +16,7 @@ STEPS = 12
 
 
 def notify(folder: Path) -> str:
-    """Return the table [notify] of a command that appends what it gets to ``received`` in the folder of the job."""
+    """Return the table [notify] of a command that appends its input to ``received`` in the folder of the job."""
     script = folder / "notify.sh"
     script.write_text("#!/bin/sh\n{ cat; echo; } >> received\n")
     script.chmod(0o755)

@@ -37,7 +37,7 @@ STEPS, PROMPTS, GROUP = 8, 2, 8
 
 
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example of agents with an endpoint instead of agents of its own, and with ``changes`` of job.toml."""
+    """Submit the example of agents with an endpoint instead of the role ``agents`` and with ``changes`` of job.toml."""
     endpoint = (
         ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"), ('function = "guess_task:run"\n', ""),
         ("concurrency = 48 ", "retries = 0 "),
@@ -46,7 +46,10 @@ def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
 
 
 class Player:
-    """Agents that play episodes until the run has none; their clients repeat a call so many times."""
+    """Agents that play episodes until the run has none.
+
+    Their clients repeat a failed call up to ``retries`` times.
+    """
 
     def __init__(self, base_url: str, key: str, retries: int) -> None:
         self._root, self._key = base_url.removesuffix("/v1"), key
@@ -81,14 +84,14 @@ class Player:
             self.finished.add(opened["episode"])
 
     async def _post(self, path: str, key: str, body: Any, name: str = "") -> Any:
-        """Post until the endpoint answers; None if the run has ended, or has no episode."""
+        """Post until the endpoint answers; return None if the run has ended, or has no episode."""
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "idempotency-key": name}
         request = urllib.request.Request(f"{self._root}/rrl/v1/episodes{path}", json.dumps(body).encode(), headers)
         while not self.ended.is_set():
             try:
                 return await asyncio.to_thread(_send, request)
             except urllib.error.HTTPError as error:
-                if error.code == 410:  # of the relay: the run has ended
+                if error.code == 410:  # the relay answers so once the run has ended
                     break
                 if error.code != 503:
                     raise
@@ -128,7 +131,7 @@ async def play(run: TestRun, base_url: str, retries: int) -> Player:
 
 @contextmanager
 def relay_of(run: TestRun) -> Iterator[str]:
-    """Start ``rrl relay``; yields its base URL."""
+    """Start ``rrl relay`` and yield its base URL."""
     program = ("-c", "from rrl.cli.main import main; main()")
     command = [sys.executable, *program, "relay", str(run.run.path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -140,7 +143,7 @@ def relay_of(run: TestRun) -> Iterator[str]:
 
 
 def check_trained(run: TestRun, player: Player) -> None:
-    """Check that the run has trained on episodes of the player alone, although its endpoint was started again."""
+    """Check that the run trained only on the player's episodes, and that its endpoint was restarted once."""
     state = run.state()
     assert (state.outcome, state.step) == ("completed", STEPS), state.why
     assert state.replica(ENDPOINT).incarnation_number == 2
@@ -148,13 +151,13 @@ def check_trained(run: TestRun, player: Player) -> None:
     check_sound(run.run)
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert audit["trained"] == STEPS * PROMPTS * GROUP <= len(player.finished)
-    assert set(audit["dropped"]) <= {"the run is complete"}, "no attempt has failed"
+    assert set(audit["dropped"]) <= {"the run is complete"}, "an attempt has failed"
 
 
 @pytest.mark.torch
 def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]  # a port that a restart keeps
+        port = free.getsockname()[1]  # a fixed port, which a restarted endpoint uses again
     run = submit(tmp_path, port, ("replicas = 2\n", ""))  # each rollout loads torch: 4 s of CPU
     run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
     check_trained(run, asyncio.run(play(run, read_addresses(run.run)[0], retries=20)))

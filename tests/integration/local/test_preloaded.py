@@ -1,4 +1,4 @@
-"""Rollouts that continue in the preloaded process of their node: whole runs of light roles."""
+"""Rollouts that continue in a preloaded process on their node: whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def preloading_job(steps: int) -> str:
 
 
 def preloaded_beside(state: State, replica: ReplicaId) -> Replica | None:
-    """Return the ready preloaded process on the node of a replica, if there is one."""
+    """Return the ready preloaded process on the node of a replica; None if there is none."""
     node = state.replica(replica).node
     waiting = None if node is None else state.replica(preloaded_id("rollout", node))
     is_ready = waiting is not None and waiting.status is Status.JOINED and waiting.phase == STANDBY
@@ -44,7 +44,7 @@ def preloaded_beside(state: State, replica: ReplicaId) -> Replica | None:
 
 
 def wait_with_unfinished_work(run: TestRun) -> Replica:
-    """Wait until all roles work and the node of the rollout has a ready process; the rollout stops in its work."""
+    """Stop the rollout in its work, and wait until all roles work and its node has a ready preloaded process."""
     run.wait_steps(2)
     run.hold_in_the_middle(1)
     state = run.wait(lambda s: preloaded_beside(s, ROLLOUT) is not None and all_work(s))
@@ -64,7 +64,7 @@ def end_well(run: TestRun) -> None:
     run.wait_end()
     run.wait_gone()
     check_sound(run.run)
-    assert run.continued(dead=-101.0), "another incarnation continues the unfinished trajectories"
+    assert run.continued(dead=-101.0), "no other incarnation has continued the unfinished trajectories"
 
 
 def test_killed_rollout_continues_in_the_preloaded_process_and_gets_a_new_one(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_preloaded_process_of_an_older_environment_is_not_used(tmp_path: Path) -
         run.let_go(1)
         state = run.wait(lambda s: s.replica(ROLLOUT).incarnation_number >= 3 and all_work(s))
         assert state.replica(ROLLOUT).promoted_from is None
-        assert len(state.replica(ROLLOUT).failures) == 1, "the refused promotion costs no budget"
+        assert len(state.replica(ROLLOUT).failures) == 1, "the refused promotion counted against the budget"
         settled = [s.event for s in run.events() if isinstance(s.event, ev.IntentSettled)]
         [refused] = [event for event in settled if event.reason is RejectReason.STANDBY_OUTDATED]
         assert refused.detail == (f"{waiting.incarnation} is not used, because it was started with other values of TZ")

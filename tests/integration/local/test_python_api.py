@@ -1,4 +1,4 @@
-"""The Python API on real runs: the example of a sweep in a running event loop, and the page about it."""
+"""The Python API on real runs: the example of a sweep in a running event loop, and the programs of docs/python.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 EXPORT = ".export("
-"""The light trainer has no weights: the page's export is tried in tests/unit/api/test_run.py."""
+"""Text by which programs with an export are left out, because the light trainer has no weights to export.
+
+The page's export is tested in tests/unit/api/test_run.py.
+"""
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job.toml in the current folder."""
+    """Return a job.toml in the current folder."""
     end_runs_with_caller(tmp_path / "runs")
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
@@ -49,7 +52,7 @@ def test_a_notebook_finds_the_best_of_three_learning_rates(
     in_a_cell("best = sweep('job.toml')", names)
     best: rrl.Run = names["best"]
     out, err = capfd.readouterr()
-    lines = out.splitlines()  # those of the example: the API prints nothing
+    lines = out.splitlines()  # lines that the example prints: the API prints nothing
     assert ([line.split()[4] for line in lines], err) == (["0.00", "1.00", "0.00"], "")
     assert lines[1].endswith(f"({best.id})")
     runs = [rrl.run(path) for path in job.with_name("runs").iterdir()]
@@ -68,6 +71,6 @@ def test_programs_of_the_python_page_work_unchanged(job: Path, capfd: pytest.Cap
     assert names["summary"].steps == run.state().step >= 4
     assert run.state().outcome == "completed"
     assert names["rewards"].items() >= {1: 1.0, 2: 1.0}.items()
-    assert "rollout/0#2 is here" in [line.text for line in run.logs("rollout/0#2")], "it was not restarted"
+    assert "rollout/0#2 is here" in [line.text for line in run.logs("rollout/0#2")], "rollout/0 was not restarted"
     assert 'set["roles.rollout.replica"]: unknown key; did you mean "replicas"?' in capfd.readouterr().out
     check_sound(RunDir(run.path))

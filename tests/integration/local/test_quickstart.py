@@ -1,7 +1,7 @@
-"""The quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy), a few small steps of it.
+"""A few small steps of the quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy).
 
-One rollout is killed, and once it is back the engine of the other one stops while its process goes on sending
-heartbeats. The tests read the journal and the files of that one run.
+One rollout is killed. Once it is back, the engine of the other one stops while its process continues to send
+heartbeats. The tests read the journal and the files of this one run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rrl.tests.support.slow_quickstart import slow_quickstart
 KILLED, WEDGED = ReplicaId("rollout/1"), ReplicaId("rollout/0")
 WEDGED_INCARNATION = Incarnation(WEDGED, 1)
 IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
-"""Limits with which a wedged engine is found soon; torch takes its time to leave a busy machine."""
+"""Limits with which a stopped engine is found soon; ``step_grace`` is long, as torch exits slowly on a busy machine."""
 TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.torch
@@ -37,7 +37,7 @@ def _restarted_with_weights(run: TestRun, replica: ReplicaId) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
-    """Play the run until both rollouts are back, then cancel it; nothing of it is left but its files."""
+    """Play the run until both rollouts are back, cancel it, and return it once all its processes have ended."""
     folder = tmp_path_factory.mktemp("quickstart")
     toml = slow_quickstart(folder, prompts=4, step_s=1.0)
     for shipped, tested in (
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)
     assert "[transport]" not in toml
-    toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
+    toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # no other whole run uses UCX
     run = submit_here(folder, toml)
 
     _restarted_with_weights(run, KILLED)
@@ -71,17 +71,17 @@ def test_killed_rollout_comes_back_with_current_weights_over_ucx(run: TestRun) -
     assert all(address.startswith("ucx://") for address in serves), "weights did not move over UCX"
     recovery = next(r for r in run.summary()["recoveries"] if r["replica"] == KILLED)
     assert recovery["injected"]
-    assert recovery["weights_s"] is not None, "it was given work before it held weights"
+    assert recovery["weights_s"] is not None, "the rollout got work before it had weights"
 
 
 def test_roles_exit_on_a_stop_request_without_being_killed(run: TestRun) -> None:
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
-    reasons = {  # a standby process gets no grace, and a wedged one does not use it
+    reasons = {  # a standby process gets no grace, and a rollout with a stopped engine does not use its grace
         end.reason
         for end in ends
         if role_of(end.incarnation.replica) != STANDBY_ROLE and end.incarnation != WEDGED_INCARNATION
     }
-    assert reasons == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"
+    assert reasons == {ExitReason.SIGNALED}, "a role was killed at the end because it did not exit on request"
 
 
 def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> None:
@@ -101,16 +101,16 @@ def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> N
         one for one in events
         if isinstance(one.event, ev.StacksCollected) and one.event.incarnation == WEDGED_INCARNATION
     ]  # fmt: skip
-    assert found.detector == "no_answer", "it was not found by its silence to a probe"
-    assert suspected < dumps[-1].seq < fenced, "its stacks were not dumped before it was ended"
+    assert found.detector == "no_answer", "the stopped engine was not found by an unanswered probe"
+    assert suspected < dumps[-1].seq < fenced, "the stacks were not dumped before the incarnation was fenced"
     assert suspected < failed < fenced
 
-    stacks = dumps[-1].event  # the last one: on a slow machine a training step may have been suspected before
+    stacks = dumps[-1].event  # the last dump: on a slow machine an earlier training step may have been suspected, too
     assert isinstance(stacks, ev.StacksCollected)
     assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
     dump = (run.run.path / stacks.file).read_text()
     assert "/rollout/main.py:" in dump
-    assert '"rrl-connection"' in dump, "the thread that sends heartbeats is not in the file"
+    assert '"rrl-connection"' in dump, "the file of stacks lacks the thread that sends heartbeats"
     assert [line.text for line in found.evidence if line.source == "stacks"] == [
         *stacks.groups, f"all stacks: {stacks.file}"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``rrl report`` of real runs: the estimate of the ETTR beside the strict ETTR against a run without faults."""
+"""``rrl report`` of real runs: the estimate of the strict ETTR, compared with a run without faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ at = "step=6"
 
 
 def completed(folder: Path, extra: str = "") -> TestRun:
-    """Run steps of two seconds to the end."""
+    """Run a job with steps of two seconds to its end."""
     folder.mkdir()
     job = light_job("local", STEPS, spares=0, warm=False, one_node=True, extra=extra)
     run = submit_here(folder, job.replace("light_trainer.py", "paced_trainer.py"))

@@ -1,4 +1,4 @@
-"""Runs that have ended go on from their last committed step, under the same id; single replicas are restarted."""
+"""A run that has ended is resumed from its last committed step under the same id, and single replicas are restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _recorded(run: TestRun, *argv: str) -> tuple[int, str, str]:
 def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40, spares=0, warm=False, one_node=True))
     run.wait_steps(4)
-    (run.run.mailbox / "0.json").write_text("no command")  # it must not be in the way of the cancellation
+    (run.run.mailbox / "0.json").write_text("no command")  # an invalid command, which must not prevent the cancellation
     assert _recorded(run, "cancel", run.run.id)[0] == 0
     ended = run.wait_end()
     run.wait_gone()
@@ -34,7 +34,7 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
     code, out, err = _recorded(run, "resume", run.run.id)
     assert (code, out) == (0, f"{run.run.id}\n")
     assert err.startswith("watch it with: ")
-    assert err.endswith(f"rrl status {run.run.id} --live\n"), "rrl by its path, where it is not on PATH"
+    assert err.endswith(f"rrl status {run.run.id} --live\n"), "rrl is not named by its path although it is not on PATH"
     run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why
@@ -80,7 +80,8 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     code, out, error = _recorded(run, "drain", run.run.id, left)
     assert (code, out) == (0, f"this run no longer uses {left}\n"), error
     step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
-    run.wait(lambda state: state.step >= step + 60)  # longer than limits.silence: nothing speaks there any more
+    # longer than limits.silence: no process on this node sends heartbeats any more
+    run.wait(lambda state: state.step >= step + 60)
     against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
     assert [finding for finding in against if finding.node == left] == []
 

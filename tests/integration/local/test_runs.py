@@ -1,4 +1,4 @@
-"""Whole runs on the local cluster: isolation, the manager's death, every way to end, and nothing left behind."""
+"""Whole runs on the local cluster: isolated failures, the manager's death, every way to end, and no process left."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_killed_rollout_restarts_alone_and_its_prompts_continue_from_their_prefi
     run.let_go(1)
     run.wait_back_alone(before, VICTIM)
     _end_well(run)
-    assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
+    assert run.continued(dead=-101.0), "no trajectory that the dead rollout began was continued"
     recovery = run.summary()["recoveries"]
     assert [(r["replica"], r["rung"]) for r in recovery] == [("rollout/1", "restart in place")]
     assert None not in (recovery[0]["detect_s"], recovery[0]["weights_s"], recovery[0]["first_work_s"])
 
 
 def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) -> None:
-    """The store goes on from its log, the trainer from its commit, and a launcher takes its role along.
+    """The store restarts from its log, and the trainer from its commit; a killed launcher ends its role, too.
 
     While the store or the trainer is away no step is committed, so that the run cannot end before the last kill.
     """
@@ -84,7 +84,7 @@ def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) ->
 
 
 def _last_lines_stored(run: TestRun) -> list[str]:
-    """What ``rrl logs --failed`` shows of the crashed node's rollout when the node took its log along."""
+    """Return the lines of the crashed rollout that ``rrl logs --failed`` shows if the node's own log is lost."""
     for path in run.run.logs.glob("*.rollout-1.1.log"):
         path.unlink()
     reported = run.call("logs", str(run.run.path), str(VICTIM), "--failed", "--json", stdout=subprocess.PIPE)
@@ -96,7 +96,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     run = submit_here(tmp_path, light_job("local", 40, warm=False))
     before = current_incarnations(
         run.wait_steps(15)
-    )  # by now the manager has long been told the line that it printed first
+    )  # by then the manager has received the first line that the rollout printed
     node = before[VICTIM][2]
     assert node is not None
     crash(run.run, node)
@@ -140,7 +140,7 @@ def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signa
     with run.call("manage", run.run.id):
         adopted = run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
         kept, now = without_replicas(before, current_incarnations(adopted), [])
-        assert now == kept, "the roles noticed"
+        assert now == kept, "a role was replaced when the manager changed"
         _end_well(run)
     assert run.summary()["recoveries"] == []
 
@@ -158,7 +158,7 @@ def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: P
     run.wait_gone()
 
 
-@pytest.mark.long  # a rollout that never joins rejects its job in test_user_code.py
+@pytest.mark.long  # in test_user_code.py a rollout that never joins rejects its job
 def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     toml = light_job("local", 10, extra='[recovery]\nfirst_start = 2\nbackoff = "100ms"\n')
     toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')
@@ -214,7 +214,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 
 
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
-    """A frozen rollout is replaced. Once it continues, it receives that it is fenced, and exits."""
+    """A frozen rollout is replaced; once it continues, it receives the message that it is fenced, and exits."""
     run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]

@@ -1,4 +1,4 @@
-"""``[sampling] staleness`` in whole runs: each step trains tokens of the requested age, whichever process is killed."""
+"""``staleness = 0`` in a whole run: each step trains only on-policy tokens, even after the trainer was killed."""
 
 from __future__ import annotations
 
@@ -29,5 +29,7 @@ def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_
         observed.add(number)
     assert observed == set(range(1, 7))
     audit = json.loads((run.run.store / "audit.json").read_text())
-    assert set(audit["dropped"]) <= {"the run is complete"}, "a step waits for its groups, none is dropped for its age"
+    assert set(audit["dropped"]) <= {"the run is complete"}, (
+        "a group was dropped for its age, though steps wait for groups"
+    )
     assert (run.summary()["stale_groups"], run.summary()["max_age"], audit["max_age"]) == (0, 0, 0)

@@ -33,7 +33,7 @@ TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 
 def standbys(state: State) -> list[Replica]:
-    """Return the standby processes."""
+    """Return the standby processes that are ready."""
     return [one for one in state.replicas.values()
             if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
 
@@ -68,7 +68,7 @@ def end_well(run: TestRun) -> None:
 
 
 def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
-    """Kill the trainer: its next incarnation is this process, and no other replica changes."""
+    """Kill the trainer; check that it continues in this standby process, and that no other replica changes."""
     before = current_incarnations(run.state())
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     after = run.wait_back_alone(before, TRAINER)
@@ -96,7 +96,7 @@ def warm_rollouts(cluster: str, steps: int) -> str:
 
 
 def wait_for_engine(run: TestRun) -> Replica:
-    """The rollout that is kept ready on the spare; everybody works. Meanwhile the run stands."""
+    """Stop the rollouts in their work; return the standby rollout on the spare once it is ready and all roles work."""
     run.wait_steps(2)
     for index in (0, 1):
         run.hold_in_the_middle(index)
@@ -105,8 +105,11 @@ def wait_for_engine(run: TestRun) -> Replica:
 
 
 def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
-    """The node of rollout/1 is lost in the middle of its work. Its next incarnation is this process, and no other
-    replica changes. Unfinished trajectories of the lost incarnation are continued."""
+    """Check that a rollout whose node is lost continues in this standby process.
+
+    The node of rollout/1 is lost in the middle of its work. Its next incarnation is this process, which continues the
+    unfinished trajectories, and no other replica changes.
+    """
     before = current_incarnations(run.state())
     node = run.state().replica(ROLLOUT).node
     assert node is not None
@@ -197,8 +200,11 @@ def test_slurm_standby_waits_beside_steps_with_the_whole_node_and_is_promoted(sl
 def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_needed(
     slurm_lab: SlurmLab, victim: ReplicaId
 ) -> None:
-    """The step of the standby rollout has all CPUs of the spare, like the step of a rollout. The replica that loses its
-    node continues there: a rollout as the standby rollout, the trainer as its own standby process."""
+    """The step of the standby rollout has all CPUs of the spare, like the step of a rollout.
+
+    A replica whose node is lost continues on the spare: a rollout in the standby rollout, the trainer in its own
+    standby process.
+    """
     job = warm_rollouts("slurm", 100_000).replace('light_rollout.py"]\nmem', 'light_rollout.py"]\ncpus = 2\nmem')
     run = submit_on(slurm_lab, f"warm-{victim.partition('/')[0]}", job)
     try:
@@ -224,6 +230,6 @@ def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_nee
 
 
 def _stand_on_spares(state: State) -> set[str]:
-    """Roles of which one is ready where no role works."""
+    """Return the roles with a ready standby process on a node on which no role works."""
     used = {one.node for one in workers(state)}
     return {standby_role_of(one.id) for one in standbys(state) if one.node not in used}

@@ -1,5 +1,7 @@
-"""The store and the reward role die at any moment of a run, or stand still: they alone come back, the others wait for
-them without being suspected, and nothing is lost or trained twice."""
+"""If the store or the reward role dies or hangs at any moment of a run, it alone is restarted.
+
+The other roles wait for it without being suspected, and nothing is lost or trained twice.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ KILLS = 8
 HASTY = 'first_pass = "1s"\n' + "".join(
     f'[phases.{phase}]\nshortest = "3s"\nlongest = "3s"\n' for phase in ("train", "checkpoint", "publish", "wait_data")
 )
-"""Limits so short that a replica that is blamed while the store is away would be restarted."""
+"""Limits that are so short that a blamed replica would be restarted.
+
+They show whether a replica is blamed while the store is away.
+"""
 OFTEN = '[recovery]\nbackoff = "100ms"\nper_node = 50\nper_replica = 50\n'
 
 

@@ -1,6 +1,7 @@
-"""``[sampling] stream`` in a whole run: a step begins before it is complete, and is the same after its trainer died.
+"""``[sampling] stream`` in a whole run: training of a step begins before the step is complete.
 
-test_built_in_trainer.py trains the example in parts with the built-in trainer.
+After a death of the trainer the step has the same parts. In test_built_in_trainer.py the built-in trainer trains the
+example in parts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
     state = run.wait(lambda state: "the trainer waits for" in state.replica(STORE).note)
     first = _parts(run, 1)
     step, index = max(first)
-    assert not first[step, index]["last"], "the step waits for the groups of the stopped rollout, but began before"
+    assert not first[step, index]["last"], (
+        "the newest step was already complete without the groups of the stopped rollout"
+    )
     assert len({number for number, _ in first}) > 1
 
     pid = state.replica(TRAINER).pid
@@ -52,7 +55,7 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
     run.wait(lambda _: (step, index) in _parts(run, 2))
     second = _parts(run, 2)
     assert second == {key: part for key, part in first.items() if key[0] == step}, (
-        "the same parts come again, no others"
+        "the restarted trainer did not receive exactly the earlier parts of the open step"
     )
 
     with run.call("cancel", run.run.id) as process:
@@ -71,7 +74,9 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
     third = _parts(run, state.replica(TRAINER).incarnation_number)
     assert [third[step, 0]["last"], len(third[step, 0]["groups"])] == [True, 3]
     begun = [group for key in sorted(second) for group in second[key]["groups"]]
-    assert third[step, 0]["groups"][: len(begun)] == begun, "what was bound to the step stays bound to it"
+    assert third[step, 0]["groups"][: len(begun)] == begun, (
+        "the groups that were bound to the step are no longer its first groups"
+    )
     assert set(third) == {(number, 0) for number in range(step, 31)}
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert audit["max_age"] <= 1

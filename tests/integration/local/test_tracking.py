@@ -1,4 +1,7 @@
-"""Whole runs with trackers: each step once, whatever is killed; and a tracker that does not work costs one line."""
+"""Whole runs with trackers: each tracker gets every step once, whatever is killed.
+
+A tracker that does not work causes one line in the log.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_re
         check_once_each(sent(run.run, tracker, "reward"), steps)
         assert read_progress(run.run, tracker).finished
     assert len(mlflow_runs(run.run.trackers / "mlflow")[1]) == 1
-    assert list(marked_processes(run.run)) == [], "a process of a tracker is left"
+    assert list(marked_processes(run.run)) == [], "a tracker process has outlived the run"
     files = [path for path in run.run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     kept = [path for path in files if path.suffix != ".launch"]
-    assert kept == [run.run.passed_env], "the key is where the environments of roles are, and nowhere else"
+    assert kept == [run.run.passed_env], "the API key is not only in the file of the roles' environment"
     check_sound(run.run)
 
     out = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]
@@ -94,4 +97,6 @@ def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end
     assert all(float(row["tokens_per_second"]) > 0 for row in rows)
     assert all(float(row["seconds_train"]) > 0 for row in rows)
     logged = [(row["step"], row["trainer/0/first"], row["trainer/0/second"]) for row in rows]
-    assert logged == [(step, f"{step}.0", f"-{step}.0") for step, *_ in logged], "values come before their commit"
+    assert logged == [(step, f"{step}.0", f"-{step}.0") for step, *_ in logged], (
+        "logged values do not belong to the step of the commit that follows them"
+    )

@@ -1,6 +1,6 @@
-"""The commands of docs/tutorial.md, in their order, in one shell: a real run with torch that survives a kill.
+"""The commands of docs/tutorial.md run in their order in one shell, in a real run with torch that survives a kill.
 
-Its steps are smaller than those of the quickstart, and take as long.
+The run's steps are smaller than those of the quickstart, but each step takes as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rrl.tests.support.slow_quickstart import slow_quickstart
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tutorial.md"
 INSTALL = ["make setup", ". .venv/bin/activate"]
-"""The commands that the environment of the tests comes from."""
+"""The commands of the page that set up an environment; the test leaves them out and uses its own environment."""
 COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
             for line in block.splitlines()]  # fmt: skip
 TIMEOUT_S = 270

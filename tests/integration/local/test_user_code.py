@@ -1,4 +1,7 @@
-"""Whole runs whose user's code is wrong: each ends, or shows what it loses, with the exception and its line."""
+"""A mistake in the user's code ends a whole run, or the run shows what it loses by the mistake.
+
+In both cases rrl names the exception and its line.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def test_groups_that_a_scorer_raises_for_now_and_then_are_counted_while_the_run_
     assert (state.outcome, state.step) == ("completed", 10), state.why
     summary = run.summary()
     dropped = summary["unscored_groups"]
-    assert dropped >= 3  # each fifth group; a step has two groups
+    assert dropped >= 3  # one group in five fails; a step has two groups
     assert state.metrics["unscored_groups"] == dropped
     assert summary["unscored_share"] == round(dropped / (dropped + 20), 4)
     run.wait_gone()
@@ -88,7 +91,7 @@ with rrl.join() as me:
 """
 
 
-@pytest.mark.long  # an exception of a rollout that ends three starts is in test_runs.py
+@pytest.mark.long  # test_runs.py has the rollout whose exception ends three starts
 def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_worked(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_FORGETS_WHAT_WAS_BEGUN)
     toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True)

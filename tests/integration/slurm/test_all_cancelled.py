@@ -1,4 +1,4 @@
-"""All jobs of a run, roles and managers, are cancelled on a real Slurm, and a person resumes its management."""
+"""All jobs of a run, with those of its managers, are cancelled on a real Slurm, and a person starts a new manager."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rrl_manage_on_a_cancelled_run_requests_one_pool_only(slurm_lab: SlurmLa
         try:
             state = run.wait(lambda s: s.epoch > before.epoch and s.step > before.step + 2 and all_work(s))
             pools = [line for line in slurm_lab.jobs() if ".manager" not in line]
-            assert len(_requests(run)) == 2, f"the first pool and the one that follows it, not {_requests(run)}"
+            assert len(_requests(run)) == 2, f"requests besides the first pool and its successor: {_requests(run)}"
             assert len(state.allocations) == 1, list(state.allocations)
             assert len(pools) == 1, pools
             assert not [replica for replica in workers(state) if replica.failures], (

@@ -1,4 +1,7 @@
-"""Runs on nodes that are cut off from the network and come back. Collected where network namespaces are possible."""
+"""Runs on nodes that lose their network connection and get it back.
+
+These tests are collected only where network namespaces are possible.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,12 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     isolated_lab.delay(node, 100)
     begun = run.state().step
     delayed = current_incarnations(run.wait(lambda state: state.step > begun + 5))
-    assert delayed == before, "a node that is delayed is waited for"
+    assert delayed == before, "a replica was replaced because its node was delayed"
     isolated_lab.cut(node)
     try:
         after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
         assert after[victim][2] != node
-        assert Path(f"/proc/{pid}").exists(), "the process ended although nothing can reach its node"
+        assert Path(f"/proc/{pid}").exists(), "the process ended while its node was cut off"
     finally:
         isolated_lab.heal(node)
     isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{incarnation} keeps running")
@@ -58,7 +61,7 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     healed_at = run.state().step
     run.wait(lambda state: state.step > healed_at + 3)
     kept, now = without_replicas(after, current_incarnations(run.state()), [ReplicaId(f"agent/{node}")])
-    assert now == kept, "another replica was affected by the one that came back"
+    assert now == kept, "another replica was affected by the node that came back"
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
@@ -67,10 +70,10 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
 
 
 def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
-    """Return which component ended the incarnation that came back, or "".
+    """Return which component ended the incarnation on the node that came back; empty if none did.
 
-    Its first process records how it ended, unless Slurm kills the whole step: on the manager's request, or because it
-    had set the node down.
+    The first process of the incarnation's step records how it ended, unless Slurm kills the whole step: on the
+    manager's request, or because Slurm had set the node down.
     """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:

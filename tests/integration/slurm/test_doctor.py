@@ -1,4 +1,4 @@
-"""rrl doctor on a real Slurm, as a plain user: its findings are true, and it leaves nothing behind."""
+"""rrl doctor on a real Slurm, as a plain user: its findings are true, and it leaves no job and no file behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slurm
 
 TIMEOUT_S = 30.0
 TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
-"""A replacement for torch, whose import takes two seconds on two cores."""
+"""A replacement for torch, whose import would take two seconds on two cores."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def env(lab: SlurmLab) -> dict[str, str]:
-    """Return an environment with a folder of runs that does not exist yet."""
+    """Return an environment that names a folder of runs that does not exist yet."""
     light = lab.dir / "light"
     light.mkdir(exist_ok=True)
     (light / "torch.py").write_text(TORCH)
@@ -44,11 +44,14 @@ def env(lab: SlurmLab) -> dict[str, str]:
 
 
 MAY_FAIL = {"host.filter", "node.filter"}
-"""Checks of NIXL over TCP, which no job uses by default: a kernel may deny its packet filter to plain users."""
+"""Checks of NIXL over TCP, which may fail.
+
+No job uses this transport by default, and a kernel may deny its packet filter to plain users.
+"""
 
 
 OPEN_FILES = 999
-"""Limit of open files in the shell of the user who runs ``rrl doctor``; the nodes of the lab have another one."""
+"""Limit of open files in the shell of the user who runs ``rrl doctor``; the lab's nodes have another limit."""
 
 
 def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -78,8 +81,10 @@ def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env
     assert "with 2 GPU" in checks["slurm.gpus"]["found"]
     assert "9.9" in checks["node.torch"]["found"]
     assert checks["host.nofile"]["found"].startswith(f"{OPEN_FILES} ")
-    assert not checks["node.nofile"]["found"].startswith(f"{OPEN_FILES} "), "as for steps, the node's limit counts"
-    assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows
+    assert not checks["node.nofile"]["found"].startswith(f"{OPEN_FILES} "), (
+        "the check of the node shows the limit of the shell, which does not apply to steps"
+    )
+    assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # fake GPUs, which no driver knows
     lab.wait_no_jobs()
     assert not Path(env[RUNS_ENV]).exists()
 
@@ -117,7 +122,7 @@ def test_doctor_with_an_unanswering_controller_reports_nothing_as_ok(lab: SlurmL
 
 
 def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object) -> None:
-    """Visit a node as the plain user, with changed attributes of the module or of sys; check the resulting text."""
+    """Visit a node as the plain user, with changed attributes of the module or of sys, and check the resulting text."""
 
     def visit_as_user() -> None:
         import os

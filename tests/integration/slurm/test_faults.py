@@ -1,4 +1,4 @@
-"""Faults that a plain user injects on a real Slurm: signals by agents, the rest by the test cluster."""
+"""Faults that a plain user injects on a real Slurm: agents send signals, and the test cluster injects other faults."""
 
 from __future__ import annotations
 

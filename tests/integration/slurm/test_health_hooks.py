@@ -1,4 +1,7 @@
-"""examples/health in a real Slurm: which verdicts drain a node or keep jobs off it, and which drains stay."""
+"""The hooks of examples/health in a real Slurm: which verdicts drain a node or keep jobs from it.
+
+Also, hooks remove only their own drains.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from rrl.tests.support.slurm.lab import SlurmLab
 pytestmark = pytest.mark.slurm
 EXAMPLES = Path(__file__).parents[3] / "examples/health"
 CHECK_INTERVAL_S = 3
-"""Seconds between two runs of the HealthCheckProgram."""
+"""Time between two runs of the HealthCheckProgram (s)."""
 TIMEOUT_S = 120.0
-"""Seconds for several of them on a busy machine."""
+"""Time limit for several runs of the HealthCheckProgram on a busy machine (s)."""
 
 
 class HookedLab:
     """A lab of two nodes with the hooks installed, which record what they find.
 
-    Each node has its own rules, and a folder that they expect. Every call of a Slurm command by a hook is counted.
+    Each node has its own rules, which expect a certain folder. Every call of a Slurm command by a hook is counted.
     """
 
     def __init__(self, lab: SlurmLab) -> None:
@@ -56,7 +59,7 @@ class HookedLab:
         return self.dir / f"scratch-{node}"
 
     def rules(self, node: str, text: str = "") -> None:
-        """Enable only the checks that the test needs: this machine is busy, and other programs write its log."""
+        """Enable only the checks that the test needs, as this machine is busy and other programs write to its log."""
         new = self.dir / f"{node}.new"
         new.write_text(f'[expect]\nmounts = ["{self.mount(node)}"]\n{text}\n[checks]\n{_OFF}\n')
         new.rename(self.dir / f"{node}.toml")
@@ -76,7 +79,7 @@ class HookedLab:
         return log.read_text().count("\n") if log.exists() else 0
 
     def wait_for_checks(self, node: str, times: int = 2) -> None:
-        """Wait until the node was checked ``times`` more times, the last check to its end."""
+        """Wait for ``times`` more complete checks of the node."""
         before = self.check_count(node)
         deadline = time.monotonic() + TIMEOUT_S
         while self.check_count(node) <= before + times:
@@ -84,7 +87,7 @@ class HookedLab:
             time.sleep(0.1)
 
     def forget_checks(self) -> None:
-        """Remove what the nodes remember, as a boot does."""
+        """Remove the records of checks on the nodes, as a boot does."""
         shutil.rmtree(self.dir / "state", ignore_errors=True)
 
     def forget_calls(self) -> None:
@@ -97,7 +100,7 @@ class HookedLab:
         return self._calls.read_text().splitlines()
 
     def requests(self) -> dict[str, int]:
-        """Return the requests of commands that slurmctld has answered, without those of sdiag, by kind."""
+        """Return how many requests of commands slurmctld has answered, by kind and without those of sdiag."""
         shown = re.findall(r"^\s*(REQUEST_\w+)\s.*count:(\d+)", self.lab.slurm("sdiag"), re.MULTILINE)
         return {kind: int(count) for kind, count in shown if not kind.startswith("REQUEST_STATS")}
 
@@ -140,7 +143,7 @@ _OFF = "\n".join(
 
 @pytest.fixture(scope="module")
 def _hooked_lab(slurm_lab: SlurmLab) -> Iterator[HookedLab]:
-    """Skip, or fail, as ``slurm_lab`` does. The lab is a separate one because the test changes its configuration."""
+    """Yield a lab of its own, because the tests change its configuration; skip or fail as ``slurm_lab`` does."""
     with SlurmLab.start(nodes=2) as lab:
         yield HookedLab(lab)
 
@@ -160,12 +163,12 @@ def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hoo
         "HealthCheckNodeState=ANY",
     )
     hooked.wait_for_checks("n1")
-    assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node stays"
+    assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node was drained"
 
     hooked.forget_calls()
     hooked.mount("n1").rmdir()
     lab.wait_states({"n1": "drain", "n2": "idle"}, TIMEOUT_S)
-    assert hooked.calls(), "a node that fails does ask slurmctld"
+    assert hooked.calls(), "no hook of the failing node has called a Slurm command"
     assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
     hooked.mount("n1").mkdir()
     lab.wait_states({"n1": "idle"}, TIMEOUT_S)
@@ -173,7 +176,7 @@ def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hoo
     hooked.rules("n1", 'clock_source = "sundial"\ngpus = 8')  # WARN, UNKNOWN
     hooked.wait_for_checks("n1")
     assert lab.states()["n1"] == "idle"
-    (hooked.dir / "n1.toml").write_text("[checks\n")  # a check that cannot be made
+    (hooked.dir / "n1.toml").write_text("[checks\n")  # a check that fails for lack of valid rules
     hooked.wait_for_checks("n1")
     assert lab.states()["n1"] == "idle"
     hooked.rules("n1")
@@ -197,7 +200,8 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
         f"HealthCheckProgram={hooked.dir}/healthcheck.sh", "HealthCheckInterval=1", "HealthCheckNodeState=ANY"
     )
     for node in hooked.lab.nodes:
-        hooked.wait_for_checks(node)  # the first check of a boot asks whether the hooks have drained the node
+        # the first check after a boot asks slurmctld whether the hooks have drained the node
+        hooked.wait_for_checks(node)
     hooked.forget_calls()
     before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
     deadline = time.monotonic() + TIMEOUT_S + 10 * checks
@@ -205,7 +209,7 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
         assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
         time.sleep(0.5)
     assert (hooked.calls(), hooked.requests()) == ([], {})
-    assert list(hooked.history.rglob("*")) == [], "a healthy node writes no history"
+    assert list(hooked.history.rglob("*")) == [], "a healthy node wrote history"
 
 
 def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what_it_found(hooked: HookedLab) -> None:
@@ -215,7 +219,7 @@ def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what
     lab.run_as_user(run)
     lab.wait_states({"n1": "idle"}, TIMEOUT_S)
     hooked.mount("n1").rmdir()
-    lab.run_as_user(run)  # the last full check is fresh
+    lab.run_as_user(run)  # the prolog relies on the last full check, which is fresh
     lab.wait_states({"n1": "drain"}, TIMEOUT_S)  # the epilog checks
     reason = f"mounts: {hooked.mount('n1')}: No such file or directory"
     assert hooked.reason("n1").startswith(f"rrl:health: {reason}")
@@ -240,20 +244,21 @@ def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedL
     (hooked.dir / "n1.toml").write_text("[checks\n")
     lab.run_as_user(run)
     lab.wait_states({"n1": "idle"}, TIMEOUT_S)
-    assert hooked.check_count("n1") >= 4, "the prolog ran"
+    assert hooked.check_count("n1") >= 4, "the prolog did not run"
 
     hooked.rules("n1")
-    hooked.forget_checks()  # else the prolog relies on the last one
+    hooked.forget_checks()  # otherwise the prolog would rely on the last check
     hooked.mount("n1").rmdir()
     failing = lab.popen_as_user(run)
     try:
         lab.wait_states({"n1": "drain"}, TIMEOUT_S)
         assert lab.states()["n2"] == "idle"
-        assert failing.poll() is None or failing.returncode, "its job did not start there"
+        assert failing.poll() is None or failing.returncode, "the job started on the failing node"
         assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
         hooked.mount("n2").rmdir()
         lab.run_as_user(["srun", "-n1", "-w", "n2", "--mem=100M", "true"])
-        # the node completes its job first; hooks may drain one of two nodes at most, and a drained one is not idle
+        # the node completes its job first; hooks may drain at most one of two nodes, and n1 is drained, so n2 becomes
+        # idle
         lab.wait_states({"n2": "idle"}, TIMEOUT_S)
     finally:
         if ids := [job.split()[0] for job in lab.jobs()]:

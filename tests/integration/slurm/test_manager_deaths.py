@@ -43,12 +43,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 VICTIM = ReplicaId("rollout/1")
 KILLS = 12
 MANY_STEPS = 100_000
-"""Steps of a run that the test cancels."""
+"""Number of steps of a run that does not end before the test cancels it."""
 
 
 @pytest.fixture(autouse=True)
 def _idle(slurm_lab: SlurmLab) -> Iterator[None]:
-    """Remove what a failed test leaves."""
+    """Remove after each test what a failure may have left."""
     yield
     slurm_lab.clear()
 
@@ -84,11 +84,11 @@ def _launched_once(run: TestRun, requests: int = 1) -> None:
 
 def _nobody_noticed(before: Incarnations, run: TestRun) -> None:
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "a role was affected"
+    assert now == kept, "a role was replaced when the manager changed"
 
 
 def _manager(run: TestRun) -> int:
-    """Return the pid of the current manager once it has begun."""
+    """Return the pid of the current manager once it has begun its epoch."""
     run.wait(
         lambda state: (current := holder(run.run)) is not None and _epoch(run.run) == state.epoch and current.pid > 0
     )
@@ -120,12 +120,15 @@ def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
-    """Cancel pending managers: the next one is started by hand."""
+    """Cancel pending managers, because the test starts the next one by hand."""
     lab.run_as_user(["scancel", "--state=PENDING", f"--name={run.run.id}.manager"])
 
 
 def test_managers_killed_at_random_records_have_no_effect_on_the_run(slurm_lab: SlurmLab) -> None:
-    """Kill a dozen managers in a row, each after a random number of records. The second one dies with its own job."""
+    """Twelve managers are killed one after the other, each after a random number of records.
+
+    The second manager dies with its own job.
+    """
     chance = random.Random(4)
     run = submit_on(slurm_lab, "deaths", light_job("slurm", MANY_STEPS, spares=0))
     before = current_incarnations(run.wait_steps(2))
@@ -174,8 +177,10 @@ def test_pending_manager_takes_over_after_the_loss_of_the_managers_node(slurm_la
 
 @pytest.mark.parametrize("first", ["srun", "manager"])
 def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: SlurmLab, first: str) -> None:
-    """An srun that the manager had started thaws too. If it does so first, the step that it launches is rejected and
-    exits; if the manager thaws first, it ends its srun when it exits.
+    """A thawed srun of a manager that was succeeded can launch no step.
+
+    If the srun thaws before its manager, the step that it launches is rejected and exits. If the manager thaws first,
+    it ends its srun when it exits.
     """
     run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", MANY_STEPS, spares=0))
     before = current_incarnations(run.wait_steps(2))
@@ -183,7 +188,7 @@ def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: Slu
     assert pid is not None
     run.hold_in_the_middle(1)
     tag = f"{run.run.id}.rollout-1.2"
-    with slurm_lab.controller_stopped():  # so that the srun has certainly not launched anything when it is stopped
+    with slurm_lab.controller_stopped():  # so that the srun has not launched anything yet when it is stopped
         os.killpg(os.getpgid(pid), signal.SIGKILL)
         sruns = _stopped_at_birth(run.run, tag)
         os.kill(frozen, signal.SIGSTOP)
@@ -198,19 +203,21 @@ def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: Slu
             _until(lambda: _ended_unwanted(run.run, tag), "the step of the thawed srun keeps running, or never started")
         os.kill(frozen, signal.SIGCONT)
         _until(lambda: read_process(frozen) is None, "the thawed manager keeps running")
-        _until(lambda: all(read_process(srun) is None for srun in sruns), "its srun keeps running")
+        _until(
+            lambda: all(read_process(srun) is None for srun in sruns), "the srun of the thawed manager keeps running"
+        )
         assert first == "srun" or not run.run.exit_file(tag).exists()
         run.wait(lambda s: s.step > state.step + 5 and all_work(s))
         assert run.state().epoch == 2
         kept, now = without_replicas(current_incarnations(state), current_incarnations(run.state()), [])
-        assert now == kept, "a role was affected"
+        assert now == kept, "a role was replaced when the manager changed"
         assert [s.epoch for s in run.events() if s.seq > seq] == [2] * (run.state().seq - seq)
         _launched_once(run)
         _cancelled_well(run, slurm_lab)
 
 
 def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
-    """Stop the sruns of this tag as soon as they appear; return their pids."""
+    """Stop the sruns of this tag as soon as they appear, and return their pids."""
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         mark = f"--job-name={tag} "
@@ -250,7 +257,7 @@ def test_second_of_two_concurrent_managers_exits_with_one_line(slurm_lab: SlurmL
 
 
 def _group_of(leader: int) -> list[int]:
-    """Return all processes of a session, which a dying login node ends together."""
+    """Return all processes of the session of ``leader``, which end together when a login node dies."""
     pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -265,7 +272,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "sbatch is about to be called": lambda runs: any(runs.glob("[!.]*/submit/*.sh")),
     "it is submitted": lambda runs: any(runs.glob("[!.]*/submit/*_submission.sh")),
 }  # fmt: skip
-"""Moments at which rrl submit and everything that it has started is killed."""
+"""Moments at which rrl submit is killed with all processes that it has started."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

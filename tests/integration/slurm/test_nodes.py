@@ -1,4 +1,4 @@
-"""Nodes that a run excludes on a real Slurm: vacated, drained where permitted, released, and used again."""
+"""Nodes that a run excludes on a real Slurm are vacated, drained where permitted, released and used again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(lab: SlurmLab, node: str) -> str:
 
 
 def node_actions(run: TestRun) -> list[str]:
-    """Return the tags of the run's actions on single nodes."""
+    """Return the tags of the actions of the run that concern single nodes."""
     kinds = (Exclude, Readmit, Drain, Undrain, Shrink)
     actions = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
     return [action.tag for action in actions if isinstance(action, kinds)]
@@ -86,9 +86,10 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
 
 
 def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:
-    """Slurm gives the node up long after the run has: it would take the node from the run at once, without a drain.
+    """Slurm sets the lost node down long after the run has excluded it.
 
-    The exclusion lasts longer than the rollout takes to work elsewhere, after which the node is released.
+    Otherwise Slurm would take the node from the run at once, without a drain. The exclusion lasts longer than the
+    rollout takes to restart elsewhere, after which the node is released.
     """
     recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "45s"\nbreaker = 1.0\n'
     with SlurmLab.start(nodes=6, accounting=True, slurmd_timeout=int(2 * TIMEOUT_S)) as lab:

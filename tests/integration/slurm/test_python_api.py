@@ -1,4 +1,4 @@
-"""The example of the Python API on a real Slurm, as a plain user starts it."""
+"""The example of the Python API on a real Slurm, started by a plain user."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Allocations that Slurm takes back while the run continues: preempted, suspended, cancelled or at their walltime.
 
-On a real Slurm, as a plain user; the lab does what an administrator would.
+The tests use a real Slurm as a plain user, and the lab performs the actions of an administrator.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_waiting(state: State) -> bool:
 
 
 def preempt(lab: SlurmLab, node: str) -> str:
-    """Submit a job with a higher priority for the node; return its id."""
+    """Submit a job with a higher priority for the node, and return the job's id."""
     done = lab.run_as_user(
         ["sbatch", "--parsable", "-p", "main", "-w", node, "--exclusive", "-o/dev/null", "--wrap=sleep 600"]
     )
@@ -66,8 +66,9 @@ def preempt(lab: SlurmLab, node: str) -> str:
 def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
     lab: SlurmLab, partition: str, times: int
 ) -> None:
-    """With ``per_replica = 0`` a single restart that is charged would end the run."""
-    toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)  # no node of the lab stays free
+    """``per_replica`` is 0, so that a restart that counted against the budget would end the run."""
+    # the rollouts use all nodes of the lab
+    toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)
     run = submit_on(lab, f"preempted-{partition}", toml)
     before = joined_incarnations(run)
     for incarnation in range(2, 2 + times):
@@ -119,7 +120,7 @@ def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmL
 
 @pytest.mark.long
 def test_jobs_that_take_turns_on_a_node_are_not_failures(lab: SlurmLab) -> None:
-    """Gang scheduling suspends the job every five seconds, whether or not the manager polls at that moment."""
+    """Gang scheduling suspends the job every five seconds, and the manager may or may not poll during a suspension."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
     before = joined_incarnations(run)
     node = run.state().replica(VICTIM).node
@@ -166,11 +167,13 @@ def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
-        number = run.wait(all_work).replica(TRAINER).incarnation_number  # slurmctld may be too busy for a first launch
+        number = run.wait(all_work).replica(TRAINER).incarnation_number  # a first launch may fail on a busy slurmctld
         pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
         lab.slurm("scancel", *pools)
         run.wait(lambda s, n=number: s.replica(TRAINER).incarnation_number > n or s.finish is not None)  # type: ignore[misc]
-        assert not [r for r in workers(run.state()) if r.failures], "nobody of them has failed"
+        assert not [r for r in workers(run.state()) if r.failures], (
+            "a replica counts as failed because its allocation was cancelled"
+        )
     state = run.wait_end()
     assert (state.outcome, "not by rrl cancel" in state.why) == ("cancelled", True), state.why
     run.wait_gone()

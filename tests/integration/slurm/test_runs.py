@@ -1,4 +1,4 @@
-"""Whole runs on a real Slurm, submitted by a plain user without any operator right."""
+"""Whole runs on a real Slurm, submitted by a plain user without operator rights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _end_well(run: TestRun, lab: SlurmLab) -> None:
 
 
 def _hold_all(run: TestRun) -> None:
-    """The run must not end while there is no manager, however slow the next one is to start."""
+    """Stop the rollouts in their work, so that the run cannot end before the next manager has started."""
     for index in (0, 1):
         run.hold_in_the_middle(index)
 
@@ -58,7 +58,7 @@ def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefi
     run.let_go(1)
     run.wait_back_alone(before, VICTIM)
     _end_well(run, slurm_lab)
-    assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
+    assert run.continued(dead=-101.0), "no trajectory that the dead rollout began was continued"
 
 
 @pytest.mark.long
@@ -93,14 +93,16 @@ def _form(form: str, steps: int, rollouts: int) -> str:
 
 
 def _managers(lab: SlurmLab, run: TestRun) -> dict[str, str]:
-    """State of each job of a manager of this run, by id."""
+    """Return the state of each job of a manager of this run, by job id."""
     jobs = (line.split() for line in lab.jobs())
     return {id: state for id, name, state in jobs if name == f"{run.run.id}.manager"}
 
 
 def _running_manager(lab: SlurmLab, run: TestRun) -> str:
     managers = _managers(lab, run)
-    assert sorted(managers.values()) == ["PENDING", "RUNNING"], "one manages, the next one waits"
+    assert sorted(managers.values()) == ["PENDING", "RUNNING"], (
+        "the run does not have one running and one pending manager"
+    )
     return next(id for id, state in managers.items() if state == "RUNNING")
 
 
@@ -114,7 +116,7 @@ def test_pending_manager_takes_over_from_a_cancelled_one_with_a_hetjob(slurm_lab
     step = run.state().step
     run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "the roles noticed"
+    assert now == kept, "a role was replaced when the manager changed"
     _end_well(run, slurm_lab)
 
 
@@ -137,7 +139,7 @@ def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
         fresh = after[victim][2]
         gone = [victim, ReplicaId(f"agent/{node}"), ReplicaId(f"agent/{fresh}")]
         assert without_replicas(before, after, gone)[1] == without_replicas(before, after, gone)[0], (
-            "somebody else was touched"
+            "a replica on another node was replaced"
         )
         assert state.replica(victim).allocation == f"{run.run.id}.rollout-1"
         _end_well(run, slurm_lab)
@@ -157,7 +159,7 @@ def test_killed_manager_in_the_pool_is_restarted_there(
     os.kill(managing[0], signal.SIGKILL)
     run.wait(lambda s: s.epoch == 2 and s.step > 3)
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "the roles noticed"
+    assert now == kept, "a role was replaced when the manager changed"
     _end_well(run, slurm_lab)
 
 
@@ -170,7 +172,7 @@ def test_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab)
     run.wait_gone()
     slurm_lab.wait_no_jobs()
     states = slurm_lab.slurm("squeue", "-h", "-t", "all", "-n", f"{run.run.id}.manager", "-o", "%T").split()
-    assert sorted(states) == ["CANCELLED", "COMPLETED"], "the one that waited was not to begin"
+    assert sorted(states) == ["CANCELLED", "COMPLETED"], "the pending manager was not cancelled"
 
 
 @pytest.mark.parametrize("how", ["--foreground", "--wait"])

@@ -1,6 +1,6 @@
-"""Slurm unreachable, slow, incomplete or out of date: no node is excluded, nothing starts twice, the roles continue.
+"""If Slurm is unreachable, slow, incomplete or out of date, no node is excluded and nothing starts twice.
 
-On a real Slurm; tests/support/slurm/fake_slurm_commands makes its commands fail.
+The roles continue. The tests use a real Slurm whose commands tests/support/slurm/fake_slurm_commands can make fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.long
 
 VICTIM = ReplicaId("rollout/1")
 OUTAGE_S = 60.0
-"""Seconds without slurmctld."""
+"""Duration of an outage of slurmctld (s)."""
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLa
     calm = time.time()
     time.sleep(OUTAGE_S / 2)
     calm_calls = len([at for at in fake.calls("squeue") if at > calm])
-    assert calm_calls, "the manager does not use the commands that are counted"
+    assert calm_calls, "the manager did not call squeue, whose calls are counted"
     with lab.controller_stopped() if how == "deaf" else lab.controller_down():
         began = time.time()
         kill(run, VICTIM)
@@ -138,8 +138,9 @@ def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmL
 
 @pytest.mark.parametrize(("late", "in_time"), [(4, True), (25, False)])
 def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
-    """``limits.quiet`` is 10 s. A request that takes effect within it is found by its tag; one that takes effect later
-    has been replaced, and is released.
+    """A request that takes effect within ``limits.quiet`` (10 s) is found by its tag.
+
+    A request that takes effect later has been replaced by then, and is released.
     """
     fake = FakeSlurm(lab, f"late-{late}")
     run = submit_on(lab, f"late-{late}", light_job("slurm", 100_000, rollouts=1, spares=0), fake.shell)

@@ -1,4 +1,4 @@
-"""rrl submit --wait ends if the managers die on a real Slurm before they begin the run."""
+"""``rrl submit --wait`` ends if the managers die on a real Slurm before they begin the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API on run directories without processes. Real runs: tests/integration/local/test_python_api.py."""
+"""The Python API on run directories without processes; tests/integration/local/test_python_api.py uses real runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
-    """The runs for which a manager would have been started: none is."""
+    """Replace the start of a manager; return the list of the runs for which it was called."""
     runs: list[RunDir] = []
 
     def start_manager(run: RunDir, spec: RunSpec) -> str:
@@ -79,7 +79,9 @@ def test_a_path_a_text_and_a_dict_give_the_same_job(started: list[RunDir], tmp_p
     jobs = [resolved(job_of(run)) for run in runs]
     assert jobs[1:] == [jobs[0]] * 3
     sources = [json.loads(run.resolved.read_bytes())["source"] for run in started]
-    assert sources == [str(tmp_path / "job.toml")] * 4, "roles work in the folder of the file, or in the current one"
+    assert sources == [str(tmp_path / "job.toml")] * 4, (
+        "the source is not the job file, or job.toml in the current folder"
+    )
     assert runs[0].warnings[-1] == "no successor is queued"
 
 
@@ -246,7 +248,7 @@ def test_an_interrupt_ends_only_the_wait(root: Path) -> None:
         waiting.send_signal(signal.SIGINT)
         assert waiting.stdout.readline() == "interrupted None\n"
     assert waiting.returncode == 0
-    assert not list(run.mailbox.iterdir()), "the run was asked to end"
+    assert not list(run.mailbox.iterdir()), "an interrupted wait has sent a command to the run"
 
 
 # ── logs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -287,14 +289,14 @@ def test_logs_of_a_run_that_has_not_begun_can_be_followed(started: list[RunDir])
 
 # ── change ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class FakeManager:
-    """Takes the commands of a run, and records what a manager would do; it starts nothing."""
+    """Takes the commands of a run and records the events of a manager, without starting any process."""
 
     def __init__(self, story: Story, root: Path) -> None:
         self.run, self._story, self._recorded = story.written(root), story, len(story.stamped)
         self._epoch = story.epoch
 
     def takes_a_command(self, does: Callable[[Story], object]) -> dict[str, Any]:
-        """Wait for a command, record what ``does`` adds to the story, and return the command."""
+        """Wait for a command, record the events that ``does`` adds to the story, and return the command."""
         eventually(lambda: bool(self._commands()))
         (file,) = self._commands()
         command: dict[str, Any] = json.loads(file.read_text())
@@ -328,7 +330,7 @@ def test_cancel_and_restart_return_once_the_manager_has_carried_them_out(root: P
         assert command["command"] == "cancel"
         await cancel
         assert run.state().outcome == "cancelled"
-        run.cancel()  # it has ended: nothing is asked for
+        run.cancel()  # the run has ended, so that no command is sent
         with pytest.raises(rrl.UsageError, match=f"^{RUN} has ended \\(cancelled\\); to continue it: rrl resume"):
             run.restart("rollout/0")
 
@@ -367,9 +369,13 @@ def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root
     assert (pending.job.steps, pending.source) == (20, str(root.parent / "job.toml"))
     assert run.warnings[-1] == "no successor is queued"
     state = run.state()
-    assert (state.outcome, state.standing, state.step) == (None, "submitted", 12), "not as it was before the resume"
+    assert (state.outcome, state.standing, state.step) == (None, "submitted", 12), (
+        "the state is still that before the resume"
+    )
     run.cancel(wait=False)
-    assert len(list(RunDir(run.path).mailbox.glob("[!.]*.json"))) == 1, "it has not ended: its manager must end it"
+    assert len(list(RunDir(run.path).mailbox.glob("[!.]*.json"))) == 1, (
+        "no command was left for the manager, though the run has not ended"
+    )
 
 
 @pytest.mark.torch

@@ -1,4 +1,4 @@
-"""A journal whose bytes were changed on disk: every command says so in one line, and none ends by a traceback."""
+"""Every command reports a journal with changed bytes in one line, and none ends with a traceback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def frames(data: bytes) -> Iterator[tuple[int, int]]:
-    """Offset and length of each payload of a segment: the head, then the records."""
+    """Yield offset and length of each payload of a segment: the head, then the records."""
     at = len(MAGIC)
     while at < len(data):
         length, _ = FRAME.unpack_from(data, at)
@@ -50,7 +50,7 @@ def frames(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def framed_again(data: bytearray, at: int, length: int) -> bytes:
-    """Return the frame with the checksum of its present payload."""
+    """Return the segment with the checksum of this frame computed again for its changed payload."""
     FRAME.pack_into(data, at - FRAME.size, length, zlib.crc32(data[at : at + length]))
     return bytes(data)
 
@@ -72,7 +72,7 @@ def test_a_record_whose_text_is_not_utf8_is_one_line_from_every_command(
     for command in COMMANDS:
         code = main.run(on_run(command, run))
         out, err = capsys.readouterr()
-        if command == ("list",):  # other runs are shown all the same
+        if command == ("list",):  # list still shows the other runs
             assert code == 0
             assert "unreadable" in out
             continue

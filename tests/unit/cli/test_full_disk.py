@@ -1,4 +1,4 @@
-"""A full file system: every command that writes reports it in one line, and changes nothing."""
+"""On a full file system, every command that writes reports it in one line and changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rrl.tests.support.runs import light_job
 from rrl.transport.keys import RunKeys
 
 DEADLINE_S = 120.0
-"""for one command, which takes some seconds"""
+"""Time limit for one command (s), which takes some seconds."""
 _IN_A_FULL_FILE_SYSTEM = """
 import os, subprocess, sys
 from pathlib import Path

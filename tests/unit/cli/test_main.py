@@ -1,4 +1,7 @@
-"""The command line as a user meets it. ``run`` is what the entry point calls; exit codes are checked once for real."""
+"""The command line as a user meets it.
+
+The tests call ``run``, as the entry point does; one test checks the exit codes of real processes.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ def test_help_shows_every_command_in_a_section(capsys: pytest.CaptureFixture[str
     assert titles == ["Options", *command_group.SECTIONS]
     named = [name for names in command_group.SECTIONS.values() for name in names]
     assert sorted(named) == sorted(typer.main.get_group(commands.app).commands)
-    assert re.search(r"^  manage +Run a manager here", shown, re.MULTILINE), "messages tell users to type it"
+    assert re.search(r"^  manage +Run a manager here", shown, re.MULTILINE), (
+        "rrl --help lacks the command `manage`, which messages tell users to type"
+    )
 
 
 def test_command_words_of_similar_programs_are_answered_with_existing_rrl_commands() -> None:
@@ -292,7 +297,7 @@ def test_a_journal_that_cannot_be_read_is_one_line_and_exit_code_2(
     reported = capsys.readouterr().err
     assert "not a journal of rrl" in reported
     assert reported.count("\n") == 1
-    assert main.run(["list"]) == 0  # and it does not hide the others
+    assert main.run(["list"]) == 0  # the damaged run does not hide the others
     shown = capsys.readouterr().out
     assert "unreadable" in shown
     assert "good-1" in shown
@@ -379,7 +384,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 
 
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
-    """Replace the start of a run by writing a story; other modules test the start."""
+    """Replace the start of a run by writing a story, because other modules test the start."""
 
     def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)
@@ -450,7 +455,7 @@ def test_a_start_that_fails_is_one_line_and_exit_code_1_and_leaves_nothing(
 def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
     tmp_path: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()  # root may write everywhere, but not below a file
+    (tmp_path / "file").touch()  # root may write everywhere except below a file
     assert main.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
     reported = capsys.readouterr().err
     assert reported == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"

@@ -23,7 +23,7 @@ SHOWN = r"\x1b]0;owned\x9c\x1b[2J \x9b31m \u202etxt.exe [red]markup[/red]"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run one of whose rollouts wrote a terminal's commands into its log and into the finding about it."""
+    """Return a run in which a rollout wrote control sequences into its log and into the finding about its failure."""
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     monkeypatch.setenv("COLUMNS", "400")
     story = Story(RUN).works()

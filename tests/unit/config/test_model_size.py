@@ -1,4 +1,4 @@
-"""The weights of a model are counted without torch as torch counts them."""
+"""The number of a model's weights, computed without torch, equals the number that torch counts."""
 
 from __future__ import annotations
 

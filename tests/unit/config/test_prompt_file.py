@@ -1,4 +1,4 @@
-"""The file of ``[task] file``: which rows are accepted, and the messages about the others."""
+"""The file of ``[task] file``: the rows that are accepted, and the messages about all other rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = [{"question": f"{i}+1=", "answer": i + 1, "level": {"name": "easy"}} for 
 
 
 def lines_of(path: Path, lines: list[Any]) -> Path:
-    """Write lines, of which those that are not text are written as JSON."""
+    """Write lines: a string as it is, any other value as JSON."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
 

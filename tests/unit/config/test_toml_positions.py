@@ -98,7 +98,7 @@ _LINE = st.one_of(
 @given(st.lists(_LINE, max_size=8))
 def test_scanner_finds_exactly_the_keys_that_the_parser_finds(lines: list[str]) -> None:
     text = ""
-    for line in lines:  # keep the lines that leave the document valid
+    for line in lines:  # keep a line only if the document stays valid
         try:
             tomllib.loads(text + line + "\n")
         except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""What is known of vLLM without importing it. With a real one: tests/engine/test_setup.py."""
+"""The checks of vLLM's arguments that need no vLLM; tests/engine/test_setup.py uses a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands end with their children at the deadline; both variants return the same."""
+"""Commands end with their children at the deadline, and both variants of the runner return the same result."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ def test_blocking_variant_does_not_import_asyncio() -> None:
 def _pids_at_the_deadline(
     execute: Callable[..., CommandResult], script: str, folder: Path, **options: float
 ) -> list[int]:
-    """Return the pids that a script wrote before its deadline, which is put off until it had the time to write them."""
+    """Return the pids that a script wrote before its deadline, which is extended until the script has written them."""
     for timeout_s in (0.5, 4.0, 32.0):
         with pytest.raises(TimeoutError, match=f"^sh: no answer within {timeout_s:g} s$"):
             execute(["/bin/sh", "-c", f"cd {folder}; {script}"], timeout_s, **options)
         if (folder / "pids").exists():
             return [int(pid) for pid in (folder / "pids").read_text().split()]
-    raise AssertionError("the script did not start")
+    raise AssertionError("the script wrote no pids within 32 s")
 
 
 def _expect_ended(pid: int) -> None:

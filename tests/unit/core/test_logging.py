@@ -1,4 +1,4 @@
-"""Messages of rrl's processes: their form, their level, and what they leave to the program that they are in."""
+"""Messages of rrl's processes: their form and level, and that rrl leaves a host program's logging alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ for level in ("debug", "info", "warning", "error"):
 
 
 def logged(arguments: str = "", before: str = "", after: str = "", level: str = "", err: int = subprocess.PIPE) -> str:
-    """Return what a process that logs at every level writes to stderr; its exit code must be 0."""
+    """Run a process that logs at every level; return its stderr, and check that it exits with code 0."""
     env = {name: value for name, value in os.environ.items() if name != LOG_LEVEL_ENV}
     done = subprocess.run(
         [sys.executable, "-c", MESSAGES.format(arguments=arguments, before=before, after=after)],

@@ -1,4 +1,4 @@
-"""The bash script of ``[env]``: its text, and its effect in bash."""
+"""The bash script that prepares the environment of ``[env]``: its text, and its effect in bash."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_env_without_setup_has_no_prelude() -> None:
 
 
 class PreludeResult:
-    """How a command behind a prelude ended: ``report`` is what was told of the setting up, ``words`` its stderr."""
+    """The result of a command behind a prelude, with the prelude's report and what it wrote to stderr."""
 
     def __init__(self, env: EnvSpec, *command: str, home: Path = Path("/"), **variables: str) -> None:
         words, words_in = os.pipe()
@@ -154,7 +154,7 @@ def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> 
 
 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
-    """By a fake conda that answers its hook as the real one does: with the text of a shell function."""
+    """The conda is fake, and answers its hook as the real one does, with the text of a shell function."""
     conda = tmp_path / "fake_conda"
     conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)

@@ -18,7 +18,7 @@ OLD, NEW = b"the old bytes", b"the new bytes, which are more than those"
 
 @contextmanager
 def no_file_larger_than(nbytes: int) -> Iterator[None]:
-    """Imitate a full disk: a write takes the bytes that still fit, and only the next write fails."""
+    """Imitate a full disk: a write stores the bytes that fit, and only the next write fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -67,4 +67,4 @@ def test_invalid_exit_record_reads_as_none(tmp_path: Path, content: bytes) -> No
 
 def test_unreadable_exit_record_reads_as_none(tmp_path: Path) -> None:
     assert read_exit(tmp_path / "absent") is None
-    assert read_exit(tmp_path) is None  # EISDIR; as good as EIO or ESTALE
+    assert read_exit(tmp_path) is None  # EISDIR, in place of EIO or ESTALE

@@ -1,4 +1,4 @@
-"""Characters that command a terminal are escaped; all other text stays as it is."""
+"""Characters that control a terminal are escaped, and all other text stays as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node remembers between two checks of the site's hooks."""
+"""The records that a node keeps between two checks of the site's hooks."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_partial_check_is_not_a_full_one_and_a_failed_check_makes_the_next_one_n
 
 
 def test_job_with_gpus_needs_that_each_was_found_free_after_its_last_job(path: Path, now: list[float]) -> None:
-    checked(path, 990.0, gpus=GPUS)  # a prolog: its job now uses them
+    checked(path, 990.0, gpus=GPUS)  # a prolog, after which its job uses these GPUs
     assert take_if_fresh(path, GPUS, 600.0) is None
     checked(path, 995.0, gpus=GPUS, freed=True)  # its epilog
     assert take_if_fresh(path, ("0",), 600.0) is not None
-    assert take_if_fresh(path, ("0",), 600.0) is None, "the first job has taken it"
+    assert take_if_fresh(path, ("0",), 600.0) is None, "a second job may use the GPU without a new check"
     assert take_if_fresh(path, ("1",), 600.0) is not None
 
 
@@ -75,7 +75,9 @@ def test_gpus_for_which_the_hooks_have_drained_must_be_free_before_the_drain_is_
     path: Path, now: list[float]
 ) -> None:
     checked(path, 990.0, gpus=("0",), freed=True, passed=False)  # an epilog
-    assert read_memory(path).gpus_to_be_freed == (), "the node stays in use: the next job may have them"
+    assert read_memory(path).gpus_to_be_freed == (), (
+        "a node without a drain waits for free GPUs, though the next job may get them"
+    )
     update_memory(path, lambda memory: replace(memory, drained="by hook"))
     assert read_memory(path).gpus_to_be_freed == ("0",)
     checked(path, 991.0, gpus=("0",), passed=False)  # the HealthCheckProgram

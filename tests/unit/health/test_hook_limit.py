@@ -1,4 +1,4 @@
-"""The common limit on the drains of the prolog and the HealthCheckProgram."""
+"""The limit on drains that the prolog and the HealthCheckProgram share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def test_a_fifth_of_the_nodes_may_be_drained_within_ten_minutes() -> None:
     standing = drains(19)
     assert over_limit(HookDrain(1300.0, "m"), standing, 100, RULES) == ""
     assert "20 of 100 nodes within 600 s" in over_limit(HookDrain(1300.0, "m"), drains(20), 100, RULES)
-    assert over_limit(HookDrain(1601.0, "m"), drains(20), 100, RULES) == "", "those were long ago"
+    assert over_limit(HookDrain(1601.0, "m"), drains(20), 100, RULES) == "", (
+        "drains of long ago count against the limit"
+    )
 
 
 def test_one_node_may_be_drained_in_a_cluster_of_any_size() -> None:
@@ -42,7 +44,10 @@ def test_at_most_a_quarter_of_the_nodes_are_drained_at_the_same_time() -> None:
 def test_concurrent_drains_leave_as_many_as_the_limit_permits(
     made: list[tuple[int, int]], nodes: int, order: Random
 ) -> None:
-    """Each node takes its drain back if it ranks beyond the limit; it may read before or after others did so."""
+    """Each node takes its drain back if it ranks beyond the limit.
+
+    It may read the drains of the other nodes before or after they have taken theirs back.
+    """
     nodes = max(nodes, len(made))
     standing = {HookDrain(1000.0 + at, f"n{index:03}") for at, index in made}
     readers = sorted(standing, key=lambda drain: (drain.at, drain.node))

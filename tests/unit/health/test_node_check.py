@@ -1,4 +1,4 @@
-"""The check of a node reports failures that other tools do not show."""
+"""The check of a node reports failures that other tools do not report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_port_that_went_down_still_fails_while_its_state_cannot_be_read() -> Non
 
 
 def test_code_that_dcgm_counts_for_the_first_time_is_a_new_event() -> None:
-    """Its metric is not there before: it counts the Xids of the exporter's last minutes."""
+    """A code has no metric before its first Xid, because the exporter counts only the Xids of the last minutes."""
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0"),)))
     assert node.reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),))).verdict("xid") is Verdict.FAIL
 
@@ -87,7 +87,7 @@ def test_an_xid_that_preceded_our_kill_counts(code: int) -> None:
 
 def test_xid_of_a_crash_counts_although_its_processes_were_killed_at_once() -> None:
     node = ObservedNode().gpus()
-    node.node_state.on_our_kill(node.now)  # orphans of the role that crashed
+    node.node_state.on_our_kill(node.now)  # processes that a crashed role has left behind
     node.gpus().xid(31)
     assert node.verdict("xid") is Verdict.OK
     node.node_state.on_role_death(["GPU-0"], node.now)

@@ -1,4 +1,4 @@
-"""The metrics of one check, as Prometheus reads them from node_exporter's textfile collector."""
+"""The metrics of one check, in the form that node_exporter's textfile collector reads for Prometheus."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def expressions(board: Any) -> Iterator[str]:
 
 
 def test_dashboard_by_node_shows_every_metric_of_a_check() -> None:
-    """That its other metrics exist in a run: tests/unit/manager/reporting/test_metrics.py."""
+    """tests/unit/manager/reporting/test_metrics.py tests that the dashboard's other metrics exist in a run."""
     board = json.loads((DOCS / "grafana-nodes.json").read_text())
     shown = {name for expr in expressions(board) for name in re.findall(r"\brrl_[a-z_]+", expr)}
     assert {one.name for family in metrics(result(*FINDINGS)) for one in family.samples} <= shown

@@ -1,4 +1,4 @@
-"""Check that every decision of the manager's virtual runs can be explained."""
+"""A check, for all tests of the manager, that ``rrl explain`` can explain every decision of their virtual runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rrl.tests.support.manager.world import World
 
 @pytest.fixture(autouse=True)
 def _every_decision_is_explained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Explain the decisions of all virtual clusters and sites that the test makes (``rrl explain``)."""
+    """Explain the decisions of all virtual clusters and sites that the test has made (``rrl explain``)."""
     made: list[World | Site] = []
     for kind in (World, Site):
         monkeypatch.setattr(kind, "__init__", _remembered(kind.__init__, made))
@@ -28,7 +28,7 @@ def _every_decision_is_explained(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def _durable(records: list[Stamped]) -> list[Stamped]:
-    """Return the records that the journal has: a manager that was killed may have lost its newest ones."""
+    """Return the records that are in the journal: a killed manager may have lost its newest ones."""
     kept: list[Stamped] = []
     for stamped in records:
         while kept and kept[-1].seq >= stamped.seq:

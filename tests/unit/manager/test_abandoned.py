@@ -1,4 +1,4 @@
-"""A manager whose run directory was removed gives everything back on its own."""
+"""A manager whose run directory was removed releases all its allocations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST, OTHER = f"{RUN}.a", f"{RUN}.b"
 
 
 class HetJob:
-    """Refuses, as Slurm's backend does, to give its first component back before the other one."""
+    """A cluster that refuses to release a heterogeneous job's first component before the other one, as Slurm does."""
 
     def __init__(self) -> None:
         self.given_back: list[str] = []

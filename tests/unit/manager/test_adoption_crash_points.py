@@ -1,5 +1,7 @@
-"""The manager is killed at any record of a promotion: one process becomes the trainer or the rollout, and no other
-replica changes."""
+"""The manager is killed at any record of a promotion.
+
+Exactly one process becomes the trainer or the rollout, and no other replica changes.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def run_to_end(prepared: Callable[[Site], None] = lambda site: None, job: RunSpe
             prepared(site)
             prepare(site, patch)
             assert await site.manage() is Outcome.COMPLETED
-            assert site.actors == {}, "steps that outlived the run"
-            assert site.doubled == [], "requested or launched twice"
+            assert site.actors == {}, "steps have outlived the run"
+            assert site.doubled == [], "nodes were requested twice, or a step was launched twice"
             await site.to_rest()
             return site
 
@@ -82,7 +84,7 @@ def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
 
 
 def around_the_promotion(records: list[ev.Stamped]) -> range:
-    """Return the numbers of the records from the trainer's fence to the first commit of its promoted standby."""
+    """Return the numbers of the records from the trainer's fence to the first commit of its promoted process."""
     fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
     commit = next(
         s.seq
@@ -116,7 +118,10 @@ def _node_of(site: Site) -> str:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site, before: bool) -> None:
-    """A standby that got Promote before the intent was durable is fenced, and the next manager promotes again."""
+    """A standby process that got Promote before the intent was durable is fenced.
+
+    The next manager promotes another one.
+    """
     for kill_at in around_the_promotion(unharmed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:
@@ -129,8 +134,10 @@ def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site
 
 
 def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site) -> None:
-    """Either both ends are received before a decision, or the promotion fails by the end of its step. No other replica
-    changes."""
+    """Either the manager receives both ends before it decides, or the promotion fails when the step ends.
+
+    No other replica changes.
+    """
 
     def doomed(site: Site) -> None:
         commit = site.commit
@@ -150,7 +157,7 @@ def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site
 
 # ── GPUs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def job_on_shared_gpus() -> RunSpec:
-    """Return a job whose rollouts have the first GPUs of a node of four, and whose trainer has one of the others."""
+    """Return a job whose rollouts have the first GPUs of a node with four, and whose trainer has one of the others."""
     job = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
     roles = {
         role.name: msgspec.structs.replace(
@@ -168,7 +175,7 @@ def job_on_shared_gpus() -> RunSpec:
 
 @pytest.mark.parametrize("gap", [1.0, 1.25])
 def test_manager_killed_at_any_record_of_a_promotion_assigns_no_gpu_that_is_in_use(gap: float) -> None:
-    """After different gaps between two managers, other processes are the first to report to the second."""
+    """The gap between the two managers determines which processes report first to the second manager."""
     job = job_on_shared_gpus()
     undisturbed, _ = run_to_end(job=job)
     assert (len(undisturbed.promotions), undisturbed.shared_gpus) == (1, [])
@@ -185,7 +192,7 @@ def test_manager_killed_at_any_record_of_a_promotion_assigns_no_gpu_that_is_in_u
 
 # ── a rollout's ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def lost(prepared: Callable[[Site], None] = lambda site: None) -> Site:
-    """Lose the node of rollout/1 once the third step is committed; a spare has a standby engine by then."""
+    """Lose the node of rollout/1 after the third commit, when a spare already has a standby process of the rollout."""
 
     def crashing(site: Site) -> None:
         site.crash_at = 3

@@ -1,7 +1,8 @@
-"""All jobs of a run are cancelled at any moment while it has no manager; the next manager continues the run.
+"""All jobs of a run are cancelled at any moment while it has no manager, and the next manager continues the run.
 
-The real manager runs in :class:`Site` in virtual time, as in ``test_crash_points``. Whatever the journal ended with, at
-no moment are more nodes held than the pool has, and the run completes."""
+The real manager runs in :class:`Site` in virtual time, as in ``test_crash_points``. Wherever the journal ends, the run
+never holds more nodes than its pool has, and it completes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from rrl.tests.support.manager.site import Site
 
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="slurm")
-"""on Slurm no role is placed on a node before the node's agent has reported"""
+"""A job on Slurm, where no role is placed on a node before the node's agent has reported."""
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
 POOL = JOB.nodes
 SPARSE = 37
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:
@@ -37,11 +38,14 @@ def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> No
         folded = fold(folded, stamped)
         wanted = [one for one in folded.allocations.values() if one.pending or one.running]
         asked = sum(one.request.count for one in wanted)
-        assert asked <= POOL, f"{asked} nodes are asked for or held after record {stamped}"
+        assert asked <= POOL, f"{asked} nodes are requested or held after record {stamped}"
 
 
 def _cancelled_after(kill_at: int, listed: bool, then_kill_at: int = -1) -> tuple[Site, Outcome, State]:
-    """Kill the first manager at a record and cancel all jobs; the second manager may be killed at a later record."""
+    """Kill the first manager at record ``kill_at``, and cancel all jobs.
+
+    The second manager is killed at record ``then_kill_at``, if there is such a record.
+    """
 
     def doomed(site: Site) -> None:
         def cancel_once() -> None:
@@ -65,7 +69,7 @@ def _check(listed: bool, numbers: Iterable[int]) -> None:
 
 
 def _check_takeover(listed: bool, every: int) -> None:
-    """The second manager of a run that was cancelled during its work is killed too, at any of its records."""
+    """Cancel a run during its work, and kill its second manager at every ``every``-th record."""
     commits = (one for one in run_to_end(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
     middle = next(commit.seq for commit in commits)
     records = len(_cancelled_after(middle, listed)[0].records)

@@ -1,6 +1,7 @@
-"""A cluster that is unreachable, slow or wrong, and a full run directory, during recoveries.
+"""A cluster that is unreachable, slow or wrong, or a full run directory, during recoveries.
 
-No action is repeated, no replica or node is failed for it, and the cluster is not polled more often than usual.
+No action is repeated, no replica or node counts as failed because of it, and the cluster is not polled more often than
+usual.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from rrl.tests.support.manager.scripted_runs import COMPLETES, LIMITS, assert_en
 from rrl.tests.support.manager.site import Site
 
 AWAY = 60.0
-"""s"""
+"""Duration of an outage (s)."""
 
 
 class Outage:
-    """slurmctld is unreachable from the commit of a step on: polls and commands time out. ``looks``: times of the
-    polls."""
+    """An outage of slurmctld from the commit of a step on, in which polls and commands time out.
+
+    ``polls`` are the times of the polls.
+    """
 
     def __init__(self, site: Site, at: int, lasts: float = AWAY) -> None:
         self.site, self.at, self.lasts = site, at, lasts
@@ -72,7 +75,7 @@ def out_at(step: int, crash: bool, held: list[Outage], commands: bool = True) ->
 
 
 def patch_commands(site: Site, outage: Outage) -> None:
-    """Let requests during the outage have no effect."""
+    """Let requests during the outage have no effect on the cluster."""
     for name in ("request", "launch"):
         real = getattr(site, name)
 
@@ -92,10 +95,10 @@ def test_cluster_outage_of_a_minute_fails_no_replica() -> None:
     assert started[f"{STORE}".replace("/", "-")] == started[f"{TRAINER}".replace("/", "-")] == 1
     fenced = {s.event.action.incarnation.replica for s in site.records
               if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)}  # fmt: skip
-    assert fenced <= {ROLLOUTS[0]}, "the planned fault, and nobody else"
+    assert fenced <= {ROLLOUTS[0]}, "a replica besides that of the planned fault was fenced"
     assert site.granted == ["small-1.pool"]
     failures = [one.why for one in state.replica(ROLLOUTS[0]).failures]
-    assert failures == ["ended by signal 9 (SIGKILL)"], "what nobody heard is no failure"
+    assert failures == ["ended by signal 9 (SIGKILL)"], "the missing answers of the cluster count as a failure"
 
 
 def test_node_lost_during_a_cluster_outage_is_replaced_once_afterwards() -> None:
@@ -111,7 +114,7 @@ def test_unreachable_cluster_is_polled_less_often() -> None:
     looks = during(outage)
     pauses = [later - earlier for earlier, later in pairwise(looks)]
     assert len(looks) <= AWAY / LIMITS.poll + 5, f"{len(looks)} looks"
-    assert max(pauses) <= LIMITS.poll + 1.0, "and it is seen when it is back"
+    assert max(pauses) <= LIMITS.poll + 1.0, "the pause between two polls is longer than usual"
     assert all(later >= earlier - 0.5 for earlier, later in pairwise(pauses))
 
 
@@ -143,19 +146,24 @@ def test_no_action_of_a_recovery_precedes_its_durable_intent(
             bad["committed"] = site.committed
         if bad["flushes"]:
             bad["flushes"] -= 1
-            assert (len(site.granted), len(site.launched)) == (bad["granted"], bad["launched"]), "done, and not durable"
+            assert (len(site.granted), len(site.launched)) == (bad["granted"], bad["launched"]), (
+                "an action was carried out before its intent was durable"
+            )
             raise OSError(number, os.strerror(number))
         flush(self)
 
     held: list[Site] = []
     monkeypatch.setattr(Journal, "flush", failing)
     site, outcome, state = run_to_end(COMPLETES, held.append)
-    assert bad["began"], "the moment never came"
+    assert bad["began"], "no record of this action was written"
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
 def test_roles_continue_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute of it: the trainer commits, and the manager, once it can write again, knows."""
+    """The run directory is full for a minute.
+
+    The trainer commits during this minute, and the manager records the commits once it can write again.
+    """
     steps = 40
     longer = msgspec.structs.replace(COMPLETES.job, steps=steps)
     script = msgspec.structs.replace(COMPLETES, crash_at=-1, granted=1, job=longer)
@@ -173,14 +181,14 @@ def test_roles_continue_while_the_run_directory_is_full(monkeypatch: pytest.Monk
     monkeypatch.setattr(Journal, "flush", failing)
     site, outcome, state = run_to_end(script, held.append)
     assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
-    assert marks["committed"] > 10, "nobody worked meanwhile"
+    assert marks["committed"] > 10, "the roles trained too few steps while the run directory was full"
     assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {
         "trajectories-0": 1, f"{REWARD}".replace("/", "-"): 1, "trainer-0": 1, "rollout-1": 1
     }  # fmt: skip
 
 
 def test_cancelled_run_ends_from_its_reserve_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flush takes a third of what is released at a time, so that one release is not enough."""
+    """Each flush needs a third of the space of one release, so that a single release is not enough."""
     longer = msgspec.structs.replace(COMPLETES.job, steps=40)
     script = msgspec.structs.replace(COMPLETES, crash_at=-1, granted=1, cancel_at=3, job=longer)
     held: list[Site] = []

@@ -1,9 +1,9 @@
-"""The manager is killed at any record; the run ends as without the kill: no action is repeated, and nothing is left
-behind.
+"""The manager is killed at any record, and the run ends as without the kill.
 
-The real manager (journal, lease, settling, executor, detectors, planner) runs in :class:`Site` in virtual time. The
-scripts together hold every action and decision: rollouts and members of a gang are killed, nodes die and are replaced,
-people order, the whole run restarts, ends, and is resumed.
+No action is repeated, and nothing is left behind. The real manager (journal, lease, settling, executor, detectors,
+planner) runs in :class:`Site` in virtual time. Together the scripts contain every action and decision: rollouts and
+members of a gang are killed, nodes die and are replaced, users send commands, and the whole run restarts, ends and is
+resumed.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ NODE_GROUPS = in_node_groups(limits=LIMITS, faults=[FAULT])
 R0, R1 = ROLLOUTS
 MEMBER = ReplicaId("trainer/0.1")
 SPARSE = 29
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 SPARSE_FIRST = 5
-"""That distance for the simplest script and for a rotation, which are short and of which every part matters."""
+"""Number in place of ``SPARSE`` for the simplest script and for a rotation, which are short and need a closer test."""
 
 
 ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
     ev.GpuUseRecorded,
 }  # fmt: skip
-"""records of which nothing is done that others do not lead to as well"""
+"""Events that cause only actions which other events cause, too."""
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:
@@ -79,7 +79,7 @@ def _loses_a_node(site: Site) -> None:
 
 
 def _drained_and_used_again(site: Site) -> None:
-    """An idle node is drained, and as soon as it is, a person wants it back."""
+    """Drain an idle node, and undrain it as soon as it is drained and released."""
     node = site.idle_node()
     site.send_command("drain", target=node, reason="its fan is loud")
     site.when(lambda: node in site.drained and node in site.shrunk, lambda: site.send_command("undrain", target=node))
@@ -89,7 +89,7 @@ IN_NODE_GROUPS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=NODE_GROUP
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
 _GANG = msgspec.structs.replace(
     gang_job(2, 1, rollouts=2, spares=2, steps=8, limits=LIMITS), cluster="slurm",
-    health=HealthSpec(admission=False),  # else who goes where hangs on whose agent is heard first
+    health=HealthSpec(admission=False),  # otherwise the order of the agents' messages would decide the placement
 )  # fmt: skip
 IS_REPAIRED = Script(
     Outcome.COMPLETED, granted=1, job=_GANG,
@@ -116,13 +116,16 @@ SCRIPTS = {
 
 
 def _worked(site: Site) -> dict[ReplicaId, int]:
-    """Return how many incarnations of each role's replica worked."""
+    """Return how many incarnations of each replica have worked."""
     return dict(Counter(incarnation.replica for incarnation in sorted(site.worked)))
 
 
 def _facts(site: Site, state: State) -> dict[str, object]:
-    """What must be the same at the end, whoever managed. (A node that is lost shortly before the end may go back with
-    its allocation: the run can be over before a manager is there to give it back alone.)"""
+    """Return the facts at the end that must not depend on the managers.
+
+    Nodes that were excluded do not count as released: a node that is lost shortly before the end may be released with
+    its allocation, because the run may end before a manager can release it alone.
+    """
     excluded = sorted(name for name, node in state.nodes.items() if node.excluded is not None)
     return {
         "orders taken": sorted(state.handled_commands),
@@ -137,7 +140,10 @@ def _facts(site: Site, state: State) -> dict[str, object]:
 
 
 def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State, unharmed: Unharmed) -> None:
-    """A life whose launch died with its manager is made up for by the next one: one more, never one less."""
+    """Check that the run has ended as without the kill.
+
+    If a launch was lost with its manager, the next manager launches one more incarnation, but never one less.
+    """
     if not script.at_step and script.resumed is None:
         assert_ended_well(script, site, outcome, state)
         return
@@ -148,19 +154,19 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
     for replica, incarnations in unharmed.worked.items():
         together = (
             script is not IS_REPAIRED or incarnations > 1
-        )  # whoever fails with others may fail once more with them
+        )  # a replica that fails together with others may do so once more
         assert incarnations <= worked[replica] <= incarnations + together, (replica, worked)
 
 
 class Unharmed(Struct):
-    """Return a run whose manager is not killed."""
+    """The results of a run whose manager is not killed."""
 
     script: Script
     records: list[ev.Stamped]
     facts: dict[str, object]
     worked: dict[ReplicaId, int]
     recorded_ns: dict[str, int]
-    """Time of all processes of each role, as the journal has it, and as they reported it last."""
+    """Time of all processes of each role, from the journal's records."""
     reported_ns: dict[str, int]
 
 
@@ -190,7 +196,9 @@ def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_recorded_clocks_have_the_lifetimes_of_all_processes(name: str) -> None:
     run = unharmed(name)
-    assert run.recorded_ns == run.reported_ns, "last reports of killed, fenced or stopped processes count, too"
+    assert run.recorded_ns == run.reported_ns, (
+        "the journal lacks the last reports of killed, fenced or stopped processes"
+    )
 
 
 def test_script_without_crashes_affects_only_its_targets() -> None:
@@ -203,8 +211,11 @@ def test_script_without_crashes_affects_only_its_targets() -> None:
 
 
 def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
-    """Before it is written: what was done by then is done, its result is lost, and so is what was not yet durable.
-    After: what the record says is to be done has not been done yet."""
+    """Kill the manager at each of these records, and check that the run ends as without the kill.
+
+    A manager that is killed before it writes the record has carried out all earlier actions, and loses results that are
+    not durable yet. A manager that is killed after it has written the record has not carried out the action in it.
+    """
     whole = unharmed(name)
     for kill_at in numbers:
 
@@ -278,7 +289,7 @@ def test_clock_jump_of_an_hour_between_managers_repeats_no_action(hours: int) ->
         site, outcome, state = run_to_end(prepared=jumping)
         assert_ended_well(COMPLETES, site, outcome, state)
         times = [stamped.at for stamped in site.records]
-        assert times == sorted(times), "a manager's time went back"
+        assert times == sorted(times), "the time of a record is before that of its predecessor"
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
@@ -361,7 +372,7 @@ def test_replica_that_dies_without_a_manager_is_found_by_the_next() -> None:
 
     site, outcome, _ = run_to_end(prepared=doomed)
     assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 2)
-    assert starts(site)["rollout-1"] == 3  # killed, and later its node died
+    assert starts(site)["rollout-1"] == 3  # the rollout is killed, and later its node fails
     assert [starts(site)[name] for name in ("trajectories-0", "reward-0", "trainer-0")] == [1, 1, 1]
     first = next(s for s in site.records if isinstance(s.event, ev.StepEnded) and s.event.incarnation.replica == R1)
     assert first.epoch == 2
@@ -380,7 +391,7 @@ def epochs_of(site: Site, kind: type[ev.Event]) -> list[ev.Stamped]:
 
 
 def first(records: list[ev.Stamped], matches: Callable[[ev.Event], bool]) -> int:
-    """Number of the first record that matches, from 1."""
+    """Return the number of the first record that matches, counted from 1."""
     return next(number for number, stamped in enumerate(records, 1) if matches(stamped.event))
 
 
@@ -391,7 +402,7 @@ def test_recorded_end_without_a_decision_is_handled_at_once_by_the_next_manager(
     assert_ended_well(COMPLETES, site, outcome, state)
     started = epochs_of(site, ev.ManagerStarted)[1]
     fenced = next(s for s in epochs_of(site, ev.Decided) if s.epoch == 2)
-    assert fenced.at - started.at < 5.0  # and not when its join deadline has passed
+    assert fenced.at - started.at < 5.0  # not only after the join deadline
 
 
 @pytest.mark.parametrize("kind", [Release, StopStep])

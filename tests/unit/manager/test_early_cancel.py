@@ -1,4 +1,4 @@
-"""A manager that is cancelled before it has opened its run cancels the run once it has."""
+"""A manager that is cancelled before it has opened its run cancels the run after it has opened it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_cancel_during_the_opening_of_a_run_takes_effect_afterwards(
             managers.append(self)
 
     class InterruptedListener(FakeListener):
-        """Delivers Ctrl-C while the manager opens its listener; its components do not exist yet."""
+        """Delivers Ctrl-C while the manager opens its listener, when the manager's components do not exist yet."""
 
         def __init__(self, site: Site, listener_epoch: int) -> None:
             super().__init__(site, listener_epoch)

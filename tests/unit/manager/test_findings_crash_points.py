@@ -1,7 +1,7 @@
 """The manager is killed at any record of a run in which agents report findings about their nodes.
 
-They report before roles work there, and while roles work. The run ends as without the kill: the same nodes are
-excluded, and no finding is recorded twice.
+They report before roles work there, and while roles work. The run ends as without the kill: it excludes the same nodes,
+and records no finding twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, le
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
 SPARSE = 31
-"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+"""``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 
 
 def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
@@ -59,7 +59,7 @@ def prepared(site: Site) -> None:
 
 
 def changes(site: Site) -> Counter[tuple[str, str]]:
-    """Return how often each key changed to each verdict, as far as it was written; lost changes are recorded again."""
+    """Return how often each key changed to each verdict in durable records; a lost change is recorded again."""
     every = (one.event for one in {one.seq: one for one in site.records}.values())
     return Counter((one.finding.key, one.finding.verdict.value) for one in every if isinstance(one, ev.FindingChanged))
 
@@ -87,12 +87,14 @@ def assert_ended_well(site: Site, outcome: Outcome, state: State) -> None:
     left = {name for name, node in state.nodes.items() if node.excluded is not None}
     broken = {name for name, found in site.ill.items() if any(one.verdict is Verdict.FAIL for one in found)}
     assert (left, set(site.drained), len(left)) == (broken, broken, 2)
-    assert not [tag for tag in site.started if AGENT not in tag and _node(site, tag) == N2], "a role on a broken node"
+    assert not [tag for tag in site.started if AGENT not in tag and _node(site, tag) == N2], (
+        "a role was started on a broken node"
+    )
     incarnations = Counter(incarnation.replica for incarnation in site.worked)
     assert incarnations[R1] in (2, 3)
     assert all(incarnations[one] in (1, 2) for one in (R0, TRAINER)), incarnations
     often = {key: times for key, times in changes(site).items() if times > 1}
-    assert not often, "said more than once"
+    assert not often, "a finding was recorded more than once"
 
 
 def _node(site: Site, tag: str) -> NodeName:
@@ -118,7 +120,7 @@ def _die_over(before: bool, numbers: Iterable[int]) -> None:
 
 
 def _finding_records() -> list[int]:
-    """Numbers of the records of what was found, and those next to them."""
+    """Return the numbers of the records of findings, and of the records after them."""
     numbers = [number for number, one in enumerate(unharmed(), 1) if isinstance(one.event, ev.FindingChanged)]
     return sorted({near for number in numbers for near in (number, number + 1) if near <= len(unharmed())})
 
@@ -167,5 +169,6 @@ def test_finding_common_to_many_nodes_excludes_none_across_managers(distance: in
     for kill_at in range(finding_numbers[0] + 1, len(site.records), distance):
         again, outcome, state = run_to_end(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
         left = [name for name, node in state.nodes.items() if node.excluded is not None]
-        first = kill_at < finding_numbers[-1]  # it died between the first one's word and the others'
+        # the manager died after the report of the first agent, and before the other reports
+        first = kill_at < finding_numbers[-1]
         assert (outcome, again.managers, len(left) <= first) == (Outcome.COMPLETED, 2, True), (kill_at, left)

@@ -1,7 +1,8 @@
-"""A node loss that the breaker holds back: what the run does meanwhile, what the status says, and what the summary
-counts once Slurm itself has taken the node away.
+"""A node loss that the breaker holds back: what the run does, and what ``rrl status`` shows.
 
-The real manager runs in :class:`Site` in virtual time."""
+The summary counts the loss once Slurm itself has taken the node from the job. The real manager runs in :class:`Site` in
+virtual time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from rrl.tests.support.manager.site import Site
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 SLURM_NOTICES_S = 60.0
-"""s after which Slurm takes the lost node from the job (SlurmdTimeout is 300 s by default)"""
+"""Time after which Slurm takes the lost node from the job (s); the default of SlurmdTimeout is 300 s."""
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,8 @@ def test_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowe
 def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> Callable[[Site], None]:
     """Return a callback for ``at_step`` that crashes the node of the replica.
 
-    ``noticed_after_s``: time (s) after which Slurm takes the node from its job; until then it lists the steps there.
-    With None the cluster no longer lists the steps, and keeps the node in its job.
+    With a number in ``noticed_after_s``, Slurm takes the node from its job after this time (s), and lists its steps
+    until then. With None the cluster no longer lists the steps, but keeps the node in its job.
     """
 
     def crash(site: Site) -> None:
@@ -54,7 +55,10 @@ def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> 
 
 
 def _cuts_off_node_of(replica: ReplicaId, seconds: float, cluster_is_silent: bool) -> Callable[[Site], None]:
-    """For ``at_step``: nothing arrives from the replica's node for so many seconds, although its processes run."""
+    """Return a callback for ``at_step`` that cuts off the node of the replica for some seconds.
+
+    No message arrives from the node, though its processes run.
+    """
 
     def cut(site: Site) -> None:
         site.spawn(_cut_off(site, site.working()[replica][-1].node, seconds, cluster_is_silent))
@@ -76,7 +80,7 @@ async def _taken_from_its_job(site: Site, node: NodeName, after_s: float) -> Non
         site.allocations[tag] = tuple(one for one in nodes if one != node)
 
 
-# Losses are 140 s apart: sooner than 120 s they would count as one fault that the nodes share.
+# Losses are 140 s apart. If they were less than 120 s apart, they would count as one fault that the nodes share.
 JOB = msgspec.structs.replace(job(spares=0, steps=240, limits=LIMITS), cluster="slurm")
 LOSES_TWO = Script(Outcome.COMPLETED, granted=3, job=JOB, at_step={10: _loses_node_of(R0), 80: _loses_node_of(R1)})
 LOSES_THREE = msgspec.structs.replace(
@@ -157,7 +161,7 @@ def test_replica_leaves_a_node_that_the_breaker_keeps_once_the_cluster_no_longer
     third = summarize(site.records).recoveries[2]
     assert (third.replica, third.incarnation, third.rung) == (R0, 3, Rung.REPLACEMENT)
     assert third.total_s is not None
-    assert third.total_s < LIMITS.silence + LIMITS.quiet + 3 * LIMITS.poll, "it did not wait for the breaker"
+    assert third.total_s < LIMITS.silence + LIMITS.quiet + 3 * LIMITS.poll, "the recovery has waited for the breaker"
     assert third.node_before not in _excluded(site)
     assert len(_excluded(site)) == 2
 
@@ -170,7 +174,10 @@ def test_node_counts_as_lost_after_its_replica_has_left() -> None:
 
 @pytest.mark.parametrize("before", [False, True], ids=["recorded", "not recorded"])
 def test_manager_that_is_killed_when_it_finds_the_step_gone_leaves_the_repair_to_the_next_one(before: bool) -> None:
-    """The next manager has not found the node lost yet, so a recorded finding makes it try that node once more."""
+    """The next manager has not found the node lost yet.
+
+    If the finding about the step was recorded, this manager tries the node once more.
+    """
     events = [stamped.event for stamped in _third_step_ends()[0].records]
     found = [isinstance(event, ev.FindingChanged) and event.finding.detector == "step_gone" for event in events]
 
@@ -186,7 +193,7 @@ def test_manager_that_is_killed_when_it_finds_the_step_gone_leaves_the_repair_to
 
 @pytest.mark.parametrize("cluster_is_silent", [False, True], ids=["step is listed", "cluster is silent"])
 def test_replica_on_a_node_that_is_cut_off_continues_once_messages_arrive_again(cluster_is_silent: bool) -> None:
-    """The exclusion of the node is held back, and its steps run all the time."""
+    """The exclusion of the node is held back, and its steps continue to run."""
     cut = _cuts_off_node_of(R0, 5 * LIMITS.quiet, cluster_is_silent)
     script = msgspec.structs.replace(LOSES_TWO, at_step={**LOSES_TWO.at_step, 150: cut})
     site, outcome, state = run_to_end(script)

@@ -30,7 +30,10 @@ PATIENCE = 3600.0
 
 
 class Storage:
-    """Calls of the file system that hang until it is ``back``. ``hung``: how many do."""
+    """Calls of the file system that hang until ``back`` is set.
+
+    ``hung`` counts the hanging calls.
+    """
 
     def __init__(self) -> None:
         self.back = threading.Event()
@@ -75,7 +78,7 @@ class FakeListener:
 
 
 def _overdue(lease: Lease) -> None:
-    """Make the lease's last check for a successor half a lease old."""
+    """Set the time of the lease's last check for a successor back by half a lease."""
     cast(Any, lease)._checked_at -= PATIENCE
 
 
@@ -111,7 +114,7 @@ def test_messages_are_handled_while_the_run_directory_hangs(
             line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
         await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
         manager._after_poll()
-        assert storage.hung == 2, "one look for a successor, one for ends: who waits anyway is not asked again"
+        assert storage.hung == 2, "more calls hang than one check for a successor and one for ended steps"
         assert not storage.back.is_set()
         storage.back.set()
         await until(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
@@ -150,7 +153,7 @@ def test_successor_found_by_a_delayed_lease_check_stops_the_manager(
     async def live() -> None:
         lease = await Lease.acquire(run, PATIENCE)
         (run.epochs / "000002").touch()
-        await lease.ensure_current()  # it was looked a moment ago
+        await lease.ensure_current()  # no check is due, because the last one was a moment ago
         storage.hangs(lease_module, "_file", monkeypatch)
         _overdue(lease)
         for _ in range(3):

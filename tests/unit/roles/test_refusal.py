@@ -1,4 +1,4 @@
-"""Mistakes in job.toml that only a role can find: one line, exit code 2, and the role does not join."""
+"""Mistakes in job.toml that only a role can find cause one line and exit code 2, and the role does not join."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
     job = resolve(Job.model_validate(message_text), "python")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, launch=launch)  # without __enter__: it cannot be joined
+    me = SimpleNamespace(job=job, launch=launch)  # it has no __enter__, so that joining fails
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -83,7 +83,7 @@ def test_invalid_task_is_one_line_and_exit_code_2(
 def test_configuration_that_vllm_refuses_on_one_node_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another node may have the driver that vLLM misses on this one."""
+    """Another node may have the driver that vLLM does not find on this one."""
 
     def refuse(*args: object, **given: object) -> None:
         raise config.InvalidEngineConfig("vLLM finds no device")

@@ -1,4 +1,4 @@
-"""The text of an allocation: golden, refused where it would not hold, and understood by the real sbatch."""
+"""The text of an allocation's script: equal to a stored file, refused for invalid values, and accepted by sbatch."""
 
 from __future__ import annotations
 
@@ -152,6 +152,6 @@ def test_real_sbatch_parses_every_line_as_intended(slurm_lab: SlurmLab) -> None:
     held = slurm_lab.slurm("squeue", "-h", "-j", job, "-o", "%j|%l|%x|%D|%c|%m|%k")
     slurm_lab.clear()
     assert held == f"run.pool|2:00|n1|2|3|1G|{comment}\n"
-    shown = shown.replace("gres:gpu", "gres/gpu")  # as 24.11 and later write it
+    shown = shown.replace("gres:gpu", "gres/gpu")  # as Slurm 24.11 and later print it
     for words in ("Requeue=0", "TresPerNode=gres/gpu:1", "StdOut=/dev/null", "WorkDir=/ "):
         assert words in shown

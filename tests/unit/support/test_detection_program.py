@@ -125,10 +125,10 @@ def test_default_is_the_number_of_cores_that_the_process_may_use() -> None:
 def test_signal_ends_the_program_and_its_workers_with_one_line(
     tmp_path: Path, number: signal.Signals, code: int, whole_group: bool
 ) -> None:
-    """Ctrl-C and `timeout` signal the whole process group, `kill` the program alone."""
+    """Ctrl-C and `timeout` signal the whole process group, and `kill` signals only the program."""
     (tmp_path / "calm.toml").write_text('about = "Nothing happens"\nlasts = "12h"\n')
     command = [sys.executable, detection.__file__, "--scenarios", str(tmp_path), "--seeds", "500", "--jobs", "2"]
-    heeds = ["env", "--default-signal=INT"]  # whoever runs the tests in the background of a shell has SIGINT ignored
+    heeds = ["env", "--default-signal=INT"]  # if a shell runs the tests in its background, they ignore SIGINT
     program = subprocess.Popen(
         [*heeds, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

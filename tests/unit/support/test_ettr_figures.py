@@ -102,7 +102,10 @@ def test_plans_that_differ_in_their_faults_alone_share_a_clean_run() -> None:
 
 
 def test_the_published_outages_give_the_published_ettr() -> None:
-    """ByteRobust's 277.8 s, and a fault every 10 steps of 42 s: 0.60 without the half step that is trained again."""
+    """ByteRobust has outages of 277.8 s, and a fault every 10 steps of 42 s.
+
+    The published ETTR is 0.60, without the half step that is trained again.
+    """
     assert share_at(42.0, 10, 277.8 - 21.0) == pytest.approx(0.60, abs=0.005)
 
 

@@ -1,4 +1,4 @@
-"""``make test-gpu`` where there is no GPU, and the interpreter that it runs the tests with."""
+"""``make test-gpu`` on a machine without a GPU, and the interpreter with which it runs the tests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_every_gpu_test_is_collected_and_none_without_the_marker() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_gpu_tests_pass_in_a_rehearsal_on_the_cpu_and_the_fake_driver(tmp_path: Path) -> None:
-    """What a GPU does is not shown; that the tests can run on one is, as far as it can be shown without one."""
+    """Without a GPU, this test can only show that the tests run, not what a GPU does."""
     driver = FakeDriver(tmp_path).gpus(2)
     done = program({**driver.env(), run.REHEARSAL_ENV: "1"}, timeout_s=600)
     assert done.returncode == 0, done.stdout
     reasons = {line.rpartition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
-    assert reasons == {"a rehearsal has no GPU whose memory a process could hold", "torch has no GPU"}
+    assert reasons == {"a rehearsal has no GPU whose memory a process could hold", "in a rehearsal torch has no GPU"}
 
 
 def test_missing_requirement_without_wheels_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

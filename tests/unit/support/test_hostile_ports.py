@@ -1,4 +1,4 @@
-"""What counts as an effect of an attack: benchmarks/hostile_ports.py."""
+"""What benchmarks/hostile_ports.py counts as an effect of an attack."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _round(alone: float, attack: float, busy: float) -> Round:
 @pytest.mark.parametrize(
     ("rounds", "affected"),
     [
-        ([_round(10.0, 7.0, 7.0)], False),  # as slow as beside a busy loop
-        ([_round(10.0, 7.0, 10.0)], True),  # the busy loop takes nothing from the run: the attack does
+        ([_round(10.0, 7.0, 7.0)], False),  # the attack slows the run no more than a busy loop does
+        ([_round(10.0, 7.0, 10.0)], True),  # the busy loop does not slow the run, but the attack does
         ([_round(10.0, 5.0, 10.0), _round(10.0, 9.5, 10.0), _round(10.0, 9.6, 10.0)], False),  # one round in three
     ],
 )

@@ -1,4 +1,4 @@
-"""The run that is being written while benchmarks/cli_startup.py asks for its status."""
+"""The run to which benchmarks/cli_startup.py writes events while it measures ``rrl status``."""
 
 from __future__ import annotations
 

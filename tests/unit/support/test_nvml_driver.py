@@ -1,4 +1,4 @@
-"""The stand-in driver itself: what running processes see of it, and that roles find their GPUs through it."""
+"""The fake NVIDIA driver: what running processes read from it, and that roles find their GPUs with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_gpu_load_of_a_role_is_that_of_its_gpus(driver: FakeDriver, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     driver.set(0, "utilization", 90)
     gpus = Gpus()
-    assert gpus.any_busy() is False, "that one is somebody else's"
+    assert gpus.any_busy() is False, "the busy GPU is not one of this role"
     driver.set(2, "utilization", 3)
     assert gpus.any_busy() is True
     driver.lose(2)
@@ -51,7 +51,7 @@ def test_separate_process_finds_the_fake_library_by_the_loader_path(driver: Fake
 def test_fake_driver_without_a_state_file_reports_an_unloaded_driver(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a process which loaded it once is, for all other tests, one without a driver."""
+    """A process that has loaded the fake library thus has no driver in all other tests."""
     monkeypatch.delenv(STATE_ENV)
     with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
         pynvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""benchmarks/_pace.py changes when tokens and steps are ready, and nothing else."""
+"""benchmarks/_pace.py only changes the times at which tokens and steps are ready."""
 
 from __future__ import annotations
 

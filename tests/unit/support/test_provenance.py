@@ -1,4 +1,4 @@
-"""What the figures of a benchmark rest on, and the file of its raw samples (benchmarks/_provenance.py)."""
+"""The origin of a benchmark's figures, and the file of its raw samples (benchmarks/_provenance.py)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OLD, NEW = Version(1, 1), Version(2, 1)
 
 
 class FakeEngine:
-    """Returns given segments, one with each step."""
+    """Returns one of the given segments with each step."""
 
     free_slots, has_work = 1, True
 
@@ -55,7 +55,7 @@ class FakeEngine:
 SEGMENTS = (Segment(7, 0, (5, 6), (-0.1, -0.2), OLD), Segment(7, 2, (8, EOS), (-0.3, -0.4), NEW))
 SAMPLE = Trained(1, 0, 0, 3, 4, (2, 3), (5, 6, 9, 8), (-0.1, -0.2, 0.0, -0.3), (OLD, OLD, Version(-1, 0), NEW),
                  ((2, 1),), 1.0)  # fmt: skip
-"""Tokens 5, 6 were sampled after 2, 3; 9 was given; 8 was sampled by another turn after all of them."""
+"""A sample: 5 and 6 were sampled after 2 and 3, 9 was given, and another turn sampled 8 after all of them."""
 
 
 def record_engine(folder: Path, name: str, item: Item, segments: Sequence[Segment]) -> None:
@@ -72,7 +72,7 @@ def record_sample(folder: Path, sample: Trained) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Records of two turns, of which the sample consists."""
+    """Return a folder with the records of the two turns in SAMPLE."""
     record_engine(tmp_path, "1", Item(7, 3, (2, 3)), SEGMENTS[:1])
     record_engine(tmp_path, "2", Item(9, 3, (2, 3, 5, 6, 9)), [Segment(9, 0, (8,), (-0.3,), NEW)])
     return tmp_path
@@ -86,7 +86,7 @@ def test_trained_tokens_that_were_sampled_in_their_context_do_not_drift(folder: 
 @pytest.mark.parametrize(
     ("changes", "differing"),
     [
-        ({"tokens": (5, 7, 9, 8)}, 2),  # the token itself, and the context of the last one
+        ({"tokens": (5, 7, 9, 8)}, 2),  # differs in the token itself, and in the context of the last token
         ({"tokens": (5, 6, 10, 8)}, 1),
         ({"prompt": (2, 4)}, 3),
         ({"logprobs": (-0.1, -0.25, 0.0, -0.3)}, 1),

@@ -1,4 +1,7 @@
-"""benchmarks/restart.py reads the recovery from a kill of the trainer from the journal, and the arms' ratios."""
+"""benchmarks/restart.py reads the recovery from a kill of the trainer from the journal.
+
+It computes ratios of the arms from these recoveries.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ def _run(tmp_path: Path, continues_from: str) -> RunDir:
 
 
 def _events(commits: list[tuple[float, int]]) -> list[ev.Stamped]:
-    """Return a journal with a kill after step 7; ``commits`` follow the new trainer's first work at 13 s."""
+    """Return the events of a run with a kill after step 7; ``commits`` follow the new trainer's first work (at 13
+    s)."""
     finding = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, 10.5, (), incarnation=FIRST)
     events: list[tuple[float, ev.Event]] = [
         (1.0, ev.Joined(FIRST, NodeName("n1"), "host", 1)),

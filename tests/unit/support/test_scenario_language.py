@@ -1,4 +1,4 @@
-"""Scenarios: draws, rounds, barriers, queues and truths that need not be found do what docs/scenarios.md says."""
+"""Scenarios agree with docs/scenarios.md in draws, rounds, barriers, queues and truths that need not be found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ once = []
 starts = "5s"
 once = []
 """
-"""Roles whose first round begins after a few seconds."""
+"""Tables of roles whose first round begins after a few seconds."""
 
 
 def phase(role: str, name: str, lasts: str, more: str = "") -> str:
@@ -46,12 +46,12 @@ def scenario(tmp_path: Path, text: str) -> Scenario:
 
 
 class Recorder(Baseline):
-    """A judge that finds only proofs, and keeps what every heartbeat says and the loads."""
+    """A judge that finds only proofs, and records the contents of every heartbeat and the loads."""
 
     def __init__(self) -> None:
         super().__init__(FixedTimeout(inf))
         self.phases: dict[str, list[tuple[float, str]]] = {}
-        """Replica → when its heartbeats first named each phase that it went through."""
+        """For each replica, the times at which its heartbeats first named each of its phases."""
         self._newest: dict[str, tuple[Incarnation, str]] = {}
         self.waits_for: dict[tuple[str, str], set[ReplicaId | None]] = {}
         self.loads: dict[tuple[str, str], Loads] = {}
@@ -115,7 +115,7 @@ def test_two_events_share_one_draw_of_each_seed(tmp_path: Path) -> None:
 
 
 class Gaps(Recorder):
-    """Keeps when the heartbeats of a replica came again after half a minute without any, and when it ended."""
+    """Records when a replica's heartbeats came again after at least 30 s without any, and when the replica ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_producers_stop_when_the_queue_is_full(tmp_path: Path) -> None:
 
 
 class Progress(Recorder):
-    """Keeps when the progress counter of rollouts rose."""
+    """Records when the progress counter of rollouts rose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def test_agent_reports_the_state_of_a_process_that_stands_still(tmp_path: Path, 
 
 
 class States(Recorder):
-    """Keeps the states that the agent reads of rollout/1."""
+    """Records the process states of rollout/1 that the agent reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_clock_of_the_next_manager_is_that_of_its_node_but_never_earlier(
 
 
 class Clock(Recorder):
-    """Keeps the manager's clock at the last heartbeat before a restart, and at the restart."""
+    """Records the manager's time at the last heartbeat before a restart, and at the restart."""
 
     newest_before = begins_at = 0.0
 

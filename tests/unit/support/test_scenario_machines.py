@@ -1,4 +1,7 @@
-"""The simulated machines and processes of scenarios: detectors observe of an event what a real cluster would show."""
+"""The simulated machines and processes of scenarios.
+
+Detectors observe an event as they would on a real cluster.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def event(do: str, more: str = "", at: str = "5min", who: str = "n4") -> str:
 
 
 class Listening(RrlDetectors):
-    """Keeps every reading."""
+    """Records every reading."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)

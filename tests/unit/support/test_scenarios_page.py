@@ -1,4 +1,4 @@
-"""docs/scenarios.md: its examples work, and it has every key, every word and the default phases."""
+"""The examples in docs/scenarios.md work, and the page has every key, every word and the default phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``make slurm`` and ``make uninstall-slurm`` do to a machine, with stand-ins for apt-get and userdel."""
+"""The changes that ``make slurm`` and ``make uninstall-slurm`` make on a machine, with fake apt-get and userdel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ esac
 
 
 class Machine:
-    """A machine without Slurm on which root asks for it; ``calls`` is what was run."""
+    """A machine without Slurm, on which root runs ``make slurm``; ``calls`` are the commands that were run."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._log, self.record = folder / "log", folder / "rrl-lab" / "packages"

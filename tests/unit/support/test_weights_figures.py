@@ -1,4 +1,4 @@
-"""The figures of benchmarks/weights.py, and its yardstick gloo."""
+"""The figures of benchmarks/weights.py, and of gloo as the standard of comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rrl.transport.weights.manifest import CHUNK_BYTES, digest
 
 
 def _measured(seconds: dict[str, list[float]]) -> Loopback:
-    """Return results with these seconds of each arm in every case, three rounds each."""
+    """Return results with these seconds of each arm in every case, in three rounds."""
     results = Loopback()
     for case in [(receivers, layout) for receivers in RECEIVERS for layout in LAYOUTS]:
         for arm, values in seconds.items():
@@ -56,7 +56,7 @@ def test_the_slower_of_both_transports_is_shown() -> None:
 
 
 class FakeTorch:
-    """The part of torch that a rank uses: tensors are views of its buffer here."""
+    """The part of torch that a rank uses; a tensor is a view of the rank's buffer."""
 
     uint8 = "uint8"
 
@@ -65,7 +65,7 @@ class FakeTorch:
 
 
 class FakeDist:
-    """A broadcast that arrives at once, from the content of a version."""
+    """A broadcast that returns at once, with the content of a version."""
 
     def __init__(self, version: Version, nbytes: int) -> None:
         self._content = content(nbytes, seed_of(version))
@@ -77,7 +77,7 @@ class FakeDist:
         self.sizes.append(tensor.nbytes)
 
     def barrier(self, group: object) -> None:
-        """Return at once: there is no other rank."""
+        """Return at once, because there is no other rank."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The address at which a host listens."""
+"""The address on which a host listens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_network_without_interface_is_reported_with_the_existing_ones(host: None
 
 
 def reached_by(monkeypatch: pytest.MonkeyPatch, named: str, route: str | None) -> None:
-    """The host name resolves to ``named``, and the default route leaves from ``route``."""
+    """Let the host name resolve to ``named``, and the default route have the source address ``route``."""
     monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
     monkeypatch.setattr(address, "_of_default_route", lambda: route)
 
@@ -59,7 +59,7 @@ def reached_by(monkeypatch: pytest.MonkeyPatch, named: str, route: str | None) -
     [
         ("10.4.0.7", "192.168.1.5", "10.4.0.7"),
         ("127.0.1.1", "10.4.0.7", "10.4.0.7"),  # Debian's /etc/hosts
-        ("10.9.9.9", "192.168.1.5", "192.168.1.5"),  # an entry of /etc/hosts that is out of date
+        ("10.9.9.9", "192.168.1.5", "192.168.1.5"),  # an outdated entry of /etc/hosts
     ],
 )
 def test_address_of_the_host_name_precedes_that_of_the_default_route(

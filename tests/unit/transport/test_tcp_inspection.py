@@ -1,4 +1,4 @@
-"""Connections from outside are inspected and closed correctly, also while descriptors are reused."""
+"""Connections from outside are inspected and closed correctly, even while descriptors are reused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_listener_closed_during_inspection_does_not_affect_another_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptor is somebody else's as soon as it has been looked at."""
+    """The listener's descriptor belongs to another socket as soon as it was inspected."""
     borrowed = tcp_inspection._borrow
     with socket.create_server(("127.0.0.1", 0)) as listener, connected() as (here, dialled):
         port = listener.getsockname()[1]
@@ -53,7 +53,7 @@ def test_received_bytes_are_unknown_if_the_kernel_does_not_report_them(
         dialled.sendall(b"heard")
         here.recv(5, socket.MSG_WAITALL)
         assert bytes_received(here.fileno()) == 5
-        monkeypatch.setattr(socket, "TCP_INFO", 0x7FFF)  # an option that no kernel has
+        monkeypatch.setattr(socket, "TCP_INFO", 0x7FFF)  # no kernel has this option
         assert bytes_received(here.fileno()) is None
     assert bytes_received(here.fileno()) is None
 

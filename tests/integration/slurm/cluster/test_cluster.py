@@ -1,4 +1,4 @@
-"""SlurmCluster on a real Slurm. Scenarios run as a plain user in a forked child, as a manager would."""
+"""SlurmCluster on a real Slurm. Scenarios run as a plain user in a forked child, as a manager does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     def is_empty() -> bool:
         return all(p.comm not in ("srun", "salloc", "sh", "sleep") for p in slurm_lab.processes().values())
 
-    # A shell that SIGKILL ended leaves the `sleep 0.1` that it waited for.
+    # After a SIGKILL of a shell, the `sleep 0.1` that it waited for is still running.
     slurm_lab.wait_for(is_empty, "commands of a cancelled step or job did not end")
 
 
@@ -89,11 +89,11 @@ def test_step_survives_the_kill_of_its_srun_and_can_be_stopped(lab: SlurmLab, ru
             for p in slurm_processes.running_processes().values()
             if p.comm == "srun" and f"{run.id}." in p.command
         ]
-        assert len(sruns) == 2, "srun and the child that would end the step for it"
+        assert len(sruns) == 2, "the step has no second srun, the child that can end the step"
         await slurm.release_launcher(run.tag("rollout-0.1"))
-        while any(is_alive(srun) for srun in sruns):  # the test's own deadline bounds it
+        while any(is_alive(srun) for srun in sruns):  # bounded by the test's own time limit
             await asyncio.sleep(0.05)
-        await asyncio.sleep(4.0)  # a step whose srun was killed alone ends 2.5 s later (measured): no event to wait for
+        await asyncio.sleep(4.0)  # if only srun was killed, its step ends after 2.5 s (measured): no event to wait for
         assert is_alive(pid)
         assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
@@ -193,7 +193,7 @@ def test_pending_request_outlives_its_manager_and_starts_once_nodes_are_free(lab
         slurm = run.cluster()
         await slurm.release(run.pool)
         await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.RUNNING)
-        await asyncio.sleep(5.0)  # a job whose salloc is unreachable is ended 3 s after its start (measured): no event
+        await asyncio.sleep(5.0)  # a job with an unreachable salloc ends 3 s after its start (measured): no event
         assert state(await slurm.observe(), run.tag("more-1")) is AllocationState.RUNNING
 
     as_user(lab, first)
@@ -231,7 +231,7 @@ def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: R
         assert {state(observed, tag) for tag in (first, third)} == {AllocationState.RUNNING}
         await slurm.launch(msgspec.structs.replace(run.step("role-2.2", nodes[third][0]), allocation=third))
         await run.pid("role-2.2")
-        await asyncio.gather(slurm.release(first), slurm.release(third))  # the first one waits for the others
+        await asyncio.gather(slurm.release(first), slurm.release(third))  # the first release waits for the others
         await until(slurm, lambda snapshot: snapshot.steps == {} and state(snapshot, first) is AllocationState.ENDED)
         await slurm.close()
 
@@ -263,7 +263,7 @@ def test_pending_hetjob_is_released_as_a_whole_and_names_its_holder(lab: SlurmLa
 def test_second_allocation_avoids_the_runs_own_nodes(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
-        await run.hold(slurm, 2)  # which take half of each node
+        await run.hold(slurm, 2)  # the two steps take half of each node
         await slurm.request(run.allocation_request(3, "more-1"))
         observed = await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.RUNNING)
         assert observed.allocations is not None
@@ -282,13 +282,15 @@ def test_managers_own_pool_is_not_requested_and_ends_with_the_manager(lab: Slurm
         await slurm.request(run.allocation_request(1))
         observed = await slurm.observe()
         assert observed.allocations is not None
-        assert observed.allocations[run.pool].detail == "RUNNING", "a second job was asked for"
+        assert observed.allocations[run.pool].detail == "RUNNING", "a second job was requested"
         await slurm.release(run.pool)
         observed = await slurm.observe()
         assert observed.allocations is not None
         assert observed.allocations[run.pool].detail == "ends with its manager"
         assert state(observed, run.pool) is AllocationState.ENDED
-        assert state(await run.cluster().observe(), run.pool) is AllocationState.RUNNING, "its manager would be dead"
+        assert state(await run.cluster().observe(), run.pool) is AllocationState.RUNNING, (
+            "another manager does not list the pool, whose release would have ended its manager"
+        )
 
     as_user(lab, scenario)
 
@@ -307,9 +309,10 @@ def test_unanswered_request_is_settled_by_its_tag_later(lab: SlurmLab, run: Run)
         assert [type(other) for other in others] == [Unanswered] * 4, others
         assert "timed out" in observed.unknown
         assert "timed out" in str(others[0])
-        assert re.search(r"no answer within 0.5 s|timed out", str(others[3]))  # the latter if we were kept waiting
+        # "timed out" if slurmctld kept the command waiting
+        assert re.search(r"no answer within 0.5 s|timed out", str(others[3]))
 
-    async def later() -> None:  # it landed, and is found by its tag
+    async def later() -> None:  # the request took effect, and is found by its tag
         await until(run.cluster(), lambda snapshot: state(snapshot, run.pool) is AllocationState.RUNNING)
 
     with lab.controller_stopped():
@@ -322,7 +325,8 @@ def test_inactive_limit_decides_between_salloc_and_sbatch(lab: SlurmLab, run: Ru
         await run.hold(run.cluster(), 1)
 
     as_user(lab, one_pool)
-    assert batch_flags(lab) == ["BatchFlag=0"]  # salloc --no-shell: no node whose return would end the pool
+    # salloc --no-shell: the pool has no batch host whose failure would end it
+    assert batch_flags(lab) == ["BatchFlag=0"]
     lab.clear()
     conf = lab.conf.read_text()
     try:
@@ -348,7 +352,7 @@ def test_steps_outlive_a_killed_manager_and_are_found_by_the_next_one(lab: Slurm
             await slurm.launch(run.step(name, node))
             await run.pid(name)
         await slurm.release_launcher(run.tag("rollout-0.1"))
-        os._exit(0)  # as kill -9: nothing of ours runs any more, the srun of rollout-1 goes on by itself
+        os._exit(0)  # like kill -9: none of our processes runs any more, only the srun of rollout-1
 
     async def second() -> None:
         slurm = run.cluster()
@@ -391,7 +395,9 @@ def test_connected_steps_outlive_a_scancel_of_the_managers_job(lab: SlurmLab, ru
         slurm = run.cluster()
         await until_file(run.folder / "ready")
         observed = await slurm.observe()
-        assert list(observed.allocations or {}) == [run.pool], "the manager's own job counts as an allocation"
+        assert list(observed.allocations or {}) == [run.pool], (
+            "the allocations are not exactly the pool: the manager's own job must not count"
+        )
         joined, carried = await run.pid("rollout-0.1"), await run.pid("rollout-1.1")
         await asyncio.to_thread(subprocess.run, ["scancel", "--name", run.tag("manager")], check=True)
         await until(slurm, lambda snapshot: list(snapshot.steps or {}) == [run.tag("rollout-0.1")])

@@ -1,4 +1,4 @@
-"""Faults that a test cluster injects on request; any other cluster refuses."""
+"""A test cluster injects faults on request, and any other cluster refuses the request."""
 
 from __future__ import annotations
 

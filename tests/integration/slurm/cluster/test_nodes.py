@@ -1,4 +1,4 @@
-"""Single nodes of a real Slurm: drained, undrained and released, with and without the right to drain."""
+"""Single nodes of a real Slurm are drained, undrained and released, with and without the right to drain."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def run(lab: SlurmLab) -> Run:
 
 
 def shown(lab: SlurmLab, node: str) -> str:
-    """Return state and reason, as Slurm reports them."""
+    """Return a node's state and reason as Slurm reports them."""
     text = lab.slurm("scontrol", "show", "node", "-o", node)
     reason = text.partition(" Reason=")[2].partition(" [")[0].strip()
     return text.partition(" State=")[2].split()[0] + (f": {reason}" if reason else "")
 
 
 def by(read: RunCommand, write: RunCommand) -> SlurmNodes:
-    """Return the nodes that these two functions run commands for."""
+    """Return a SlurmNodes whose commands these two functions run."""
     return SlurmNodes(CommandReader(read, write), write)
 
 
@@ -104,7 +104,7 @@ def test_drain_by_another_user_stays_and_is_named(lab: SlurmLab) -> None:
 
 
 def test_drain_without_rights_is_tried_once_and_refused(lab: SlurmLab, run: Run) -> None:
-    """Only where root starts the lab; otherwise the plain user is SlurmUser and may drain."""
+    """The test does nothing unless root starts the lab: otherwise the plain user is SlurmUser and may drain."""
     if lab.user == getpass.getuser():
         return
 

@@ -1,6 +1,6 @@
-"""The readers of a real Slurm: by its commands, and by pyslurm where one is installed that matches (make test-pyslurm).
+"""The readers of a real Slurm: commands, and pyslurm if the installed one matches Slurm (make test-pyslurm).
 
-pyslurm runs in its child process, as in a manager. Each moment is read by all readers, one after the other.
+pyslurm runs in its child process, as in a manager. All readers read each moment, one after the other.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ LIMITS = SlurmLimits(read_timeout_s=30.0, write_timeout_s=30.0)
 REASON = "rrl:readers:gpu: xid: Xid 79, [GPU 3] fell = off"
 KILLS = 100
 LOOKS = 3
-"""Looks by all readers at a moment until they agree: Slurm changes between the looks of two readers."""
+"""Largest number of attempts to read a moment, until all readers agree.
+
+Slurm may change between two readers.
+"""
 
 T = TypeVar("T", bound=Callable[..., None])
 
 
 def needs_pyslurm(test: T) -> T:
-    """Collect a test only where pyslurm matches Slurm: CI has none, and takes a skipped test for a failure."""
+    """Collect a test only where pyslurm matches Slurm: CI has no pyslurm, and takes a skipped test for a failure."""
     test.__test__ = WITH_PYSLURM  # type: ignore[attr-defined]
     return test
 
@@ -65,7 +68,7 @@ def reader_of(name: str, limits: SlurmLimits = LIMITS) -> SlurmReader:
 
 
 def asked(name: str, question: Callable[[SlurmReader], Awaitable[Any]]) -> Any:
-    """Return what a reader answers, in this process."""
+    """Return the answer of a reader in this process."""
 
     async def ask() -> Any:
         reader = reader_of(name)
@@ -78,10 +81,10 @@ def asked(name: str, question: Callable[[SlurmReader], Awaitable[Any]]) -> Any:
 
 
 def asked_as_user(lab: SlurmLab, name: str, question: Callable[[SlurmReader], Awaitable[Any]]) -> Any:
-    """Return what a reader answers to the plain user."""
+    """Return the answer of a reader that runs as the plain user."""
     path = lab.user_home / "answer"
     lab.call_as_user(lambda: _keep(path, pickle.dumps(asked(name, question))))
-    answer = pickle.loads(path.read_bytes())  # of a process of this test
+    answer = pickle.loads(path.read_bytes())  # written by a process of this test
     path.unlink()
     return answer
 
@@ -112,7 +115,7 @@ class Read(Struct):
 
 
 def differing(values: dict[str, dict[str, Struct]]) -> dict[str, tuple[Struct | None, Struct | None]]:
-    """Return the values by commands and by the last reader where they differ."""
+    """Return the values, as (commands, last reader), in which the commands and the last reader differ."""
     expected, found = values["commands"], values[READERS[-1]]
     return {
         name: (expected.get(name), found.get(name))
@@ -229,7 +232,7 @@ def test_auto_takes_pyslurm_on_this_cluster(read: Read, preempting_lab: SlurmLab
 
 @needs_pyslurm
 def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preempting_lab: SlurmLab) -> None:
-    """The requests of a manager end as unknown, and its event loop is never held up for 0.5 s."""
+    """The polls of a manager return that all is unknown, and its event loop is never blocked for 0.5 s."""
 
     async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0, reads_per_minute=10_000),
@@ -261,13 +264,16 @@ def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preemp
 
 
 def mark_of(node: NodeInfo) -> str:
-    """Return the reason of a node's drain; empty if it is not drained. Its other flags come and go."""
+    """Return the reason of a node's drain; empty if it is not drained. Other flags of the node change by themselves."""
     return node.reason if node.draining else ""
 
 
 @needs_pyslurm
 def test_nothing_is_lost_when_the_process_is_killed_a_hundred_times(read: Read, preempting_lab: SlurmLab) -> None:
-    """Each drain and undrain either succeeds or is unanswered, and then Slurm shows what was asked for or before."""
+    """Each drain and undrain either succeeds or is unanswered.
+
+    After an unanswered request Slurm shows the node's state from before the request, or the requested one.
+    """
     node = NodeName("n1")
 
     async def scenario() -> None:

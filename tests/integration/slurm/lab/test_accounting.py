@@ -32,7 +32,7 @@ def test_added_account_and_qos_are_accepted(lab: SlurmLab) -> None:
     accounting.add_account(lab, "physics")
     accounting.add_qos(lab, "fast")
     refused = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP], check=False)
-    assert "Invalid qos" in refused.stderr, "the QOS exists, but the user may not use it"
+    assert "Invalid qos" in refused.stderr, "a QOS that the user may not use was accepted"
     accounting.limit(lab, "physics", qos="+fast")
     job = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP]).stdout.strip()
     assert lab.slurm("squeue", "-h", "-j", job, "-o", "%a %q") == "physics fast\n"

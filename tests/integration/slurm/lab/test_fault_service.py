@@ -1,4 +1,4 @@
-"""Faults on request: the plain user may inject them into its own lab only, and other users not at all."""
+"""The lab's fault service: the plain user may inject faults into its own lab only, and no other user may inject any."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def socket_path(lab: SlurmLab) -> str:
-    """Return the socket that the user's environment names."""
+    """Return the socket whose path is in the user's environment."""
     return lab.user_env()[fault_service.ENV]
 
 

@@ -1,4 +1,4 @@
-"""Nodes with a network of their own. Collected where network namespaces are possible (root)."""
+"""Nodes with networks of their own. These tests are collected only where network namespaces are possible (root)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 @pytest.fixture
 def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield isolated_lab
-    isolated_lab.clear(timeout_s=90)  # Slurm polls nodes rarely after a link was down
+    isolated_lab.clear(timeout_s=90)  # Slurm polls nodes rarely after a network link was down
 
 
 def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
@@ -57,12 +57,12 @@ def test_cut_node_keeps_running_is_down_in_slurm_and_recovers_when_healed(lab: S
         assert not answers(lab, "n2")
         assert answers(lab, "n3")
         lab.wait_states({"n2": "down*"})
-        assert sleeping_pids() == task, "the step ended although Slurm cannot reach its node"
+        assert sleeping_pids() == task, "the step ended when Slurm lost the connection to its node"
         assert lab.states()["n3"] == "idle"
     finally:
         lab.heal("n2")
     assert answers(lab, "n2", timeout_s=10.0)
-    lab.crash("n2")  # Slurm polls a node that is down every half minute; a node that starts registers at once
+    lab.crash("n2")  # Slurm polls a node that is down every 30 s, but a restarted node registers at once
     lab.clear()
     step.wait(timeout=60)
 
@@ -75,7 +75,7 @@ def test_delayed_node_answers_late_until_it_is_healed(lab: SlurmLab) -> None:
 
     lab.delay("n4", 50)
     try:
-        assert seconds() >= 0.1  # the round trip; the rest is the machine's load
+        assert seconds() >= 0.1  # the round trip; the machine's load adds more
         lab.delay("n4", 100)
         assert seconds() >= 0.2
         out = lab.run_as_user(["srun", "-n1", "-w", "n4", "--mem=100M", "head", "-c", "500000", "/dev/zero"]).stdout
@@ -93,7 +93,7 @@ def test_stopped_or_swept_lab_leaves_no_network_devices() -> None:
         network = lab.network
         lab.delay("n1", 50)
         assert network is not None
-        assert len(netns.left(network)) == 7  # a bridge, two namespaces, two links, and the delay's pair
+        assert len(netns.left(network)) == 7  # a bridge, two namespaces, two links, and the pair that delays packets
     assert netns.left(network) == []
     code = (
         "import os; from rrl.tests.support.slurm.lab import SlurmLab; lab = SlurmLab.start(nodes=1, isolated=True)\n"

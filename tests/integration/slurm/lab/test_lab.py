@@ -1,4 +1,4 @@
-"""The lab: a real cluster whose jobs run without privileges, and which leaves nothing behind."""
+"""The lab is a real cluster whose jobs run without privileges, and which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LAB = (sys.executable, "-m", "rrl.tests.support.slurm.lab")
 
 @pytest.fixture(autouse=True)
 def _needs_slurm(slurm_lab: SlurmLab) -> None:
-    """Skip, or fail, as ``slurm_lab`` does. Its lab keeps running beside those that the tests start."""
+    """Skip or fail each test where Slurm is not installed, as ``slurm_lab`` does.
+
+    The lab of that fixture keeps running beside those that the tests start.
+    """
 
 
 def lab_command(*argv: str | Path) -> str:
@@ -62,7 +65,7 @@ def test_lab_jobs_run_as_a_plain_user_without_the_right_to_drain(slurm_lab: Slur
     assert slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "id", "-un"]).stdout == f"{slurm_lab.user}\n"
     if os.geteuid() != 0:
         return
-    if not others_can_run_us():  # a checkout in a private folder: the lab has warned that root submits
+    if not others_can_run_us():  # the checkout is in a private folder, and the lab has warned that root submits jobs
         assert slurm_lab.user == "root"
         return
     assert slurm_lab.user != "root"
@@ -94,7 +97,7 @@ def test_step_without_enough_memory_waits_until_it_is_free(slurm_lab: SlurmLab) 
     try:
         slurm_lab.wait_for(lambda: f"{job}.0" in slurm_lab.slurm("squeue", "-hs", "-o", "%i").split(), "no step 0")
         refused = slurm_lab.run_as_user([*argv, "--immediate=1", "true"], check=False)
-        assert refused.returncode != 0, "four CPUs are free; 400 MiB are"
+        assert refused.returncode != 0, "a step of 600 MiB started although only 400 MiB are free"
         waiting = slurm_lab.popen_as_user([*argv, "true"], stderr=subprocess.DEVNULL)
         slurm_lab.run_as_user(["scancel", f"{job}.0"])
         assert waiting.wait(timeout=60) == 0

@@ -1,4 +1,4 @@
-"""Other versions of Slurm: a lab runs the requested version, or the request is refused."""
+"""A lab runs the requested version of Slurm, or the request is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a killed test or benchmark started ends with it."""
+"""All processes that a killed test or benchmark has started end with it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number:
         )
         _ended(child, number)
         wait_until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
-    finally:  # leave nothing behind where this fails
+    finally:  # if the test fails, it leaves nothing behind
         child.kill()
         if lab.exists():
             SlurmLab.load(lab).stop()
@@ -115,7 +115,7 @@ def test_benchmark_that_gets_sigterm_ends_its_local_run_and_removes_its_folder()
     try:
         assert len(dict(processes_of(run))) > 5
         assert _ended(child, signal.SIGTERM) == 128 + signal.SIGTERM
-        assert not dict(processes_of(run)), "it ends the run before it leaves"
+        assert not dict(processes_of(run)), "the benchmark exited before its run had ended"
         assert not path.parent.parent.exists()
     finally:
         child.kill()

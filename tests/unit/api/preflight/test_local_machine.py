@@ -1,4 +1,4 @@
-"""The comparison of a local run with this machine by ``rrl check`` and ``rrl submit``."""
+"""``rrl check`` and ``rrl submit`` compare a local run with the cores and memory of this machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_model_that_the_memory_cannot_hold_is_refused_at_the_key_that_makes_it_l
         assert found.key == ("model", key)
         assert "weights needs at least" in found.text
     medium = {"tokenizer": tokenizer, "hidden_size": 4096, "intermediate_size": 12288, "layers": 16}
-    assert problem(model=medium) is not None, "the optimizer of the trainer needs 30 GiB for 2.5e9 weights"
+    assert problem(model=medium) is not None, (
+        "no problem found, though the trainer's optimizer needs 30 GiB for 2.5e9 weights"
+    )
     on_gpus = {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
     assert problem(model=medium, roles=on_gpus, cluster={"node": {"gpus": 1}}) is None
     own = {"trainer": {"command": ["python"]}, "rollout": {"command": ["python"]}}

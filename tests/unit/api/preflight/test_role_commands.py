@@ -1,4 +1,4 @@
-"""Which commands of roles ``rrl check`` misses on this machine."""
+"""``rrl check`` reports commands of roles that are missing on this machine."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Squeue:
-    """A squeue on PATH that prints ``output`` and counts how often it is called."""
+    """A squeue command on PATH that prints a given output, and counts its calls."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._calls, self._output = folder / "calls", folder / "output"
@@ -62,7 +62,7 @@ def on_slurm(root: Path, run: str = RUN) -> RunDir:
 
 
 def held(run: RunDir, age_s: float) -> None:
-    """A manager on another host holds the lease, and renewed it so long ago."""
+    """Write the lease of a manager on another host, as renewed ``age_s`` seconds ago."""
     lease = run.epochs / "000001"
     lease.write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 7, 3)))
     os.utime(lease, (time.time() - age_s,) * 2)

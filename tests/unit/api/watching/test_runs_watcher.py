@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def appended(story: Story, run: RunDir, *events: ev.Event) -> None:
-    """Record events in the newest segment of the journal, as the manager that wrote it would have."""
+    """Record events in the newest segment of the journal, as its manager does."""
     reported = len(story.stamped)
     story.record(*events)
     lost = RunDir(run.path.parent / "elsewhere" / run.id)
@@ -61,7 +61,7 @@ def test_watcher_reads_each_record_of_a_journal_once(root: Path) -> None:
     segment = run.journal / "000001-000001.seg"
     read = segment.stat().st_size
     appended(story, run, ev.StepCommitted(story.incarnation("trainer/0"), 13, {}))
-    with segment.open("r+b") as file:  # whoever reads this again says that the journal is damaged
+    with segment.open("r+b") as file:  # a second read of these bytes would report a damaged journal
         file.write(b"\xff" * read)
     (found,) = watcher.poll()
     assert (found.entry.step, found.trouble) == (13, "")

@@ -1,4 +1,4 @@
-"""A run whose managers die before they begin it: commands that wait for it end and report the reason."""
+"""If the managers of a run die before they begin it, commands that wait for the run end and report the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.job_toml import JOB
 
 NOWHERE = "203.0.113.0/24"
-"""TEST-NET-3 (RFC 5737): a network that no host is in"""
+"""TEST-NET-3 (RFC 5737): a network without hosts."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
-    """A Slurm that answers squeue so; each call is a line of the file that is returned."""
+    """Install a squeue that runs ``script``; return the file that gets a line for each of its calls."""
     calls, command = tmp_path / "calls", tmp_path / "bin" / "squeue"
     calls.touch()
     command.parent.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     [
         ("echo 72", ("71", "72")),  # the second one waits
         ("echo Socket timed out >&2; exit 1", ("71", "72")),
-        ("exit 0", ()),  # nothing was submitted: it runs in the foreground, or its submission is under way
+        ("exit 0", ()),  # nothing was submitted: the run works in the foreground, or its submission is in progress
     ],
 )
 def test_a_run_that_may_still_be_begun_is_not_rejected(
@@ -169,7 +169,9 @@ def test_resumed_run_whose_new_managers_died_reports_it_until_one_takes_the_requ
     state = story.recorded()
     assert start_check.StartCheck(run).failure(state) == ""
     write_request(run, ResumeRequest("me", "1", view, "job.toml", state.ended or 0.0), lambda making: None)
-    assert start_check.StartCheck(run).failure(state) == "", "no manager was submitted for this order yet"
+    assert start_check.StartCheck(run).failure(state) == "", (
+        "a failure is reported before a manager was submitted for the resume request"
+    )
     (run.submit / "73_submitted.pkl").touch()
     with pytest.raises(start_check.NeverBegan, match="small-7 does not go on: its manager ended before"):
         watch_until_end(run, json=False)

@@ -1,4 +1,4 @@
-"""``rrl endpoint``: what an agent outside of a run needs, and why a run has none of it."""
+"""``rrl endpoint`` prints what an agent outside of a run needs, or why a run does not offer it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begun() -> Story:
-    """The first replica of the endpoint works, the second one is being started again."""
+    """Return a story in which the first replica of the endpoint works and the second one is being started again."""
     story = Story(RUN, endpoint_job()).requests_nodes().gets_nodes()
     return story.launches("endpoint/0", "n1").joins("endpoint/0", "serve").launches("endpoint/1", "n1")
 
@@ -78,7 +78,7 @@ def test_endpoint_that_has_not_started_yet_is_one_line_and_exit_code_1(
     assert main.run(["endpoint", RUN]) == 1
     assert capsys.readouterr().err == f"rrl: the endpoint of {RUN} has not started yet; see: rrl status {RUN}\n"
     run.endpoints.mkdir()
-    (run.endpoints / "0.json").write_text("{")  # a replica of another version of rrl: no address
+    (run.endpoints / "0.json").write_text("{")  # a file as another version of rrl may write it: no address is read
     assert main.run(["endpoint", RUN]) == 1
 
 

@@ -1,4 +1,4 @@
-"""``rrl episodes``: the episodes in the log of a real store, which is open while it is read."""
+"""``rrl episodes`` reads the log of a real store while the store has it open."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def store(run: RunDir) -> Iterator[Store]:
 
 
 def played(store: Store) -> None:
-    """Four episodes: a finished tree, one whose second attempt is at work, a scored one, and one that is not begun."""
+    """Play four episodes: a finished tree, one whose second attempt is at work, a scored one, and one not yet begun."""
     tree, again, other = episodes(store, 3)
     first = turn(store, tree, (2, 3, 4), (5, 6), step=0)
     second = turn(store, tree, (7,), (8, 9, 1), first, 5, step=1)

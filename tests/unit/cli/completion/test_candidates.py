@@ -1,4 +1,4 @@
-"""The candidates for a command line of rrl, requested as the scripts do, and by a real bash on a terminal."""
+"""The candidates for a command line, as the completion scripts request them and as bash on a terminal offers them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rrl.docs import make_completion
 from rrl.tests.support.cli.story import Story, job_view
 
 DEADLINE_S = 60.0
-"""Time (s) within which a loaded machine answers."""
+"""Time (s) within which bash answers even on a busy machine."""
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an old and a new run; agents of the new one were on two nodes."""
+    """Return a folder with an old and a new run; agents of the new one were on two nodes."""
     root = tmp_path / "runs"
     monkeypatch.setenv(RUNS_ENV, str(root))
     old, new = (Story(name).works().written(root) for name in ("quick-1", "small-2"))
@@ -47,7 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offered(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """Return the candidates for a command line whose last word is incomplete, without descriptions."""
+    """Return a function that returns the candidates for a command line whose last word is incomplete."""
 
     def offered(*words: str) -> list[str]:
         assert main.run([main.COMPLETE, *words]) == 0
@@ -69,13 +69,15 @@ def test_commands_and_their_options_are_offered(offered: Callable[..., list[str]
     assert offered("cancel", "--no") == ["--no-wait"]
     assert offered("list", "x") == []
     assert offered("nonsense", "") == []
-    assert offered("logs", "-n", "5", "") == ["small-2", "quick-1"], "5 is not a run"
+    assert offered("logs", "-n", "5", "") == ["small-2", "quick-1"], "the value of -n counts as the run"
 
 
 def test_runs_are_offered_newest_first(offered: Callable[..., list[str]]) -> None:
     assert offered("status", "") == ["small-2", "quick-1"]
     assert offered("status", "q") == ["quick-1"]
-    assert offered("rm", "quick-1", "") == ["small-2", "quick-1"], "it takes several"
+    assert offered("rm", "quick-1", "") == ["small-2", "quick-1"], (
+        "no further runs are offered, though rm takes several"
+    )
     assert offered("status", "small-2", "") == []
 
 
@@ -103,7 +105,9 @@ def test_replicas_nodes_and_faults_of_the_named_run_are_offered(offered: Callabl
 
 def test_value_behind_an_equals_sign_is_offered_whole_or_apart(offered: Callable[..., list[str]]) -> None:
     assert offered("health", "report", "--format=h") == ["html"]
-    assert offered("health", "report", "--format", "=", "h") == ["html"], "as bash divides it"
+    assert offered("health", "report", "--format", "=", "h") == ["html"], (
+        "no candidates for the words into which bash divides --format=h"
+    )
     assert offered("health", "report", "--format", "=") == ["table", "json", "html"]
 
 
@@ -143,7 +147,7 @@ def test_script_is_printed_and_is_one_of_its_shell(shell: str, capsys: pytest.Ca
 
 
 class Terminal:
-    """An interactive bash on a pseudo terminal, in which ``rrl`` is this one and its completion is loaded."""
+    """An interactive bash on a pseudo-terminal, with this ``rrl`` and its completion loaded."""
 
     def __init__(self, folder: Path) -> None:
         program = folder / "bin" / "rrl"
@@ -159,7 +163,7 @@ class Terminal:
         self.types('eval "$(rrl completion bash)" && echo loa""ded\n', "loaded")
 
     def types(self, keys: str, expected: str) -> None:
-        """Type keys, and wait until bash shows the expected text behind what was typed before."""
+        """Type keys, and wait until bash shows the expected text."""
         self._output = ""
         os.write(self._fd, keys.encode())
         until = time.monotonic() + DEADLINE_S
@@ -176,7 +180,7 @@ class Terminal:
 
 def test_bash_completes_commands_runs_replicas_options_and_files(runs: Path, tmp_path: Path) -> None:
     if shutil.which("bash") is None:
-        pytest.skip("there is no bash")
+        pytest.skip("bash is not installed")
     (tmp_path / "my job.toml").touch()
     terminal = Terminal(tmp_path)
     erase = "\x15"

@@ -1,4 +1,7 @@
-"""The checks of the doctor: from facts to lines. A fact that could not be read is never reported as good."""
+"""The checks of ``rrl doctor`` turn facts into lines of its output.
+
+A fact that could not be read is never reported as good.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def visited(**other: Any) -> Facts:
 
 
 def unread(struct: Any, why: Unavailable = WHY) -> Any:
-    """All its parts."""
+    """Return a struct of this type whose fields are all unavailable."""
     return type(struct)(**dict.fromkeys(struct.__struct_fields__, why))
 
 
@@ -323,7 +326,7 @@ def test_facts_give_the_expected_verdict_and_text(
         assert check.fix or (name, expected_text) in (
             ("slurm.account", "accepts jobs without an account"),
             ("slurm.hetjob", "refused"),
-        ), "no fix"
+        ), "the check has no fix"
     if verdict is OK:
         assert not check.fix
 

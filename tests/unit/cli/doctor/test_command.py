@@ -22,7 +22,7 @@ from rrl.tests.support.cli import findings
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No Slurm on PATH; runs would lie in a folder that is not there yet."""
+    """Set up a machine without Slurm on PATH, and with a folder of runs that does not exist yet."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "home/runs"))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Slurm's descriptions of itself, as 22.05 printed them, and in forms of other sites."""
+"""The output of Slurm's commands about Slurm itself, as 22.05 printed it, and in the forms of other sites."""
 
 from __future__ import annotations
 

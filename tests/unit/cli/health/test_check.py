@@ -108,11 +108,13 @@ def test_exit_code_is_that_of_the_node_if_the_output_cannot_be_written(tmp_path:
         assert done.returncode == 2, unheard
 
 
-if can_hang():  # collected only where it can run: nothing is skipped
+if can_hang():  # defined only where a mount can hang, because CI takes a skipped test for a failure
 
     def test_a_mount_that_hangs_fails_within_the_time_of_one_check(tmp_path: Path) -> None:
-        """A real file system whose server does not answer; with shorter times in the proportion of those that are
-        shipped."""
+        """The mount is a real file system whose server does not answer.
+
+        The time limits are shorter than the default ones, in the same proportion.
+        """
         hung, where = tmp_path / "hung", rules(tmp_path, "[host]\nmount_hung = 3.0")
         hung.mkdir()
         check = [f"{Path(sys.executable).parent}/rrl", "health", "check", "--prolog", "--within", "9s", *where]
@@ -160,7 +162,7 @@ def test_first_line_is_usable_as_a_drain_reason() -> None:
 
 # ── check of one node ────────────────────────────────────────────────────────────────────────────────────────────────
 class Scripted:
-    """Answers of the host's reader, one after the other; the last one again and again."""
+    """Replaces the readers: returns the given answers in turn, and repeats the last one."""
 
     def __init__(self, *answers: HostData | NvmlData) -> None:
         self.answers, self.requests = list(answers), 0
@@ -242,9 +244,9 @@ def test_prolog_checks_nothing_where_a_full_check_is_fresh(
     where[1] = only_mounts(tmp_path, "/no/such")[1]
     assert main.run(prolog) == 0
     assert capsys.readouterr().out.startswith("OK passed a full check ")
-    assert main.run(prolog) == 2, "the first job has taken the GPUs"
+    assert main.run(prolog) == 2, "the second prolog did not fail, though the first job has the GPUs"
     monkeypatch.setenv("SLURM_JOB_GPUS", "")
-    assert main.run(prolog) == 2, "after a failed check"
+    assert main.run(prolog) == 2, "the prolog did not fail after a failed check"
 
 
 def test_findings_are_recorded_in_the_history_once_and_metrics_written(
@@ -262,7 +264,7 @@ def test_findings_are_recorded_in_the_history_once_and_metrics_written(
     (path,) = history.rglob("health-check.n1.*.jsonl")
     recorded = [json.loads(line) for line in path.read_text().splitlines()]
     assert [one.get("verdict", one["kind"]) for one in recorded] == ["node_checks", "FAIL", "OK"]
-    assert recorded[1]["since"] == pytest.approx(recorded[1]["at"], abs=600), "times are s since 1970"
+    assert recorded[1]["since"] == pytest.approx(recorded[1]["at"], abs=600), "the times are not in seconds since 1970"
 
 
 def test_history_and_metrics_that_cannot_be_written_change_no_verdict(
@@ -306,7 +308,7 @@ def test_wrong_outputs_are_refused_in_one_line(
     assert main.run([*MOUNTS, *wrong, "--epilog"]) == 0
 
 
-# ── nvidia-ml-py against the stand-in driver ─────────────────────────────────────────────────────────────────────────
+# ── nvidia-ml-py against the fake driver ─────────────────────────────────────────────────────────────────────────────
 def test_driver_that_requests_a_reset_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(tmp_path).gpus(8)
     for name, value in driver.env().items():

@@ -1,5 +1,7 @@
-"""examples/health as scripts: what a tool that is broken, old, or stuck makes of them. In Slurm:
-tests/integration/slurm/test_health_hooks.py."""
+"""The scripts of examples/health when a tool that they call is broken, old or stuck.
+
+In tests/integration/slurm/test_health_hooks.py they run in Slurm.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ echo "$@" >> {asked}
 
 
 def hook(name: str, tmp_path: Path, rrl: str, settings: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """Return (exit code, queries to Slurm, messages to the system's log)."""
+    """Run a hook; return (exit code, its queries to Slurm, its messages to the system's log)."""
     for program, text in (
         ("rrl", rrl), ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
         ("logger", f'#!/bin/sh\necho "$@" >> {tmp_path / "logged"}\n'),
@@ -39,7 +41,8 @@ FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit
 
 
 def failing(code: int = 0, outcome: str = "") -> str:
-    """An rrl whose check fails; its ``drain-node`` ends with this code and words, and notes its arguments."""
+    """Return a script in place of rrl: its check fails, and its ``drain-node`` records its arguments and ends as
+    given."""
     drain = f"[ $2 = drain-node ] && echo \"$@\" >> ${{0%/*}}/asked && echo '{outcome}' && exit {code}\n"
     return FAILS.replace("\n", f"\n{drain}", 1)
 
@@ -100,7 +103,7 @@ def test_unusable_tool_drains_no_node_and_is_logged(name: str, rrl: str, tmp_pat
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_reader_stuck_in_the_kernel_does_not_delay_the_hook(name: str, tmp_path: Path) -> None:
-    """It has stderr open."""
+    """The stuck reader keeps the hook's stderr open."""
     pid = tmp_path / "pid"
     left = f"[ $2 = check ] && {{ echo noise >&2; sleep 1000 >/dev/null & echo $! > {pid}; }}\n"
     code, asked, _ = hook(name, tmp_path, failing().replace("\n", f"\n{left}", 1))

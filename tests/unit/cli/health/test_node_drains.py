@@ -1,4 +1,4 @@
-"""``rrl health drain-node`` and ``undrain-node`` against a simulated cluster that stands in for Slurm's commands."""
+"""``rrl health drain-node`` and ``undrain-node`` with a simulated cluster in place of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rrl.health.check_memory import FOLDER_ENV
 
 
 class Cluster:
-    """Nodes n0, n1 … with a state and a reason each, as sinfo and scontrol show them."""
+    """Nodes n0, n1 and so on, each with the state and reason that sinfo and scontrol show."""
 
     def __init__(self, count: int) -> None:
         self.nodes = {f"n{index}": ("idle", 0.0, "none") for index in range(count)}
         self.answers = True
         self.asked = 0
-        """number of commands so far"""
+        """Number of commands so far."""
         self.at_same_time: list[str] = []
-        """nodes that hooks drain just before the next drain"""
+        """Nodes that other hooks drain just before the next drain."""
 
     def drain(self, node: str, reason: str = "rrl:health: x", ago: float = 0.0) -> None:
         self.nodes[node] = ("drained", time.time() - ago, reason)
@@ -140,7 +140,9 @@ def test_node_that_was_not_drained_queries_slurm_once_until_it_is_drained(
 ) -> None:
     undrain = ["health", "undrain-node"]
     cluster.answers = False
-    assert main.run(undrain) == 3, "the node does not know yet"
+    assert main.run(undrain) == 3, (
+        "undrain-node did not fail, though Slurm does not answer and the node has no record of a drain"
+    )
     assert "not undrained: scontrol:" in capsys.readouterr().out
     cluster.answers = True
     asked = cluster.asked

@@ -1,4 +1,4 @@
-"""``rrl health report`` and ``rrl health drain-requests``: their output, and which evidence it relies on."""
+"""``rrl health report`` and ``rrl health drain-requests``: their output, and the evidence that they accept."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_mean_is_reported_with_its_interval(failures: int, expected_text: str) -
 
 # ── HTML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Page(HTMLParser):
-    """Elements, whether each is closed, and everything that would be fetched or run."""
+    """Parses a page: its elements, whether each is closed, and every reference that a browser would load or run."""
 
     VOID = ("meta", "rect", "line", "br", "img", "link")
 
@@ -205,7 +205,7 @@ def test_history_of_an_old_schema_is_reported_as_not_read(history: Path, capsys:
 
 
 def names(value: Any, before: str = "") -> set[str]:
-    """Every path of the document; lists as one."""
+    """Return every path in the document; all entries of a list have one path."""
     if isinstance(value, dict) and before.rpartition(".")[2] not in ("facts", "failures"):
         return {name for key, one in value.items() for name in names(one, f"{before}.{key}" if before else key)}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -342,7 +342,7 @@ def test_help_and_usage_errors_import_no_heavy_package() -> None:
 
 # ── a real Slurm ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Let the user of these tests be the administrator of the Slurm cluster."""
+    """Run ``rrl health`` as the administrator of the Slurm cluster, who is the user of these tests."""
     rrl = str(Path(sys.executable).parent / "rrl")
     env = {**os.environ, **lab.environment(), "XDG_CACHE_HOME": str(cache)}
     env["PATH"] = f"{lab.environment()['PATH']}:{os.environ['PATH']}"
@@ -350,7 +350,10 @@ def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.Completed
 
 
 def request_drains(folder: Path, *nodes: str, cause: str = "storage") -> None:
-    """Runs of this user ask for drains of these nodes, now: a request that is older than a node's boot is over."""
+    """Write drain requests of this user's runs for these nodes.
+
+    They are new, because a request from before a node's boot does not count.
+    """
     reason, at = "rrl:math-1: storage: it's gone", time.time() - BEGAN
     records = [acted(at + i, node, "drain_requested", reason=reason, cause=cause) for i, node in enumerate(nodes)]
     write(folder, ME, "math-1", [began(at, "math-1", ME), *records])
@@ -358,7 +361,7 @@ def request_drains(folder: Path, *nodes: str, cause: str = "storage") -> None:
 
 @pytest.fixture
 def broken_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On every node a mount is missing, as rrl health check finds there; the reason of a drain for that."""
+    """Set rules by which a mount is missing on every node; return the reason of a drain for this failure."""
     rules = tmp_path / "health.toml"
     others = "".join(f'{check.name} = "off"\n' for check in CHECKS if check.name != "mounts")  # this machine's own ills
     rules.write_text(f'[expect]\nmounts = ["/nonexistent"]\n[checks]\n{others}')
@@ -387,12 +390,14 @@ def test_administrator_can_carry_out_drain_requests(slurm_lab: SlurmLab, tmp_pat
         lines = done.stdout.splitlines()
         assert lines[0] == "n3: is drained already: fan is loud"
         assert "n99: not drained: rrl health check could not run there: not known to Slurm" in lines
-        assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")  # what the check found, not what was asked
+        # the failure that the check found, not the requested reason
+        assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")
         assert reason_of(lab, "n3") == "drained fan is loud"
         reported = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
         assert {one["node"]: one["drain"]["owner"] for one in reported} == {"n2": "rrl", "n3": "foreign", "n99": ""}
         request_drains(folder, "n4")
-        again = command(lab, tmp_path, "drain-requests", "--apply", *common)  # two of five are away already
+        # two of the five nodes are drained already
+        again = command(lab, tmp_path, "drain-requests", "--apply", *common)
         assert again.returncode == 1
         assert "n4: not drained: 2 of 5 nodes are down or drained already" in again.stdout
         assert reason_of(lab, "n4").startswith("idle")
@@ -410,7 +415,7 @@ def test_a_request_that_the_check_on_the_node_denies_drains_nothing(
     lab.clear()
     request_drains(
         folder, "n2", cause="fabric"
-    )  # the check finds another failure: a mount, which many nodes may lack at the same time
+    )  # the check finds another failure than the request: a missing mount, which many nodes may have at once
     done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
     assert done.returncode == 1
     assert done.stdout == f"n2: not drained: rrl health check there does not confirm the records of {ME}\n"
@@ -479,7 +484,7 @@ def test_user_without_the_right_to_drain_gets_a_message(slurm_lab: SlurmLab, tmp
     lab.run_as_user([sys.executable, "-c", code, str(folder), lab.user or ME])
     apply = [rrl, "health", "drain-requests", "--apply", "--history", str(folder), *SINCE]
     done = lab.run_as_user(apply, check=False, env={CONFIG_ENV: str(rules)})
-    if lab.user:  # else it is this Slurm's own user
+    if lab.user:  # without a plain user, the lab's user is SlurmUser and may drain
         assert done.returncode == 1
         assert "n2: not drained: this user may not drain nodes" in done.stdout
         assert reason_of(lab, "n2").startswith("idle")

@@ -1,5 +1,8 @@
-"""``rrl check``, and the test of Slurm by ``rrl submit``. Slurm's commands are scripts here; the answers of the real
-commands are in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
+"""``rrl check``, and the test of Slurm by ``rrl submit``, with scripts in place of Slurm's commands.
+
+The answers of the real commands are in tests/unit/manager/bootstrap/test_preflight.py. test_task_check.py tests the
+trial of a job's task.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,9 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     site.job.write_text(JOB + asked + "trusted_network = true\n")
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
-    assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
+    assert site.slurm().run("check", extra=asked) == 0, (
+        "the job was refused for an RDMA port that only this login node may lack"
+    )
     assert "there is no active RDMA port on this machine; the nodes need one" in capsys.readouterr().out
 
 
@@ -318,7 +323,7 @@ def test_model_that_cannot_be_trained_is_refused_before_the_job_is_queued(
 def test_model_missing_on_this_machine_is_refused_only_if_the_roles_run_here(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node's own disk, or a container, may have it."""
+    """A node may have the model on its own disk or in a container."""
     site.job.write_text(_with_model())
     missing = str(site.job.parent / "m")
     assert main.run(["check", "--no-task", str(site.job)]) == 2

@@ -1,4 +1,4 @@
-"""The job.toml that ``rrl init`` writes: always a job that passes ``rrl check``, with the reason in every line."""
+"""The job.toml that ``rrl init`` writes always passes ``rrl check``, and gives the reason for every line."""
 
 from __future__ import annotations
 

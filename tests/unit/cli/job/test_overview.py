@@ -1,4 +1,4 @@
-"""The lines with which ``rrl check`` begins."""
+"""The first lines of the output of ``rrl check``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spec_of(text: str) -> RunSpec:
 
 
 def overview(text: str, starts: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the text of each line, by its name."""
+    """Return the text of each line of the overview, by the name of the line."""
     lines = overview_text(spec_of(text), demand(spec_of(text)), starts or {}, NOW).splitlines()
     return {name: words.strip() for name, _, words in (line.partition(" ") for line in lines)}
 

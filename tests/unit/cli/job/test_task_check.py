@@ -50,7 +50,7 @@ def make(seed):
 
 
 class Checked:
-    """A folder with a job and its task, and what ``rrl check`` printed of it."""
+    """A folder with a job and its task, and the output of ``rrl check`` for it."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys

@@ -23,7 +23,7 @@ from rrl.tests.support.cli.waiting import Output, eventually
 
 RUN = "small-7"
 NOON = 1_605_873_600_000_000
-"""µs; 2020-11-20T12:00:00Z"""
+"""2020-11-20T12:00:00Z in µs."""
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def write(run: RunDir, tag: str, *lines: str) -> Path:
 
 
 def at(second: float, text: str) -> str:
-    """A line as a step writes it."""
+    """Return a log line as the launcher of a step writes it."""
     return f"{stamp(NOON + int(second * 1e6)).decode()} {text}"
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """Lines of ``rrl logs``, without the date."""
+    """Return the lines of ``rrl logs`` without the date."""
     assert main.run(["logs", RUN, *arguments]) == 0
     return [line[6:] if line.startswith("11-20 ") else line for line in capsys.readouterr().out.splitlines()]
 
@@ -185,7 +185,7 @@ def test_since_accepts_times_and_durations(run: RunDir, capsys: pytest.CaptureFi
     assert shown(capsys, "--since", "60s") == []
     since = shown(capsys, "rollout/0", "--since", "2020-11-20T12:01:38Z")
     assert [line.split(" ", 1)[1][-6:] for line in since] == ["old 98", "old 99", "lately"]
-    assert len(shown(capsys, "--since", "2020-11-20 12:00")) == 101, "all of them, not the newest 20"
+    assert len(shown(capsys, "--since", "2020-11-20 12:00")) == 101, "not all lines since the time are shown"
     assert len(shown(capsys, "--since", "2020-11-20 12:00", "-n", "7")) == 7
     assert len(shown(capsys, "--since", "2020-11-20T14:00+02:00")) == 101
 
@@ -226,7 +226,7 @@ def test_json_output_is_one_object_per_line(run: RunDir, capsys: pytest.CaptureF
 def test_log_of_any_size_is_read_from_the_required_position(run: RunDir) -> None:
     path = run.log_file(f"{RUN}.rollout-0.1")
     with path.open("wb") as file:
-        file.truncate(40 * 2**30)  # zeros without a line end, and without a block on the disk
+        file.truncate(40 * 2**30)  # zeros without a line end, which take no block on the disk
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + b"".join(at(n, "x" * 100).encode() + b"\n" for n in range(3000)))
     [log] = all_logs(run)
@@ -318,7 +318,7 @@ def test_following_shows_a_kept_line_once_and_in_time(
 
 
 def finish(story: Story, run: RunDir) -> None:
-    """The run ends, and its manager says so."""
+    """Record the end of the run as its manager does."""
     reported = len(story.stamped)
     story.ends(Outcome.COMPLETED, "all steps are done")
     journal = Journal(run, 2)

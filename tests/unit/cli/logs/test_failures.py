@@ -37,7 +37,7 @@ def written(story: Story, root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir
 
 
 def write(run: RunDir, name: str, *lines: tuple[float, str]) -> None:
-    """Lines with their times, s since the story began."""
+    """Write log lines with their times, in seconds since the story began."""
     with (run.logs / f"{RUN}.{name}").open("w") as file:
         file.writelines(f"{stamp(int((BEGAN + at) * 1e6)).decode()} {text}\n" for at, text in lines)
 
@@ -196,7 +196,7 @@ def test_incarnation_without_successor_has_none_shown() -> None:
     assert (failure.successor, failure.recovered_at) == (story.incarnation("rollout/0"), None)
     story.wait(2).record(ev.FirstWorkDone(story.incarnation("rollout/0")))
     [(failure, _)] = found(story)
-    assert failure.recovered_at == story.now, "at work is more than joined"
+    assert failure.recovered_at == story.now, "recovered_at is not the time of the first work"
 
 
 def test_successor_that_joined_and_failed_before_any_work_has_not_worked(

@@ -1,4 +1,4 @@
-"""``rrl explain``: the text of every rung of the repair ladder, selection, and the result of each decision."""
+"""``rrl explain``: the text about every rung of the repair ladder, the selection, and the result of each decision."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_full_restart_has_its_expected_result_only_with_the_next_committed_step(
 # ── selection ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run in which rollout/0 was killed in step 2, and the node of the trainer was lost in step 3."""
+    """Return a run in which rollout/0 was killed in step 2 and the node of the trainer was lost in step 3."""
     world = World(job(), nodes=9).steady()
     world.commit(1)
     world.kill(R0)

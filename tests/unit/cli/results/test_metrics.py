@@ -1,4 +1,4 @@
-"""``rrl metrics``: its output from a run's journal, and its message if there is none."""
+"""``rrl metrics``: its output from the journal of a run, and its message if there is none."""
 
 from __future__ import annotations
 

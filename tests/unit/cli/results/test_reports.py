@@ -1,4 +1,4 @@
-"""``rrl report``: as a table, JSON and a page; two runs, a clean run, and names that are wrong."""
+"""``rrl report`` as a table, JSON and a page, for one run, two runs or a clean run, and for wrong names."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_page_has_lanes_marks_losses_and_curves() -> None:
         assert any(label.startswith(f"{replica}: ") for label in labels), replica
     assert {"injected faults", "decisions", "reward", "weight versions"} <= set(labels)
     assert any(label.startswith("sliding ETTR") for label in labels)
-    assert any(label.startswith("process ") for label in labels), "the bar of lost time"
+    assert any(label.startswith("process ") for label in labels), "the page has no bar of lost time"
     assert "<title>rollout/1#2 on n4, launched" in text
     assert "trainer/0 ×2" in text
     assert "killed by signal 9" in text

@@ -1,4 +1,4 @@
-"""``rrl track``: the steps that it sends by hand, and its message if it cannot."""
+"""``rrl track`` sends the steps of a run on request, or prints why it cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = "small-1120-064114"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run of twelve steps that has ended, whose job names TensorBoard."""
+    """Return a run of twelve steps that has ended, and whose job names TensorBoard."""
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     job = msgspec.structs.replace(job_view(12), track=TrackSpec(to=("tensorboard",)))
     run = Story(RUN, job).works().ends(Outcome.COMPLETED, "all steps are done").written(tmp_path)

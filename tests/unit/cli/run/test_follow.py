@@ -1,4 +1,4 @@
-"""Following in a real terminal: a pseudo-terminal on both ends."""
+"""Commands that follow a run in a real terminal: a pseudo-terminal, of which the test has the other end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rrl.api.runs import find_run
 from rrl.cli.run.submit import watch_until_end
 sys.exit(watch_until_end(find_run({RUN!r}), False))
 """
-"""Program that does the same as ``rrl submit --wait`` once the run is started."""
+"""Program that waits as ``rrl submit --wait`` does once the run has started."""
 
 FOREGROUND = f"""\
 from rrl.api.runs import find_run
@@ -44,7 +44,7 @@ follow(find_run({RUN!r}), summary_follows=True, manages=True)
 
 def terminal_with(root: Path, command: str = STATUS_LIVE, columns: int = 100, rows: int = 40, **env: str) -> Terminal:
     """Return a terminal in which Python runs ``command`` for the runs in ``root``."""
-    # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this process.
+    # If a shell runs the tests in its background, they ignore SIGINT, and so would this process.
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     argv = [sys.executable, "-c", f"{heeds}; import sys\n{command}"]
     return Terminal(argv, {"RRL_RUNS_DIR": str(root), **env}, columns, rows)
@@ -85,7 +85,7 @@ def test_leaving_the_view_does_not_affect_the_run(tmp_path: Path, leave: str, co
             terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(30) == (0 if leave == "q" and command == STATUS_LIVE else 130)
         eventually(lambda: "\x1b[?25h" in terminal.drawn)  # the cursor is back
-        assert terminal.echoes, "the terminal is as it was"
+        assert terminal.echoes, "the terminal does not echo again"
     assert "Traceback" not in terminal.drawn
     assert (f"stopped watching; {RUN} goes on" in terminal.drawn) is (command == SUBMIT_WAIT)
     assert sorted(path for path in run.path.rglob("*")) == before
@@ -136,7 +136,7 @@ def test_end_of_a_watched_run_is_shown_once_with_the_next_steps(tmp_path: Path) 
 
 
 def many_rollouts() -> Story:
-    """A run of 512 rollouts, two of which are dead."""
+    """Return the story of a run of 512 rollouts, two of which are dead."""
     job = job_view()
     roles = tuple(msgspec.structs.replace(one, replicas=512) if one.name == "rollout" else one for one in job.roles)
     story = Story(RUN, msgspec.structs.replace(job, roles=roles)).works()
@@ -218,7 +218,7 @@ def test_a_job_in_the_background_leaves_the_terminal_to_others(monkeypatch: pyte
             assert termios.tcgetattr(theirs) == before
             assert returns == []
             monkeypatch.setattr("os.tcgetpgrp", lambda fd: os.getpgrp())
-            assert pressed(0.01) == "", "keys that were typed before are not for this program"
+            assert pressed(0.01) == "", "the program has read keys that were typed before it came to the foreground"
             assert returns == ["back"]
             os.write(mine, b"q")
             assert pressed(30.0) == "q"
@@ -256,7 +256,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
 
 def test_waiting_ends_if_no_local_process_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.api.watching.run_watcher.STALE_LEASES", 0.01)
-    run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
+    run = Story(RUN).works().written(tmp_path)  # the run has no manager and no lease
     Output(monkeypatch)
     with pytest.raises(OperationFailed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):
         follow(run, require_manager=True)

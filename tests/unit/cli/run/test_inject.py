@@ -35,7 +35,7 @@ def allowing(lease: float = 10.0) -> Story:
 
 
 def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
-    """The next manager writes these, and takes the letter."""
+    """Record events as the next manager of the run, which has taken the command."""
     reported = len(story.stamped)
     story.record(*events)
     journal = Journal(run, epoch)
@@ -164,7 +164,7 @@ def test_wait_prints_the_outcome_of_the_fault(
 
 
 def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
-    """Request a fault that the manager has taken and begun, with a command that waits for the result."""
+    """Request a fault with a command that waits for the result; the manager has taken and begun it."""
     story = allowing(lease)
     run = story.written(root)
     codes: list[int] = []

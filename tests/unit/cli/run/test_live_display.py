@@ -1,4 +1,4 @@
-"""The screen of a terminal after many small changes is that of one drawing, and the changes are few bytes."""
+"""After many small changes the screen equals that of a single drawing, and each change sends few bytes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Screen:
         )  # fmt: skip
         self.display = LiveDisplay(self.console)
         self._screen = pyte.Screen(columns, rows)
-        self._screen.set_mode(pyte.modes.LNM)  # as a terminal, which adds a carriage return to a line feed
+        self._screen.set_mode(pyte.modes.LNM)  # adds a carriage return to a line feed, as a terminal does
         self._stream = pyte.Stream(self._screen)
 
     def draw(self, *lines: Text) -> str:
-        """Draw the lines and return what was sent."""
+        """Draw the lines, and return the bytes that were sent."""
         return self.sent(lambda: self.display.draw(self.display.lines(Group(*lines))))
 
     def sent(self, drawing: Callable[[], None]) -> str:
@@ -53,7 +53,7 @@ class Screen:
 
     @property
     def cells(self) -> list[list[tuple[str, str, bool]]]:
-        """Return (text, colour, bold) of all cells."""
+        """Return (text, colour, bold) of each cell, by row."""
         buffer, size = self._screen.buffer, (self._screen.lines, self._screen.columns)
         return [[(buffer[row][column].data, buffer[row][column].fg, buffer[row][column].bold)
                  for column in range(size[1])] for row in range(size[0])]  # fmt: skip

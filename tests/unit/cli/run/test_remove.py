@@ -1,4 +1,4 @@
-"""``rrl rm`` removes ended runs completely, and keeps runs that are running, belong to others or are only linked."""
+"""``rrl rm`` removes ended runs completely, and keeps a run that is running, another user's, or only a link."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ended_run_is_removed_and_the_freed_space_reported(root: Path, capsys: p
     run = completed("over-1").written(root)
     other = completed("over-2").written(root)
     (run.checkpoints / "model").write_bytes(os.urandom(3 * 2**20))
-    os.link(run.checkpoints / "model", run.checkpoints / "newest")  # two names of the same bytes
+    os.link(run.checkpoints / "model", run.checkpoints / "newest")  # a second name of the same bytes, which count once
     assert main.run(["rm", "over-1", "--yes"]) == 0
     removed, freed = capsys.readouterr().out.splitlines()
     assert removed.startswith("removed over-1  3.")
@@ -102,7 +102,7 @@ def test_links_in_a_run_directory_are_removed_and_not_followed(root: Path, tmp_p
 
 
 def test_path_through_a_link_names_the_run_in_the_folder_of_runs_only(root: Path, tmp_path: Path) -> None:
-    """The kernel follows the link before it goes one folder up."""
+    """In ``link/..`` the kernel would follow the link before it goes to the parent folder."""
     outside = completed("over-1").written(tmp_path / "other")
     inside = completed("over-1").written(root)
     (tmp_path / "other" / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""Requests that ``rrl resume`` and ``rrl restart`` refuse. tests/integration/local/test_resume.py resumes real runs."""
+"""Requests that ``rrl resume`` and ``rrl restart`` refuse; tests/integration/local/test_resume.py resumes real runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ RUN = "small-7"
 
 
 class Ended:
-    """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it; ``started``: resumed so often.
-    ``starts`` is what a start of its manager does; one that begins puts the new job in place."""
+    """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it.
+
+    ``started`` counts how often it was resumed. ``starts`` replaces the start of its manager; by default it installs
+    the new job, as a manager that begins does.
+    """
 
     def __init__(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome = Outcome.FAILED, why: str = "no time left"
@@ -57,7 +60,7 @@ class Ended:
         return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
 
     def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-        """Return the message; check that nothing was changed or started."""
+        """Return the message of a refused resume, and check that it has changed and started nothing."""
         before = self.everything()
         assert main.run(["resume", RUN, *options]) == 2
         assert self.everything() == before
@@ -231,7 +234,7 @@ def test_files_of_a_resume_are_merged_from_left_to_right(ended: Ended) -> None:
 
 
 def test_maximum_length_of_texts_may_change(ended: Ended) -> None:
-    """A prompt that does not fit can have been what ended it."""
+    """A prompt that does not fit may have been the reason for which the run ended."""
     longer = "[model]\nmax_length = 50\n[model.tokenizer]"
     ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", longer))
     assert main.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0
@@ -241,7 +244,7 @@ def test_maximum_length_of_texts_may_change(ended: Ended) -> None:
 
 
 def test_composition_of_steps_from_groups_may_change(ended: Ended) -> None:
-    """Also over a step of which some parts are bound: the store answers either request."""
+    """The composition may change even if some parts of a step are bound: the store answers either kind of request."""
     sampling = "[sampling]\nstream = true\nstaleness = 2\nwindow = 2\n[model.tokenizer]"
     ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", sampling))
     assert main.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0

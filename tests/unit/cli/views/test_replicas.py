@@ -18,7 +18,7 @@ from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
 def row(story: Story, replica: str, after_s: float = 4.0) -> list[str]:
-    """Return the words of a replica's row, ``after_s`` seconds later."""
+    """Return the words of a replica's row in the status, ``after_s`` seconds after the newest event."""
     shown = drawn(status_view(story.recorded(), story.now + after_s, 120), 120)
     (line,) = [line for line in shown.splitlines() if re.match(rf"{replica} +(#|–)", line)]
     return line.split()

@@ -1,4 +1,4 @@
-"""Figures of rrl status: rewards, pace, weights, GPUs and drains; and that it can be read on every terminal."""
+"""Figures of ``rrl status`` (rewards, pace, weights, GPUs, drains), which can be read on every terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def fact(story: Story, label: str, width: int = 100, after_s: float = 0.0) -> list[str]:
-    """Return the lines of a fact, without its label."""
+    """Return the lines of a fact without its label; empty if the status does not show the fact."""
     lines = drawn(status_view(story.recorded(), story.now + after_s, width), width).splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith(f"{label} ")), None)
     if first is None:
@@ -35,7 +35,7 @@ def fact(story: Story, label: str, width: int = 100, after_s: float = 0.0) -> li
 
 
 def long_run(steps: int) -> Story:
-    """A run with a commit every 6 s whose reward grows from 0 to 1."""
+    """Return the story of a run with a commit every 6 s, whose reward grows from 0 to 1."""
     story = Story(job=job_view(steps)).works()
     trainer = story.incarnation("trainer/0")
     for step in range(13, steps):
@@ -161,7 +161,7 @@ def test_no_internal_word_is_shown(scene: str, width: int) -> None:
 
 
 READABLE_COLOURS = {"red", "green", "yellow", "blue", "magenta", "cyan", "bright_black"}
-"""Colours of the terminal's own palette that differ from a light and from a dark background."""
+"""Colours of the terminal's own palette that are readable on a light and on a dark background."""
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -184,7 +184,7 @@ def test_text_is_the_same_without_colour(scene: str) -> None:
     with console.capture() as captured:
         console.print(view)
     sequences = set(re.findall(r"\x1b\[([0-9;]*)m", captured.get()))
-    assert sequences <= {"0", "1", "2"}, "bold and dim are no colours"
+    assert sequences <= {"0", "1", "2"}, "a sequence sets more than bold and dim, which are not colours"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
     assert [line.rstrip() for line in plain.splitlines()] == drawn(view, 80).splitlines()
 

@@ -93,7 +93,7 @@ def test_newest_failure_and_finding_are_shown_in_full(width: int) -> None:
     shown = " ".join(drawn(status_view(story.recorded(), story.now, width), width).split())
     assert shown.count("to be dict-like") == 2
     huge = drawn(status_view(Story().works().fences("rollout/0", "x" * 10000).recorded(), BEGAN, width), width)
-    assert len(huge.splitlines()) < 50, "a huge text leaves room for the rest of the view"
+    assert len(huge.splitlines()) < 50, "a very long text fills the view"
 
 
 def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() -> None:
@@ -239,7 +239,7 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
     picture = drawn(status_view(story.recorded(), story.now, 100), 100)
     assert "tokens      age p50 1, max 3 training steps" in picture
     assert "note        trainer/0: the trainer waits for group 412: step 96 is the last that may train it" in picture
-    assert "token_age" not in picture, "it has a row of its own"
+    assert "token_age" not in picture, "the age of tokens is also among the other metrics"
 
 
 def test_status_names_the_weight_transport_and_its_failure() -> None:

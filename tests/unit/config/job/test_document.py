@@ -1,4 +1,7 @@
-"""Files and settings of a job spec are merged from left to right; a complaint names where its key was written."""
+"""Files and settings of a job spec are merged from left to right.
+
+An error message about a key names the file and line in which the key was written.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +173,7 @@ def test_text_and_tables_are_merged_with_files_and_kept_as_one_toml_file(tmp_pat
     )
     assert (merged.file, merged.data["run"]["steps"]) == (tmp_path / "job.toml", 11)
     assert (merged.data["task"]["args"]["seeds"], merged.data["model"]["path"]) == ([3], "/models/x")
-    assert merged.data["roles"]["rollout"]["env"] == {"FOO": "1e-6"}, "a Python value is taken as it is"
+    assert merged.data["roles"]["rollout"]["env"] == {"FOO": "1e-6"}, "a Python string was changed"
     assert tomllib.loads(merged.text()) == merged.data
     assert merged.name == f'{tmp_path}/job.toml + job[1] + job[2] + set["roles.rollout.env.FOO"]'
 

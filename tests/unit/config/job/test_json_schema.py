@@ -1,4 +1,7 @@
-"""The JSON Schema of job.toml accepts every shipped job, and rejects what it can: other keys, types, units, choices."""
+"""The JSON Schema of job.toml accepts every shipped job.
+
+It rejects mistakes that a schema can express: unknown keys, wrong types, units and choices.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def test_every_toml_block_of_the_pages_is_valid(validator: Any) -> None:
         if page.name not in NOT_ABOUT_JOBS
         for block in _TOML_BLOCK.findall(page.read_text())
     ]
-    jobs = [(name, block) for name, block in blocks if "expect" not in block]  # that one has the site's health rules
+    # a block with `expect` has the site's health rules
+    jobs = [(name, block) for name, block in blocks if "expect" not in block]
     assert len(jobs) > 10
     for name, block in jobs:
         assert errors(validator, {"run": {"name": "page"}} | block) == [], name

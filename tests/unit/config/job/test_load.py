@@ -48,7 +48,7 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
             "tool_parser": None,
         }  # fmt: skip
         path.write_text(as_toml(job))
-        assert load_job(path).model == job.model  # what is written can be read again, from anywhere
+        assert load_job(path).model == job.model  # the written file can be read again, from any folder
         path.write_text(text)
 
 
@@ -79,7 +79,9 @@ def test_run_spec_of_the_manager_has_the_phases_as_the_job_changes_them(tmp_path
     assert (mine.longest, mine.progresses, mine.waits_for) == (7200.0, False, None)
     assert limits.phase("score") == PHASES["score"]
     assert [limits.is_known_phase(name) for name in ("score", "my eval", "of nobody")] == [True, True, False]
-    assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits, "the journal carries it"
+    assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits, (
+        "limits change on their way through the journal"
+    )
 
 
 def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None
 
 
 WRONG: list[tuple[str, str, str]] = [
-    # (what is replaced in JOB, by what, the whole error_text)
+    # (text that is replaced in JOB, replacement, the whole error message)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
     ("[task]", "[eval]\nevery = 0\n[task]", "job.toml:13: eval.every: must be at least 1, not 0"),
     ("[task]", "[eval]\nevery = 5\nsamples = 2\n[task]", "job.toml:14: eval.samples: would all be equal at temperature"
@@ -626,7 +628,7 @@ def test_a_file_without_permission_is_one_line() -> None:
         path.chmod(0)
         if os.getuid() != 0:
             read()
-        else:  # root reads everything: somebody else tries
+        else:  # root can read everything, so another user tries
             Path(folder).chmod(0o755)
             call_as("nobody", read, os.environ, Path("/"), timeout_s=60)
 

@@ -1,4 +1,4 @@
-"""The table [notify]: its defaults, its mistakes, and that its target is in no file but job.toml."""
+"""The table [notify]: its defaults, its mistakes, and that only job.toml contains its target."""
 
 from __future__ import annotations
 
@@ -115,4 +115,6 @@ def test_stall_of_a_run_without_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         load_job(path)
     assert str(caught.value).endswith('notify.on: "stalled" counts training steps, but there is no [task]; remove it')
-    assert load_job(written(tmp_path, HOOK, commands)).notify is not None, "the default names no mistake of the user"
+    assert load_job(written(tmp_path, HOOK, commands)).notify is not None, (
+        "the default of notify.on was reported as a mistake of the user"
+    )

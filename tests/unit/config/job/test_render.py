@@ -47,7 +47,7 @@ def test_on_policy_job_is_written_and_read_again(given: dict[str, int]) -> None:
     before = job(sampling={"staleness": 0, **given})
     after = Job.model_validate(tomllib.loads(as_toml(before)))
     assert after.sampling == before.sampling
-    assert resolve(after, "python").sampling.ahead == 0, "rollouts would sample tokens that no step may train"
+    assert resolve(after, "python").sampling.ahead == 0, "rollouts would sample tokens that are too old for every step"
     assert resolve(job(), "python").sampling.ahead == 1
 
 

@@ -36,7 +36,7 @@ def spec(text: str = "") -> RunSpec:
 def test_typed_table_has_fields_and_defaults_of_job_toml(table: type[BaseModel], struct: type[msgspec.Struct]) -> None:
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     expected = {name: table.model_fields[name].default for name in defaults}
-    containers = [name for name, value in expected.items() if value == {}]  # a default factory in the struct
+    containers = [name for name, value in expected.items() if value == {}]  # the struct has a default factory
     assert {name: value for name, value in defaults.items() if name not in containers} == {
         name: value for name, value in expected.items() if name not in containers
     }
@@ -95,7 +95,7 @@ def test_job_without_a_task_has_the_defaults_of_training() -> None:
 
 
 def test_worker_api_is_imported_without_pydantic() -> None:
-    """Every role imports it, and pydantic costs a process time and memory."""
+    """Every role imports the worker API, and pydantic would cost each process time and memory."""
     code = "import sys; import rrl.roles.worker.api; print('pydantic' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],

@@ -48,7 +48,7 @@ def test_counter_that_returns_to_its_value_has_not_risen_and_a_reset_counter_has
     late = CounterHistory(100, 1)
     late.add(200, 0)
     late.add(900, 1)
-    assert late.increase == 1, "after minutes at zero it was a reset"
+    assert late.increase == 1, "a count after minutes at zero was not taken for a new one"
 
 
 def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:
@@ -72,7 +72,7 @@ def _event(at: float) -> XidEvent:
 
 
 def test_checks_of_a_node_with_eight_gpus_cost_little_cpu_time() -> None:
-    """Eight GPUs at 1 Hz, with all their links: a second's work is a few milliseconds."""
+    """The work for one second of eight GPUs, sampled at 1 Hz with all their links, takes a few milliseconds."""
     from time import process_time
 
     node = ObservedNode().gpus(*(gpu(i) for i in range(8)), times=5)

@@ -338,14 +338,18 @@ def test_hung_nvml_is_unknown_then_warns_until_a_second_witness_of_the_driver_ha
     for _ in range(3):
         node.cannot("nvml").passes(10)
     found = next(one for one in node.of("readers") if one.component == "nvml")
-    assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT), "after a minute"
+    assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT), (
+        "NVML must warn after it has hung for a minute"
+    )
     assert not any(one.verdict is Verdict.FAIL for one in node.found)
     node.cannot("dcgm").passes(58).reads(host())
     assert node.verdict("readers") is Verdict.WARN
     node.reads(host())
     found = next(one for one in node.of("readers") if one.component == "nvml")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
-    assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, "DCGM still hangs"
+    assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, (
+        "the readers must be UNKNOWN while DCGM still hangs"
+    )
 
 
 def test_driver_blocked_by_a_gpu_reset_does_not_fail_the_node() -> None:
@@ -362,7 +366,9 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
     )
     node = ObservedNode().reads(stuck).cannot("nvml").passes(58).reads(stuck)
     assert node.verdict("readers") is Verdict.UNKNOWN
-    assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
+    assert node.reads(stuck).verdict("readers") is Verdict.FAIL, (
+        "after a gap in the samples, the deadline started again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +376,7 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
     [
         ("nvidia-smi", 0, Verdict.FAIL),
         ("nvme-wq", 0, Verdict.WARN),
-        ("nvidia-smi", 1001, Verdict.WARN),  # a user's program may be called so
+        ("nvidia-smi", 1001, Verdict.WARN),  # a user's program may have this name
         ("nvidia-smi", None, Verdict.WARN),
     ],
 )
@@ -380,7 +386,7 @@ def test_driver_task_that_the_kernel_reports_as_hung_is_a_second_witness(
     text = f"INFO: task {name}:771 blocked for more than 120 seconds."
     line = KernelEvent(kind="hung_task", text=text, pid=771, uid=uid)
     node = ObservedNode().log(line).passes(5).cannot("nvml").passes(130).log()
-    assert node.verdict("readers") is Verdict.WARN, "it hung before"
+    assert node.verdict("readers") is Verdict.WARN, "a hung task from before NVML's hang counts as a second witness"
     assert node.log(line).verdict("readers") is verdict
 
 

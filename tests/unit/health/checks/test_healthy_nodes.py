@@ -1,4 +1,4 @@
-"""States of healthy nodes, for none of which a node may fail."""
+"""States of healthy nodes, which must not fail a node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ill(node: ObservedNode) -> list[Finding]:
 
 
 def old_driver(index: int = 0, **fields: Any) -> Gpu:
-    """Before r570: no recovery action."""
+    """Return a GPU as a driver before r570 reports it, without a recovery action."""
     return gpu(index, **{"recovery_action": None, "unread": {"recovery_action": "not known to this driver"}, **fields})
 
 
@@ -49,7 +49,7 @@ def test_bridged_and_unbridged_boards_in_one_node_have_no_findings() -> None:
 def test_gpu_of_a_switched_board_without_any_link_is_reported() -> None:
     assert ObservedNode().gpus(gpu(0, nvlinks=DOWN), times=5).verdict("nvlink_state") is Verdict.WARN
     for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA B300 SXM6 AC"):
-        plain = {"name": name, "fabric_state": None}  # the driver does not report the state of the fabric
+        plain = {"name": name, "fabric_state": None}  # a driver that does not report the state of the fabric
         node = ObservedNode().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
         assert node.verdict("nvlink_state") is Verdict.WARN, name
 
@@ -64,7 +64,9 @@ def test_dcgm_incident_on_an_unbridged_nvlink_warns_and_on_a_switched_board_fail
     data = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
     node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(data, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
+    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, (
+        "an incident on a switched board must fail"
+    )
 
 
 # ── GPUs of other jobs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +183,7 @@ def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
 
 
 def test_network_links_that_flap_during_boot_pass() -> None:
-    node = ObservedNode()  # a log of 1000 s of uptime
+    node = ObservedNode()  # a node with a log of 1000 s of uptime
     lost = [KernelEvent(kind="nic", text="ib0: Lost carrier", device="ib0", age=age) for age in (980.0, 970.0, 960.0)]
     assert node.log(*lost).verdict("kernel_nic") is Verdict.OK
 

@@ -1,4 +1,4 @@
-"""Checks of the rest of a node: DCGM's verdicts, kernel log, InfiniBand, mounts, host."""
+"""Checks of a node beside its GPUs: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_one_run_of_dcgmi_health_counts_once_in_several_samples() -> None:
     assert node.verdict("dcgm_health") is Verdict.WARN
     assert node.reads(health_run(180)).verdict("dcgm_health") is Verdict.FAIL
     well = msgspec.structs.replace(DcgmData(), health_at=240)
-    assert node.reads(well, times=4, every=15).verdict("dcgm_health") is Verdict.FAIL, "one good look"
+    assert node.reads(well, times=4, every=15).verdict("dcgm_health") is Verdict.FAIL, (
+        "a single good run of dcgmi has cleared the finding"
+    )
     assert node.reads(msgspec.structs.replace(well, health_at=300)).verdict("dcgm_health") is Verdict.OK
     assert node.cannot("dcgm").verdict("dcgm_health") is Verdict.UNKNOWN
 
@@ -163,7 +165,7 @@ def test_silent_file_server_stalls_storage_until_it_answers_or_half_an_hour_pass
     node = ObservedNode().log(NFS)
     assert node.one("kernel_filesystem").flags == STALLS
     node.passes(60).log(line("filesystem_back", "nfs: server fs2 OK", "fs2"))
-    assert node.one("kernel_filesystem").flags == STALLS, "another server"
+    assert node.one("kernel_filesystem").flags == STALLS, "the answer of another server has ended the stall"
     node.passes(60).log(line("filesystem_back", "nfs: server fs1 OK", "fs1"))
     assert (node.one("kernel_filesystem").flags, node.verdict("kernel_filesystem")) == ((), Verdict.WARN)
     node.passes(60).log(NFS)
@@ -279,7 +281,9 @@ def test_missing_verbs_devices_fail_after_three_samples() -> None:
 def test_port_slower_than_before_warns_and_port_that_was_always_slow_passes() -> None:
     steady = port("mlx5_1", rate=200.0)
     node = ObservedNode().reads(ports(port(rate=400.0), steady), times=3, every=5)
-    assert node.reads(ports(port(rate=100.0), steady), every=5).verdict("fabric_port") is Verdict.OK, "it retrains"
+    assert node.reads(ports(port(rate=100.0), steady), every=5).verdict("fabric_port") is Verdict.OK, (
+        "a port that may still retrain its link was reported"
+    )
     found = node.reads(ports(port(rate=100.0), steady), times=2, every=5).one("fabric_port")
     assert (found.verdict, found.component, found.cause) == (Verdict.WARN, "mlx5_0/1", Cause.FABRIC)
     assert node.reads(ports(port(rate=400.0), steady), times=2, every=5).verdict("fabric_port") is Verdict.OK
@@ -351,15 +355,15 @@ def test_file_system_error_of_a_users_loop_device_does_not_fail_the_node(device:
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
-    """A node whose /scratch has not answered so many processes for so long (s)."""
+    """Return a node whose /scratch has not answered ``attempts`` processes for ``hung_for`` seconds."""
     hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
     return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
 
 
 @pytest.mark.parametrize(("reading", "verdict"), [
     (scratch(3, 15.1), Verdict.FAIL),
-    (scratch(2, 15.1), Verdict.WARN),  # a single request may be lost
-    (scratch(3, 10.0), Verdict.WARN),  # a server that fails over answers again soon
+    (scratch(2, 15.1), Verdict.WARN),  # single requests may get lost
+    (scratch(3, 10.0), Verdict.WARN),  # a server answers again soon after a failover
     (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
     (scratch(0, 0.0), Verdict.WARN),
 ])  # fmt: skip

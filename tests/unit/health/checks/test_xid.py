@@ -1,4 +1,4 @@
-"""Xids: the catalogue, and the findings that follow from them."""
+"""Xids: the catalogue, and the findings from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE_5B = {
     "service": "54 78 92 159",
     "rest": "1-7 9 10 12 15-24 26-30 33-36 42 47 49-53 55-59 61 65 73 81 87 90 91 108 111-118 122-125 138 142 163-172",
 }
-"""as docs/sources.md, Xids, but for 92, which it ignores"""
+"""The classes of docs/sources.md, Xids, without code 92, which that table ignores."""
 
 
 def _codes(text: str) -> set[int]:
@@ -166,7 +166,7 @@ def test_rare_xid_warns_and_fails_only_near_the_death_of_a_role(code: int) -> No
     node = ObservedNode().gpus().xid(code)
     assert node.verdict("xid") is Verdict.WARN
     node.node_state.on_role_death(["GPU-1"], node.now)
-    assert node.check_again().verdict("xid") is Verdict.WARN, "another GPU's role"
+    assert node.check_again().verdict("xid") is Verdict.WARN, "the death of a role on another GPU counts"
     node.node_state.on_role_death(["GPU-0"], node.now + 30)
     found = node.check_again().one("xid")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
@@ -191,7 +191,7 @@ def test_application_xid_around_our_own_kill_has_no_finding(code: int) -> None:
     assert node.xid(code).verdict("xid") is Verdict.OK
     late = ObservedNode().gpus().xid(code)
     late.node_state.on_our_kill(late.now + 5)
-    assert late.passes(5).gpus(times=3).verdict("xid") is Verdict.OK, "we hear of a kill when it is done"
+    assert late.passes(5).gpus(times=3).verdict("xid") is Verdict.OK, "the kill was reported only after the Xid"
     later = ObservedNode().gpus()
     later.node_state.on_our_kill(later.now)
     assert later.passes(90).xid(code).verdict("xid") is Verdict.WARN
@@ -208,7 +208,7 @@ def test_reports_of_kernel_log_nvml_and_dcgm_are_one_event() -> None:
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
     node.xid(74).gpus(xids=(GpuXid("GPU-0", 74), GpuXid("", 74)))
     node.passes(60).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 9}),)))
-    assert node.verdict("xid") is Verdict.WARN, "one event, not a repeated one"
+    assert node.verdict("xid") is Verdict.WARN, "reports of one event by three sources count as several events"
     assert node.node_state.xids.events[0].sources == {"kernel", "nvml", "dcgm"}
     assert len(node.node_state.xids.events) == 1
     node.passes(200).gpus(xids=(GpuXid("GPU-0", 74),))
@@ -303,7 +303,7 @@ def test_xid_without_nvml_fails_a_gpu_that_the_node_has() -> None:
 
 def test_an_xid_79_of_a_gpu_that_still_answers_nvml_is_a_warning() -> None:
     node = ObservedNode().gpus().xid(79)
-    assert node.verdict("xid") is Verdict.WARN, "until NVML is read again"
+    assert node.verdict("xid") is Verdict.WARN, "an Xid 79 must be a warning until the next NVML sample"
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
     assert "NVML reports that the GPU works" in node.text("xid")
 
@@ -312,7 +312,7 @@ def test_xid_79_fails_when_nvml_stops_answering() -> None:
     node = ObservedNode().gpus().xid(79).passes(10).cannot("nvml")
     assert node.verdict("xid") is Verdict.FAIL
     stale = ObservedNode().gpus().xid(79).passes(20).log()
-    assert stale.verdict("xid") is Verdict.FAIL, "no reading came in its time"
+    assert stale.verdict("xid") is Verdict.FAIL, "an Xid 79 must fail if no NVML sample comes in time"
 
 
 def test_xid_79_that_nvml_also_reports_fails_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Baselines: what one monitor learned is restored in the next one."""
+"""Baselines that one health monitor has learned are restored in the next one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:
 
 
 def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> HealthMonitor:
-    """Return a monitor that restores baselines and receives a Hello from a trainer in a training step."""
+    """Return a monitor that has restored baselines and got the Hello of a trainer in a training step."""
     monitor = HealthMonitor()
     monitor.restore_baselines(baselines)
     monitor.on_launched(TRAINER, N1, 1000.0)
@@ -47,7 +47,7 @@ def test_restored_baselines_apply_from_the_first_message() -> None:
     view = monitor.replicas[TRAINER.replica]
     assert (view.usual_duration, view.slowest_duration) == (60.0, 60.0)
     assert view.loads.uses_tensor_cores
-    assert monitor.baselines() == first.baselines(), "and hands on as much"
+    assert monitor.baselines() == first.baselines(), "the second monitor does not pass on what it has restored"
 
 
 def test_first_passes_are_handed_on_before_a_usual_duration_is_known() -> None:

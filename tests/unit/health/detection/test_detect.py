@@ -223,7 +223,7 @@ def agent(node: str, incarnation: int) -> Incarnation:
 
 
 def played(trace: Any) -> Iterator[tuple[HealthMonitor, float]]:
-    """Start a small run, apply the steps of the trace, and yield the monitor and the time after each."""
+    """Start a small run, apply the steps of the trace, and yield (monitor, time) after each step."""
     beginning, rest = trace
     monitor, now = HealthMonitor(), 0.0
     for node in NODES:
@@ -289,7 +289,7 @@ def test_memo_gives_the_same_findings_as_a_full_evaluation(trace: Any) -> None:
     for monitor, now in played(trace):
         full = detect_fresh(monitor, now, SHORT)
         assert detect(monitor, SHORT, now) == full
-        assert detect(monitor, SHORT, now) == full, "the same again when nothing is new"
+        assert detect(monitor, SHORT, now) == full, "a second call without new input has another result"
 
 
 @_few
@@ -298,7 +298,7 @@ def test_findings_do_not_change_before_the_next_evaluation(trace: Any, share: fl
     *_, (monitor, now) = played(trace)
     found, again = detect_fresh(monitor, now, SHORT)
     assert again > now
-    for _ in range(6):  # and the same from each such time to the next
+    for _ in range(6):  # also from each such time until the next one
         end = min(again, now + 1e5)
         for moment in (now + share * (end - now), nextafter(end, 0.0)):
             if now <= moment < again:
@@ -376,13 +376,15 @@ def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(
                 )
                 assert not is_waiting(view) or endless or _in_a_circle(monitor, view.incarnation.replica)
             elif finding.detector == "no_answer" and is_waiting(view):
-                assert view.role.answers_probes, "its role has answered while it waited"
+                assert view.role.answers_probes, (
+                    "a waiting replica failed though its role never answers probes while it waits"
+                )
             elif finding.detector not in ("stop_overdue", "engine_dead"):
                 assert not is_waiting(view) or view.declared.own_work
 
 
 def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
-    """Return whether the wait of a replica may lead back to itself, over all possible edges."""
+    """Return whether the wait of a replica may lead back to the replica itself, over all possible edges."""
     ahead, visited = [start], set()
     while ahead:
         view = monitor.replicas.get(ahead.pop())

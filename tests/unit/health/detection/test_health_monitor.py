@@ -1,4 +1,4 @@
-"""``HealthMonitor``: which observations it keeps and which it ignores."""
+"""``HealthMonitor``: the observations that it keeps, and those that it ignores."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_only_a_rise_of_done_is_progress() -> None:
     monitor = monitor_with(ONE)
     monitor.on_heartbeat(ONE, "generate", 5, None, 3.0)
     monitor.on_heartbeat(ONE, "generate", 5, None, 4.0)
-    monitor.on_heartbeat(ONE, "generate", 2, None, 5.0)  # out of order, after a reconnection
+    monitor.on_heartbeat(ONE, "generate", 2, None, 5.0)  # a late heartbeat, after a reconnection
     view = monitor.replicas[ONE.replica]
     assert (view.done, view.done_changed_at, view.heartbeats) == (5, 3.0, 2)
     monitor.on_heartbeat(ONE, "generate", 6, None, 6.0)
@@ -124,7 +124,7 @@ def test_usual_duration_needs_three_passes_observed_from_their_start() -> None:
     monitor.on_phase(ONE, "train", 0, None, now)
     assert monitor.replicas[ONE.replica].usual_duration is None
     monitor.restart(now + 1)
-    monitor.on_phase(ONE, "wait_data", 0, None, now + 2)  # a pass cut by the restart counts for nothing
+    monitor.on_phase(ONE, "wait_data", 0, None, now + 2)  # a pass that spans a restart has no known duration
     monitor.on_phase(ONE, "train", 0, None, now + 3)
     assert monitor.replicas[ONE.replica].usual_duration is None
 

@@ -1,4 +1,4 @@
-"""The stages of the findings pipeline: their order, what they change, and the reason that they leave on a finding."""
+"""The stages of the findings pipeline: their order, their changes, and the reason that each adds to a finding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def only(findings: list[Finding]) -> Finding:
 
 # ── the list of stages ───────────────────────────────────────────────────────────────────────────────────────────────
 Change = tuple[Finding, Finding, str]
-"""A finding before and after a stage, and the source of the line that the stage must have added."""
+"""(finding before a stage, finding after it, source of the line of evidence that the stage must have added)."""
 
 
 def culprit_among_overdue_members() -> Change:
@@ -125,7 +125,7 @@ def node_like_many_others() -> Change:
 
 
 CHANGES: dict[Callable[..., object], tuple[Callable[[], Change], ...]] = {
-    first_match: (),  # it evaluates no detector after the first that finds something, so it drops nothing
+    first_match: (),  # first_match stops at the first detector that finds something, so it drops no finding
     blame_gang_members: (
         culprit_among_overdue_members,
         lambda: member_that_computes_nothing(*RANKS),
@@ -139,7 +139,7 @@ CHANGES: dict[Callable[..., object], tuple[Callable[[], Change], ...]] = {
     apply_settings: (cause_that_does_not_blame_the_node, check_that_is_only_observed),
     correlate: (node_like_many_others,),
 }
-"""Every stage, and every way in which it changes a verdict or drops findings in favour of another one."""
+"""Every stage, with each way in which it changes a verdict or drops findings in favour of another one."""
 
 
 def test_pipeline_lists_its_stages_in_order() -> None:
@@ -152,7 +152,9 @@ def test_pipeline_lists_its_stages_in_order() -> None:
 )
 def test_stage_that_changes_a_finding_adds_the_reason(change: Callable[[], Change]) -> None:
     before, after, source = change()
-    assert after.evidence[: len(before.evidence)] == before.evidence, "what was observed stays"
+    assert after.evidence[: len(before.evidence)] == before.evidence, (
+        "the stage has changed or removed earlier evidence"
+    )
     assert [line.source for line in after.evidence[len(before.evidence) :]][-1:] == [source]
 
 
@@ -183,7 +185,9 @@ def test_failed_node_keeps_proof_and_findings_of_other_nodes() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
     kept = [about_node(), about(ROLLOUTS[0], "exit_record", proof=True), about(ROLLOUTS[2])]
     unknown = about(ROLLOUTS[1], "worker_silence", Verdict.UNKNOWN)
-    assert suppress_on_failed_nodes([*kept, unknown], trace.monitor) == kept, "an UNKNOWN is no finding to report"
+    assert suppress_on_failed_nodes([*kept, unknown], trace.monitor) == kept, (
+        "an UNKNOWN on a failed node was not dropped"
+    )
 
 
 def test_failed_node_names_the_findings_of_its_replicas() -> None:

@@ -1,4 +1,7 @@
-"""Detectors on scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
+"""Detectors on scripted scenarios in virtual time (tests/data/scenarios).
+
+Other tests here are about the player of scenarios and its scores.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
 LIGHTEST = 2
-"""Number of scenarios of each kind (folder) that ``make test`` plays: those that are played fastest."""
+"""Number of scenarios of each kind (folder) that ``make test`` plays: the ones with the least weight."""
 LIGHT = 7000.0
 """Weight (seconds x processes) above which only ``make test-long`` plays a scenario."""
 HANG = """
@@ -251,7 +254,7 @@ def test_confusion_counts_misses_false_alarms_and_correct_silence() -> None:
 
 
 def test_each_hang_is_compared_with_itself() -> None:
-    """Give one ratio for each of three hangs, independent of the median of all delays."""
+    """The ratio of each of three hangs is computed by itself, independently of the median of all delays."""
 
     def plays(*delays: float) -> list[Played]:
         found = [Outcome("x", "hang", "FAIL", 0.0, delay, True, "hang") for delay in delays]

@@ -1,4 +1,4 @@
-"""Suspended jobs (gang scheduling, an administrator) look hung or lost, but are neither."""
+"""Suspended jobs (by gang scheduling or an administrator) look hung or lost, but are neither."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report_suspended(trace: Trace, node: NodeName, suspended: bool) -> None:
 
 
 def one_suspended() -> Trace:
-    """Return a trace in which n1 is suspended and reported as such by the cluster."""
+    """Return a trace in which n1 sends nothing, and the cluster reports its job as suspended."""
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
     report_suspended(trace, N1, False)
     trace.play(5)
@@ -57,7 +57,9 @@ def test_deadlines_start_again_after_a_suspension() -> None:
     report_suspended(trace, N1, False)
     assert trace.found() == set()
     trace.play(1.0)
-    assert trace.found() == {fail("node_lost", "n1")}, "and then it is judged like any other"
+    assert trace.found() == {fail("node_lost", "n1")}, (
+        "a node that is no longer suspended must be judged like any other"
+    )
 
 
 def test_message_from_a_suspended_node_ends_its_suspension() -> None:
@@ -101,7 +103,9 @@ def test_silent_node_is_not_excluded_before_a_suspension_check() -> None:
 def test_silent_node_is_excluded_once_the_cluster_reports_it_not_suspended() -> None:
     trace = without_heartbeats(Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2]))
     trace.play(LIMITS.silence / 2 + 1.0)
-    assert trace.monitor.needs_suspend_check(LIMITS, trace.now), "it is asked before the deadline"
+    assert trace.monitor.needs_suspend_check(LIMITS, trace.now), (
+        "the monitor does not ask for the job's state before the deadline"
+    )
     report_suspended(trace, N1, False)
     trace.play(LIMITS.silence / 2 - 1.0)
     assert judged(trace) == {fail("node_lost", "n1")}
@@ -153,7 +157,9 @@ def test_gang_with_a_suspended_member_is_not_hung() -> None:
     trace.play(10.0)
     assert trace.found() == set()
     trace.play(LONG)
-    assert {finding.detector for finding in trace.findings()} == {"phase_overdue"}, "judged again from when all go on"
+    assert {finding.detector for finding in trace.findings()} == {"phase_overdue"}, (
+        "after a suspension, members are not judged from the time at which all continue"
+    )
 
 
 def test_silent_member_that_is_not_suspended_itself_fails() -> None:

@@ -56,7 +56,7 @@ def test_new_records_are_added_and_old_ones_are_not_read_again(folder: Path, fil
     db = sqlite3.connect(file)
     db.execute("UPDATE records SET line = CAST(replace(CAST(line AS TEXT), 'n1', 'n9') AS BLOB)")
     db.commit()
-    db.close()  # what was read before is recognized by this
+    db.close()  # the cache now differs from the file, which shows whether a record comes from the cache
     with path.open("ab") as more:
         more.write(encode_line(left(9, "n1")))
     records_read, _ = read(folder, file)
@@ -150,7 +150,7 @@ def test_file_whose_name_no_run_can_have_is_not_read(folder: Path, file: Path, r
     (folder / os.fsdecode(name)).mkdir()
     _, sources = read(folder, file)
     assert sources.files == 1
-    assert all(": it belongs to " in refused for refused in sources.refused)  # a folder that no user is called
+    assert all(": it belongs to " in refused for refused in sources.refused)  # no user has the name of this folder
 
 
 def test_records_of_two_epochs_belong_to_one_run(folder: Path, file: Path) -> None:
@@ -204,7 +204,7 @@ def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch:
 
 
 def old_schema_file(folder: Path) -> Path:
-    """Write a history as the version with schema 1 did."""
+    """Write a history file in the old format of schema 1."""
     path = write(folder, ME, "old", [])
     path.write_text(
         f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"c","job":"j","epoch":1,"schema":1}}\n'

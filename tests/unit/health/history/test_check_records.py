@@ -1,4 +1,7 @@
-"""The findings of a node's own checks in the history: which are recorded, in which file, how a report counts them."""
+"""The findings of a node's own checks in the history: which of them are recorded, and in which file.
+
+Other tests are about their count in a report.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rrl.health.report.site import report
 
 N1 = NodeName("n1")
 NOON = 1_795_694_400.0
-"""2026-11-26 12:00 UTC"""
+"""The time 2026-11-26 12:00 UTC."""
 FILE = "health-check.n1.202611.jsonl"
 
 
@@ -177,7 +180,9 @@ def test_report_shows_a_node_that_no_run_used_and_counts_no_run(tmp_path: Path) 
     assert (node.node, node.detectors, node.runs) == ("n1", ["xid"], ["health-check.n1"])
     assert (made.site.runs, made.site.users, made.site.node_days, made.site.failures) == (0, 0, 0.0, 0)
     trusted = os.geteuid() == 0
-    assert node.verdict == ("FAIL" if trusted else "WARN"), "only root's records suffice alone"
+    assert node.verdict == ("FAIL" if trusted else "WARN"), (
+        "records of a node fail it, though only root's records suffice alone"
+    )
     assert bool(node.scontrol) == trusted
 
 

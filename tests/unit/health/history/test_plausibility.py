@@ -1,4 +1,4 @@
-"""Records that contradict the clock, their run or the hardware are left out; all others are kept."""
+"""Records that contradict the clock, their run or the hardware are left out, and all others are kept."""
 
 from __future__ import annotations
 

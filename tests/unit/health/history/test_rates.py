@@ -1,4 +1,4 @@
-"""Rates and their intervals against published tables; exposure counted once."""
+"""Rates and their intervals agree with published tables, and exposure is counted once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_gamma_quantile_is_the_inverse_of_the_gamma_distribution(shape: int, sha
 
 
 def test_published_failure_rate_is_reproduced() -> None:
-    """RSC-1 (docs/sources.md): 6.50 failures per 1000 node-days."""
+    """The published rate is that of RSC-1 (docs/sources.md): 6.50 failures per 1000 node-days."""
     rate = rate_per(65, 10_000, 1000.0)
     assert rate.value == 6.5
     assert rate.low is not None

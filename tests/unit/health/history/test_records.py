@@ -1,4 +1,4 @@
-"""Lines of a history: each record is read as it was written, and all other lines are rejected."""
+"""Each record of a history is read as it was written, and all other lines are rejected."""
 
 from __future__ import annotations
 

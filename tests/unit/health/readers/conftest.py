@@ -1,4 +1,4 @@
-"""A stand-in driver that is loaded, and the NVML reader over it."""
+"""A fake NVIDIA driver, and the NVML reader that uses it."""
 
 from __future__ import annotations
 

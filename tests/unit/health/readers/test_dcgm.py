@@ -1,4 +1,7 @@
-"""DCGM: a dcgm-exporter's page, and what dcgmi writes, both as the real ones do (sources: the module of the reader)."""
+"""DCGM: the page of dcgm-exporter and the output of dcgmi, both in the form of the real programs.
+
+The module of the reader names their sources.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ NOT_INSTALLED = "/nowhere/dcgmi"
 
 
 ME = pwd.getpwuid(os.getuid()).pw_name
-"""who runs these tests: the stand-ins belong to nobody else"""
+"""The user who runs these tests, to whom the fake exporter and host engine belong."""
 
 
 @pytest.fixture(autouse=True)
 def hostengine(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Somebody listens as DCGM's host engine does: us, on a port of its own."""
+    """Listen in place of DCGM's host engine, on a free port; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", port)
@@ -54,7 +57,7 @@ def metrics() -> Iterator[Exporter]:
 
 @pytest.fixture
 def replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the fake dcgmi."""
+    """Return the folder with the replies of the fake dcgmi."""
     monkeypatch.setenv("RRL_FAKE_DCGMI", str(tmp_path))
     return tmp_path
 
@@ -94,7 +97,7 @@ def test_the_gauge_of_the_last_xid_is_not_counted(metrics: Exporter) -> None:
 def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=NOT_INSTALLED))
     totals = []
-    for count in (2, 3, 1, 0, 1):  # in the window: two, one more, the first two leave, all left, a new one
+    for count in (2, 3, 1, 0, 1):  # Xids in the window: two, one more, only the third, none, a new one
         metrics.text = page(GPUS, *([xid(0, UUID, 31, count)] if count else []), xid(1, OTHER, 13, 1))
         totals.append(next((gpu.xid_counts for gpu in reader.read().gpus if gpu.uuid == UUID), None))
     assert totals == [{31: 2}, {31: 3}, {31: 3}, None, {31: 4}]
@@ -168,7 +171,7 @@ def test_exporter_address_other_than_plain_http_is_not_read() -> None:
 
 # ── dcgmi health ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def report(**groups: dict[str, dict[str, tuple[str, list[str]]]]) -> str:
-    """As Health.cpp builds it: group → entity → system → (health, pieces of the message)."""
+    """Return dcgmi's report as Health.cpp builds it: group → entity → system → (health, pieces of the message)."""
     body: dict[str, Any] = {"Overall Health": {"value": "Failure" if groups else "Healthy"}}
     for group, entities in groups.items():
         body[group] = {"children": {
@@ -221,7 +224,7 @@ def test_health_is_queried_seldom_and_its_incidents_are_repeated_in_between(metr
         assert [(incident.gpu, incident.system) for incident in data.incidents] == [(OTHER, "PCIe")]
         assert data.unread == {}
         runs.add(data.health_at)
-    assert len(runs - {None}) == 1, "one run, told three times"
+    assert len(runs - {None}) == 1, "three reads of one run of dcgmi do not have its time"
     assert (replies / "calls").read_text() == "health -c -j\n"
 
 
@@ -284,7 +287,7 @@ PERSISTENCE = {
 
 
 def document(name: str, *results: dict[str, Any], top: str = "DCGM Diagnostic") -> str:
-    """As DCGM 4.2.3 wrote it."""
+    """Return a document in the form of DCGM 4.2.3."""
     test = {"name": name, "results": results, "test_summary": {"status": "Fail"}}
     return json.dumps({
         top: {"test_categories": [{"category": "Deployment", "tests": [test]}]},

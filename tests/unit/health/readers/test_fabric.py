@@ -1,4 +1,4 @@
-"""InfiniBand and RoCE ports in a planted sysfs, laid out as mlx5's."""
+"""InfiniBand and RoCE ports in a fake sysfs with the layout of mlx5."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_port_reading_has_all_counters(tmp_path: Path) -> None:
     assert (port.rate, port.link_layer) == (400.0, "InfiniBand")
     assert port.counters["symbol_error"] == 7
     assert port.counters["rnr_nak_retry_err"] == 2
-    assert "port_xmit_wait" not in port.counters  # the device does not count it
+    assert "port_xmit_wait" not in port.counters  # the device has no such counter
     assert "carrier_changes" not in port.counters
     assert port.unread == {}
 
@@ -86,7 +86,7 @@ def test_unreadable_counter_is_unread_and_the_others_are_read(tmp_path: Path) ->
     device(tmp_path, "mlx5_0")
     bad = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed"
     bad.unlink()
-    bad.symlink_to("/proc/self/mem")  # reads of its beginning fail with EIO, as those of a dead device do
+    bad.symlink_to("/proc/self/mem")  # reads of its first bytes fail with EIO, like those of a dead device
     (port,) = reader(tmp_path).read().ports
     assert "link_downed" not in port.counters
     assert port.unread["link_downed"] == "Input/output error"

@@ -1,4 +1,4 @@
-"""The host: mounts that hang, processes that are stuck, and what /proc and /sys tell."""
+"""The reader of a host: mounts that hang, processes that are stuck, and values of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def mounts_reader(*paths: Path | str, timeout_s: float = TIMEOUT_S) -> Iterator[
 
 @pytest.fixture
 def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path whose file system does not answer as long as there is a file ``dead.away`` beside it. The process that
-    looks at it is a fork of ours, so this reaches it."""
+    """Return a path whose file system does not answer while a file ``dead.away`` exists beside it.
+
+    The process that probes the path is a fork of this one, so that the monkeypatch applies to it.
+    """
     path, away = tmp_path / "dead", tmp_path / "dead.away"
     path.mkdir()
     away.touch()
@@ -86,13 +88,13 @@ def _children() -> set[int]:
 
 
 def test_hung_mount_delays_one_read_only_and_no_other_mount(dead: Path, tmp_path: Path) -> None:
-    before = _children()  # earlier tests of this process may have left some
+    before = _children()  # earlier tests in this process may have left some children
     with mounts_reader(dead, tmp_path, timeout_s=0.5) as mounts_:
         for _ in range(3):
             gone, there = mounts_.read()
             assert (gone.answers, gone.why) == (False, "did not answer within 0.5 s")
             assert there.answers
-        # Not more with each look. The process that the other mount answered may still be ending.
+        # Further reads start no more processes. The process that probed the other mount may still be ending.
         wait_until(lambda: len(_children() - before) == MOUNT_ATTEMPTS)
         assert (gone.attempts, there.attempts) == (MOUNT_ATTEMPTS, 0)
         assert gone.hung_for >= 0.5
@@ -128,7 +130,7 @@ def test_mount_that_recovers_is_reported_as_answering_again(dead: Path) -> None:
 def test_process_that_probes_a_hung_mount_ends_with_the_reader(dead: Path) -> None:
     read, write = os.pipe()
     reader = os.fork()
-    if reader == 0:  # a reader's process, killed while it waits
+    if reader == 0:  # a reader's process, which is killed while it waits
         os.close(read)
         try:
             Mounts([str(dead)], TIMEOUT_S).read()
@@ -212,7 +214,8 @@ def test_kernel_threads_in_state_d_are_not_reported_as_stuck(tmp_path: Path, clo
     plant(tmp_path / "proc", 9, "D", name="kworker/0:1", flags=_KERNEL_THREAD)
     reading = reader(tmp_path)
     assert reading.read().stuck == ()
-    plant(tmp_path / "proc", 9, "D", name="python")  # its pid is another's now: seen a few looks later
+    # another process got the pid, which the reader notices after some reads
+    plant(tmp_path / "proc", 9, "D", name="python")
     assert [len(reading.read().stuck) for _ in range(40)][-1] == 1
 
 

@@ -1,4 +1,4 @@
-"""The kernel log: which lines are recognised, their age, and the effect of a flood of lines."""
+"""The kernel log: the lines that are recognised, their age, and the effect of a flood of lines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU h
 
 
 class Log:
-    """A pipe in place of /dev/kmsg: its reads do not block either, but one may return more than one record."""
+    """A pipe in place of /dev/kmsg.
+
+    Like /dev/kmsg it does not block a read, but one read may return several records.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "kmsg"
         os.mkfifo(self.path)
-        self._reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # or it could not be opened for writing
+        # without a reader, it could not be opened for writing
+        self._reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         self._writing = os.open(self.path, os.O_WRONLY)
         self._number = 100
 
@@ -150,7 +154,7 @@ HOSTILE = [
     "Out of memory: Killed process 1 (x)", "\\x0aNVRM: Xid (PCI:0000:cb:00): 79, x",
 ]  # fmt: skip
 KERNEL_FORMATS = [
-    # recorded on Linux 6.18 (x86-64): the attacker's program set its comm and was called by the file's name
+    # recorded on Linux 6.18 (x86-64), where the attacker's program set its comm and the name of its file
     "{comm}[8146]: segfault at 0 ip 000055e0ade65170 sp 00007fff0dcb5de0 error 6 in {file}[1170,55e0ade65000+1000]"
     " likely on CPU 1 (core 1, socket 0)",
     "{comm}[8146]: segfault at 0 ip 0 sp 0 error 4 in {file}[401000+1000]",
@@ -176,14 +180,14 @@ KERNEL_FORMATS = [
     'audit: type=1701 audit(1.1:1): auid=1000 comm="{comm}" exe="{file}" sig=11 res=1',
     "overlayfs: failed to resolve '{file}': -2",
     "usb 1-1: Product: {file}",
-    "{file}IN=lo OUT= MAC=00:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84",  # the prefix of a packet filter's rule
-    " in {file}[1170,55e0ade65000+1000]",  # the rest of an interrupted line
+    "{file}IN=lo OUT= MAC=00:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84",  # a packet filter's rule chooses the prefix
+    " in {file}[1170,55e0ade65000+1000]",  # the end of a line whose beginning another line interrupted
 ]  # fmt: skip
-"""messages in which the kernel prints what a user chose"""
+"""Messages in which the kernel prints text that a user has chosen."""
 
 
 def as_the_kernel_prints(comm: str) -> str:
-    """The first 15 bytes, as /dev/kmsg escapes them."""
+    """Return the first 15 bytes of a name as /dev/kmsg escapes them."""
     return "".join(chr(b) if 32 <= b < 127 and b != 92 else f"\\x{b:02x}" for b in comm.encode()[:15])
 
 
@@ -211,7 +215,7 @@ def test_combination_of_user_chosen_names_is_never_recognised_as_a_kernel_messag
 
 @pytest.mark.parametrize(("head", "expected"), [
     ("4,101,1000,-", [79]), ("0,101,1000,-,caller=T1", [79]),
-    ("12,101,1000,-", []),  # facility 1: a program wrote it into /dev/kmsg
+    ("12,101,1000,-", []),  # facility 1: a program wrote the record into /dev/kmsg
     ("28,101,1000,-", []),  # facility 3: a daemon did
     ("4,101,1000,c", []), ("4,101,1000,+", []),  # goes on with another record
 ])  # fmt: skip
@@ -232,7 +236,7 @@ def test_xid_event_states_whether_the_node_has_its_pci_device(tmp_path: Path) ->
     (tmp_path / "kmsg").write_text("\n".join(lines) + "\n")
     options = ReaderOptions(kmsg=str(tmp_path / "kmsg"), sysfs=str(tmp_path / "sys"), proc=str(tmp_path / "proc"))
     reader = KernelReader(options)
-    shutil.rmtree(devices / "0000:1b:00.0")  # a GPU that fell off its bus may be gone from the list
+    shutil.rmtree(devices / "0000:1b:00.0")  # a GPU that fell off its bus may be missing in the list of devices
     assert [event.pci_exists for event in reader.read().events] == [True, False, True, False]
     reader.close()
 
@@ -284,7 +288,7 @@ def test_flood_of_lines_is_cut_and_counted_without_hiding_an_xid(tmp_path: Path)
     assert len(data.events) == MAX_EVENTS
     assert data.dropped == 5000 - MAX_EVENTS
     assert [event.kind for event in data.events if event.kind != "io"] == ["xid", "oom"]
-    assert data.events[0].kind == "io"  # in the order in which they were written
+    assert data.events[0].kind == "io"  # events are in the order in which they were written
 
 
 def test_storm_of_one_xid_does_not_hide_another_xid(tmp_path: Path) -> None:
@@ -319,7 +323,7 @@ def test_unreadable_kernel_log_names_the_setting_that_forbids_it(
 
     (tmp_path / "sys/kernel").mkdir(parents=True)
     (tmp_path / "sys/kernel/dmesg_restrict").write_text("1\n")
-    monkeypatch.setattr(os, "open", refused)  # root may read everything, so no real file does it
+    monkeypatch.setattr(os, "open", refused)  # root may read every file, so that no real file is refused
     with pytest.raises(PermissionDenied, match=r"^/dev/kmsg: not permitted \(dmesg_restrict=1\)$"):
         KernelReader(ReaderOptions(proc=str(tmp_path)))
 

@@ -1,4 +1,4 @@
-"""A node is accused by the evidence of two users or of root, never by one user alone, whatever they report."""
+"""A node can be accused by the evidence of two users or of root, but never by the evidence of one user alone."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def reports(records: list[SourcedRecord], **drains: DrainState) -> dict[str, Nod
 
 
 def invented(user: str, runs: int) -> list[SourcedRecord]:
-    """Return runs in which every node fails with proof, is excluded, and has an open drain request, each on another
-    day."""
+    """Return runs in which every node fails with proof, is excluded and has an open drain request.
+
+    Each run is at a time of its own.
+    """
     records: list[SourcedRecord] = []
     for day in range(runs):
         for i, node in enumerate(NODES):
@@ -76,7 +78,8 @@ def test_same_evidence_from_two_users_accuses_the_node() -> None:
 def test_unrelated_record_of_an_honest_user_does_not_confirm_invented_evidence(honest: str) -> None:
     at = 2 * DAY_S
     those: dict[str, list[Record]] = {
-        "crash": [failed(at, "n1")],  # which eve's findings make infrastructure's: it is her word all the same
+        # eve's findings make this crash a failure of the infrastructure, so that it still depends on her records
+        "crash": [failed(at, "n1")],
         "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
         "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],
         "exclusion": [acted(at, "n1", "excluded")],

@@ -1,4 +1,4 @@
-"""The report of a site whose truth is known (tests/support/health/site_history.py)."""
+"""The report about a site whose failures are known (tests/support/health/site_history.py)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_outage_without_a_failure_is_charged_to_no_node() -> None:
 # ── the site ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_site_figures_of_a_sample_week_are_as_expected() -> None:
     site = made(week()).site
-    # 4 days of ten nodes; 2 of n3, n4 and 1 of n7 (and 5 s); 1 of n8, n9
+    # 4 days of ten nodes, 2 days of n3 and n4, 1 day of n7 (and 5 s), and 1 day of n8 and n9
     assert site.node_days == pytest.approx(40 + 4 + 1 + 2, abs=0.01)
     assert site.gpu_days == pytest.approx(8 * site.node_days, abs=0.01)
     assert (site.failures, site.other_failures, site.injected) == (5, 2, 1)
@@ -303,7 +303,7 @@ def test_score_matches_the_documented_formula() -> None:
 
 
 def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[SourcedRecord]:
-    """A run of ``user`` in which n1 fails for a short time on each of these days."""
+    """Return the records of a run of ``user`` in which n1 fails for a short time on each of these days."""
     records = [began(0, "r", user), *held(0, "n1", "n2", "n3", "n4")]
     for day in days:
         records += [found(day * DAY_S, "n1"), failed(day * DAY_S + 5, "n1"), found(day * DAY_S + 9, "n1", Verdict.OK)]

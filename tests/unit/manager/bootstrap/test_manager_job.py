@@ -1,6 +1,6 @@
-"""The manager's own Slurm jobs, how successors are queued, and the supervisor of a manager in a pool.
+"""The manager's own Slurm jobs, the queue of successors, and the supervisor of a manager in a pool.
 
-What needs a real Slurm is tested in tests/integration/slurm.
+The tests in tests/integration/slurm use a real Slurm.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_manager_in_pool_finds_its_allocation_by_the_name_of_its_job(
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
     assert manager_job.own_allocation_tag(RUN, pool) == f"{RUN}.pool"
     assert manager_job.own_allocation_tag(RUN, job) == ""
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in an interactive job
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # a manager that was started by hand in an interactive job
     assert manager_job.own_allocation_tag(RUN, pool) == ""
 
 
@@ -120,7 +120,9 @@ def test_unanswered_squeue_is_repeated_before_a_successor_is_queued(
 def test_manager_outside_of_a_job_queues_no_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
-    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
+    ensure_successor(
+        RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: pytest.fail("a successor was queued"), monkeypatch
+    )
     assert log.read_text() == ""
 
 
@@ -142,7 +144,7 @@ def test_pending_manager_is_cancelled_and_a_running_one_is_not(tmp_path: Path, m
     log = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
     assert asyncio.run(manager_job.cancel_pending(RUN, run_spec(tmp_path))) == ""
     assert log.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
-    assert not asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path))), "one is running"
+    assert not asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path))), "a pending manager was not found"
     commands(tmp_path, monkeypatch, scancel="", squeue="")
     assert asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path)))
     commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")
@@ -237,7 +239,7 @@ def test_pool_supervisor_ends_after_the_run_was_removed(tmp_path: Path, monkeypa
 
     def call(argv: list[str]) -> int:
         calls.append(argv)
-        assert len(calls) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a removed run"
+        assert len(calls) <= pool_supervisor.MAX_FUTILE_STARTS, "the supervisor holds the pool of a removed run"
         return 1
 
     monkeypatch.setattr("subprocess.call", call)

@@ -1,4 +1,4 @@
-"""What a real Slurm would reject is reported with the key of job.toml to change, and nothing is started."""
+"""A request that a real Slurm would reject is reported with the key of job.toml to change, and nothing is started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORM = "spares = 0"
 @pytest.fixture
 def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield slurm_lab
-    assert slurm_lab.jobs() == [], "something was started"
+    assert slurm_lab.jobs() == [], "the preflight has left a job"
 
 
 def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
@@ -34,7 +34,7 @@ def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]
 
 
 def answers_for(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, SlurmAnswer]:
-    """Return what Slurm says about each job.toml, as a plain user gets it."""
+    """Return Slurm's answer to each job.toml, as a plain user gets it."""
     folder = lab.user_home / "trial"
     path = Path(folder, "found")
 
@@ -63,7 +63,9 @@ def test_start_that_slurm_estimates_is_passed_on(lab: SlurmLab) -> None:
     assert set(answers["pool"].starts) == {"pool", "manager"}
     assert "manager" in answers["hetjob"].starts
     for start in answers["pool"].starts.values():
-        assert abs((datetime.fromisoformat(start) - datetime.now()).total_seconds()) < 3600, "local time"
+        assert abs((datetime.fromisoformat(start) - datetime.now()).total_seconds()) < 3600, (
+            "the estimated start is not in local time"
+        )
 
 
 def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:

@@ -1,4 +1,4 @@
-"""The most jobs and steps of a run; the preview shows the requests that the planner makes."""
+"""The largest numbers of jobs and steps of a run, and the preview, which shows the requests that the planner makes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_pool_counts_one_job_plus_managers_and_a_replacement_for_each_node() -> 
 def test_each_rank_and_each_standby_counts_as_a_step() -> None:
     trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, donor_rollouts=9)
     gang = msgspec.structs.replace(run_spec("pool"), roles=(ROLES[0], trainer, ROLES[2]))
-    assert max_standbys(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
+    # one beside each rank, on the spare, and on each of the three rollouts' nodes
+    assert max_standbys(gang) == 4 + (1 + 3) * 2
     assert worst_case(gang).steps == (1 + 4 + 3) + 6 + max_standbys(gang)
     assert max_standbys(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
 
@@ -64,7 +65,7 @@ def test_each_spare_hosts_as_many_rollout_standbys_as_fit() -> None:
     assert worst_case(pool).steps == 5 + 6 + 2
     shared = msgspec.structs.replace(warm, exclusive=False, per_member=Resources(1, 0, 2**28))  # two CPUs on a node
     assert max_standbys(msgspec.structs.replace(pool, roles=(*ROLES[:2], shared))) == 2 * 2
-    assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # at most one for each rollout
+    assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # not more than rollouts
     assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 
@@ -109,7 +110,7 @@ def test_jobs_per_hour_include_six_windows_of_losses_restarts_and_rotations() ->
     hour = worst_case(run_spec("replica"))
     assert (
         hour.jobs_per_hour == 2 + 5 + 6 * 2 + 3
-    )  # two of five nodes may be excluded; rollouts last two hours of the day
+    )  # two of five nodes may be excluded, and rollouts have two hours of walltime each day
     assert hour.steps_per_hour == (5 + 5) * (1 + 6 * 10)
 
 
@@ -139,4 +140,6 @@ def test_allocations_that_are_renewed_overlap_in_the_hours_of_a_run() -> None:
     spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, rotate=600.0))
     assert demand(spec).gpu_hours == 3 + 2 * 600 / 3600
     spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, rotate=7200.0))
-    assert demand(spec).gpu_hours == 3 + 2 * 0.5, "the overlap is at most half of an allocation"
+    assert demand(spec).gpu_hours == 3 + 2 * 0.5, (
+        "the overlap of two allocations is not limited to half of an allocation"
+    )

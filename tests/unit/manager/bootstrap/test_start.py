@@ -1,4 +1,4 @@
-"""From a job spec to a manager: what a failed start leaves, and how a manager that raised is started again."""
+"""The start of a manager from a job spec: the files after a failed start, and the restart of a manager that raised."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
 
 
 async def wait_until_unlisted(cluster: LocalCluster) -> None:
-    """Wait until no step is listed."""
+    """Wait until the cluster lists no step."""
     async with asyncio.timeout(TIMEOUT_S):
         while await steps(cluster):
             await asyncio.sleep(0.01)
@@ -259,7 +259,7 @@ def test_release_ends_its_allocation_and_no_other(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_killed_manager_are_found_by_the_next_one(tmp_path: Path) -> None:
-    """The first manager runs in its own process and is killed with SIGKILL."""
+    """The first manager has a process of its own, which is killed with SIGKILL."""
     code = """
 import asyncio, sys, pathlib
 from rrl.manager.cluster.local import LocalCluster
@@ -288,7 +288,7 @@ asyncio.run(main())
             await killed.wait()
             record = at.run.cluster / "steps" / f"{unrecorded.tag}.json"
             half = record.read_text().replace('"pid":', '"was":').replace('"started":', '"then":')
-            record.write_text(half)  # as if it had died before it recorded the process id
+            record.write_text(half)  # as if the manager had died before it recorded the process id
             for launch in (recorded, unrecorded):
                 await wait_for_admission(manager, launch)
                 await wait_for_processes(at, launch, 3)

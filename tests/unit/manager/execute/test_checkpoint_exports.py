@@ -30,7 +30,7 @@ TIMEOUT_S = 30.0
 
 
 class Exporting:
-    """Exports of a run in ``path``, whose export program does what ``script`` says by step."""
+    """Exports of a run in ``path`` by a program that does, for each step, what ``script`` contains."""
 
     def __init__(self, path: Path, export: Literal["end"] | int | None, **script: str) -> None:
         self.run = RunDir(path / "run")
@@ -54,7 +54,7 @@ class Exporting:
         self.state = msgspec.structs.replace(self.state, finish=Finish(outcome, Why(("it is over",))))
 
     async def settle(self) -> None:
-        """Wait until the run may end."""
+        """Wait until no export prevents the end of the run."""
         async with asyncio.timeout(TIMEOUT_S):
             while not self.exports.is_settled():
                 self.ended.clear()
@@ -137,7 +137,7 @@ def test_export_failure_is_reported_until_an_export_succeeds(tmp_path: Path) -> 
         assert folders.export_failure == "step 2: the disk is full 2"
         run.finish(Outcome.COMPLETED)
         await run.settle()
-        assert run.made == ["step-1"], "an export that failed is not repeated"
+        assert run.made == ["step-1"], "a failed export was repeated"
         run.commit(3)
         await run.settle()
         assert (run.made, model_folders(run.run, 3).export_failure) == (["step-1", "step-3"], "")
@@ -181,7 +181,7 @@ def test_an_export_ends_with_its_manager_and_with_a_cancelled_run(tmp_path: Path
         else:
             run.state = msgspec.structs.replace(run.state, cancelled_by="anna")
             await run.settle()
-        assert (run.run.path / "ended-2").exists(), "it had no time to remove its files"
+        assert (run.run.path / "ended-2").exists(), "the export was killed before it had removed its files"
         assert run.made == []
         assert not (run.run.path / "begun-3").exists()
 

@@ -34,7 +34,10 @@ ALL = (REQUEST, RELEASE, LAUNCH, STOP, INJECT)
 
 
 class Scripted:
-    """A cluster that raises the given errors in turn (None: no error), and then accepts every call."""
+    """A cluster that answers calls in turn with the given answers, and then accepts every call.
+
+    An exception is raised; None accepts the call.
+    """
 
     def __init__(self, *answers: Exception | None) -> None:
         self.requests: list[tuple[str, str]] = []
@@ -83,7 +86,7 @@ class Scripted:
 
 
 class ScriptedSteps(StepControl):
-    """Prepares launches and requests stops as the bench says."""
+    """Prepares launches and requests stops as the fields of the bench determine."""
 
     def __init__(self, context: RunContext, bench: Bench) -> None:
         super().__init__(context, bench.cluster, "job.toml")
@@ -104,11 +107,11 @@ class ScriptedSteps(StepControl):
 
 
 def _unused(*_: Any) -> Any:
-    raise AssertionError("the executor neither reads the state nor sends messages itself")
+    raise AssertionError("the executor has read the state or sent a message itself")
 
 
 class Bench:
-    """An executor with everything around it scripted."""
+    """An executor whose cluster and whose other components are scripted."""
 
     def __init__(self, *answers: Exception | None) -> None:
         self.cluster = Scripted(*answers)
@@ -117,10 +120,10 @@ class Bench:
         self.injected: list[InjectFault] = []
         self.promoted: list[Launch] = []
         self.outdated = False
-        """Whether standby processes have an old environment."""
+        """Whether standby processes have an outdated environment."""
         self.lost = False
         self.failing_checks = 0
-        """How often the run directory cannot be read."""
+        """Number of further reads of the run directory that fail."""
         self.cannot_prepare: OSError | None = None
         self.sent: list[float] = []
         context = RunContext(RunDir(Path("run")), HealthMonitor(), _unused, self.recorded.append, _unused, _unused)

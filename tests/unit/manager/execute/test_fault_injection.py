@@ -1,4 +1,4 @@
-"""Which process injects a fault, and what is recorded about it whatever happens to the target."""
+"""Which process injects a fault, and what is recorded about the fault in each case."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_role_replaced_before_its_call_leaves_the_fault_unknown(tmp_path: Path) 
     bench = Bench(tmp_path)
 
     async def replaced() -> None:
-        await asyncio.sleep(10 * fault_injection.ANSWER_TIMEOUT_S)  # the role may call the worker API any time later
+        await asyncio.sleep(10 * fault_injection.ANSWER_TIMEOUT_S)  # the role may call the worker API at any later time
         assert bench.events() == []
         bench.record(ev.Decided(Fence(bench.incarnation, Rung.IN_PLACE, Why(("it hangs",)))))
 

@@ -189,7 +189,7 @@ PRELOADED = Incarnation(preloaded_id("rollout", NodeName("n1")), 1)
 
 
 def promotion_of_preloaded(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
-    """Write the launch file of a preloaded process; return the state and the promotion to a rollout."""
+    """Write the launch file of a preloaded process; return the state, and the action that promotes it to a rollout."""
     allocation = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
     state = State(run.id, spec, allocations={"pool": allocation})
     tag, why = tag_of(run.id, PRELOADED), Why(("wanted",))
@@ -222,7 +222,7 @@ def test_outdated_parts_of_a_standby_are_named_without_their_values(
     spec = run_spec_with("direct")
     save_passed_env(run, spec)
     state, promotion = promotion_of_preloaded(run, spec)
-    monkeypatch.setenv("PATH", "/other/bin")  # a manager that was started elsewhere
+    monkeypatch.setenv("PATH", "/other/bin")  # as with a manager that was started in another environment
     monkeypatch.setenv("TZ", "UTC")
     assert outdated_parts(run, state, promotion, "/job") == ("PATH", "TZ")
     monkeypatch.setenv("WANDB_API_KEY", "new secret")

@@ -1,4 +1,4 @@
-"""The reports of nodes and roles when they join, and the output of a step that never joined."""
+"""The reports of nodes and roles when they join, and the output of a step that has never joined."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_gpu_of_another_current_incarnation_fails_the_claim_and_names_both() -> 
 def test_gpu_is_owned_on_its_node_while_its_owner_is_current() -> None:
     taken = GpuRegistry()
     assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 1.0) is None
-    assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 2.0) is None  # it says so again to a new manager
+    # the replica repeats its Hello to a new manager
+    assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 2.0) is None
     assert taken.claim(hello(TWO, "0", node=N2), believing(ONE, TWO), 3.0) is None
     assert taken.claim(hello(TWO, "0"), believing(TWO), 4.0) is None
     assert taken.claim(hello(ONE), believing(ONE, TWO), 5.0) is None

@@ -41,7 +41,7 @@ def phases(*names: str) -> list[ev.Event]:
 
 
 def time_until_hang_found(state: State, phase: str) -> float:
-    """Return the seconds after which a new manager finds that a trainer with nothing but heartbeats hangs."""
+    """Return after how many seconds a new manager finds that a trainer that only sends heartbeats hangs."""
     monitor, began = HealthMonitor(), 1000.0
     restore_monitor(monitor, state, began)
     monitor.on_hello(INCARNATION, N1, phase, began)
@@ -59,7 +59,9 @@ def time_until_hang_found(state: State, phase: str) -> float:
 def test_hang_is_detected_by_baselines_of_an_earlier_manager() -> None:
     went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
     assert time_until_hang_found(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
-    assert time_until_hang_found(learned(*went), "checkpoint") > 3000.0, "a journal without baselines"
+    assert time_until_hang_found(learned(*went), "checkpoint") > 3000.0, (
+        "the hang was found early without baselines in the journal"
+    )
 
 
 def test_first_pass_of_a_phase_remains_one_under_a_new_manager() -> None:
@@ -80,7 +82,7 @@ def test_baselines_are_checked_once_a_minute_and_recorded_when_changed() -> None
     recorder.record_if_due(0.0)
     monitor.restore_baselines(BASELINE)
     recorder.record_if_due(BASELINE_CHECK_INTERVAL_S - 1.0)
-    assert recorded == [], "not before its time"
+    assert recorded == [], "baselines were recorded before their check was due"
     recorder.record_if_due(BASELINE_CHECK_INTERVAL_S)
     assert recorded == [ev.BaselinesLearned(BASELINE)]
     for minute in range(2, 10):
@@ -110,7 +112,7 @@ def test_baselines_are_restored_by_the_next_manager(monkeypatch: pytest.MonkeyPa
         restored.append(dict(known))
         restore(monitor, known)
 
-    monkeypatch.setattr(of_managers, "BASELINE_CHECK_INTERVAL_S", 0.5)  # the run takes less than a minute
+    monkeypatch.setattr(of_managers, "BASELINE_CHECK_INTERVAL_S", 0.5)  # the whole run takes less than a minute
     monkeypatch.setattr(HealthMonitor, "restore_baselines", noted)
     script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
     _, _, state = run_to_end(script, lambda site: setattr(site, "kill_every", 60))

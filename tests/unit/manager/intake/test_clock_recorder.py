@@ -26,7 +26,7 @@ def reading(ns: int, began: int = 1) -> ClockReading:
 
 
 class Recorder(ClockRecorder):
-    """A recorder at the time ``now``, with its records as ``recorded``."""
+    """A recorder with a settable time ``now``, and its records in ``recorded``."""
 
     def __init__(self, path: Path) -> None:
         self.now = 1000.0
@@ -74,7 +74,9 @@ def test_many_replicas_are_recorded_less_often_with_commits(recorder: Recorder) 
             recorder.on_report(Incarnation(ReplicaId(f"rollout/{index}"), 1), reading(second))
         recorder.on_commit()
     assert 5 <= len(recorder.recorded) <= 7
-    assert len(msgspec.msgpack.encode(recorder.recorded)) / 300 < 3000, "bytes a second of the journal"
+    assert len(msgspec.msgpack.encode(recorder.recorded)) / 300 < 3000, (
+        "the records of clocks take 3000 or more bytes of the journal per second"
+    )
 
 
 def test_record_has_the_last_report_of_a_killed_process_beside_that_of_the_next(recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Findings that agents report about their nodes: which are accepted, and what the gate records of them."""
+"""Findings that agents report about their nodes: which of them are accepted, and what the gate records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAUNCHED: tuple[ev.Event, ...] = (
     ev.Intended(Launch(OTHER, tag_of(RUN, OTHER), "pool", N2, WHY)),
 )
 UPTIME = 5000.0
-"""s of the node's own clock"""
+"""Time (s) on the node's own clock."""
 
 
 def found(
@@ -96,10 +96,10 @@ def test_times_are_converted_to_the_managers_clock_and_never_in_its_future(heari
 def test_repeated_finding_is_not_recorded_and_a_missing_one_is_cleared(hearing: Handling) -> None:
     hearing.handle(hello(found(), found(component="GPU-2")))
     before = len(hearing.events)
-    again = found(at=UPTIME + 6.99)  # the same moment, 10 s later, but for the way of the message
+    again = found(at=UPTIME + 6.99)  # the same moment, reported 10 s later and with another delay of the message
     hearing.handle(send_finding(again, now=UPTIME + 10.0), hello(again, now=UPTIME + 10.0))
     assert changes(hearing)[2:] == [("xid:n1:GPU-2", Verdict.OK)]
-    assert len(hearing.events) == before + 2, "and the Hello itself"
+    assert len(hearing.events) == before + 2, "more than the Hello and the cleared finding was recorded"
 
 
 def test_finding_changes_with_its_evidence_and_ends_with_ok(hearing: Handling) -> None:
@@ -168,7 +168,7 @@ def test_new_manager_keeps_an_agents_finding_until_the_agent_clears_it(hearing: 
     hearing.events.clear()
     hearing.handler.finding_gate.restore()
     hearing.handler.finding_gate.on_detected([], {})
-    assert changes(hearing) == [], "the agent has yet to speak"
+    assert changes(hearing) == [], "findings were cleared before the agent has sent its Hello"
     hearing.handle(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
     assert changes(hearing) == [("xid:n1:GPU-2", Verdict.OK)]
 
@@ -183,7 +183,7 @@ def test_unproven_finding_is_cleared_if_the_next_manager_does_not_find_it(
     hearing.events.clear()
     hearing.handler.finding_gate.restore()
     hearing.handler.finding_gate.on_detected([], {})
-    assert changes(hearing) == [("node_lost:n2", Verdict.OK)], "what was proved stays"
+    assert changes(hearing) == [("node_lost:n2", Verdict.OK)], "the only cleared finding must be the one without proof"
 
 
 def test_worker_silent_together_with_other_nodes_is_not_failed_at_once(hearing: Handling) -> None:
@@ -191,7 +191,7 @@ def test_worker_silent_together_with_other_nodes_is_not_failed_at_once(hearing: 
     first = found("silent", node=None, detector="worker_silence", component="", at=90.0, incarnation=incarnations[0])
     silent = {incarnation: (NodeName(f"n{index}"), 90.0) for index, incarnation in enumerate(incarnations)}
     assert hearing.handler.finding_gate.on_detected([first], silent) == 100.0 + SILENCE_GRACE_S, (
-        "by the manager's clock"
+        "the grace does not run by the manager's clock"
     )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
@@ -201,7 +201,7 @@ def test_node_silent_together_with_others_is_not_failed_at_once(hearing: Handlin
     first = msgspec.structs.replace(first, proof=False)
     absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
     assert hearing.handler.finding_gate.on_detected([first], {}, absent) == 100.0 + SILENCE_GRACE_S, (
-        "by the manager's clock"
+        "the grace does not run by the manager's clock"
     )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
 
@@ -212,7 +212,7 @@ def test_findings_of_a_released_or_readmitted_node_are_removed(hearing: Handling
     hearing.fold(ev.Decided(Readmit(N1, WHY)))
     hearing.handler.finding_gate.forget(N1)
     hearing.handler.finding_gate.on_detected([], {})
-    assert changes(hearing) == [(KEY, Verdict.FAIL)], "nor is it recorded again"
+    assert changes(hearing) == [(KEY, Verdict.FAIL)], "the finding of a readmitted node was recorded again"
     assert hearing.state is not None
     assert hearing.state.findings == {}
 
@@ -226,7 +226,7 @@ def test_storage_stall_that_an_agent_reports_reaches_the_detectors(hearing: Hand
     assert stalled()
     hearing.next_manager()
     hearing.handler.finding_gate.restore()
-    assert stalled(), "the next manager knows it from the journal"
+    assert stalled(), "the next manager has not restored the stall from the journal"
     hearing.handle(hello(mount), send_finding(msgspec.structs.replace(mount, flags=())))
     assert not stalled()
     hearing.handle(send_finding(mount))
@@ -288,7 +288,7 @@ def test_load_of_a_step_is_attributed_to_its_incarnation(tmp_path: Path) -> None
 
 # ── several findings, and several managers ───────────────────────────────────────────────────────────────────────────
 def both_agents_greet(handling: Handling, *mine: Finding, theirs: tuple[Finding, ...] = ()) -> None:
-    """Both agents greet."""
+    """Let the agents of both nodes send their Hello."""
     tag = tag_of(RUN, OTHER)
     handling.handle(hello(*mine))
     wanted = msg.AdmissionRequest(OTHER, tag, N2, 8)
@@ -316,7 +316,7 @@ def test_correlation_survives_a_new_manager_that_knows_one_of_two_nodes(
     hearing.handler.finding_gate.on_detected([], {})
     hearing.handle(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
     assert verdicts(hearing) == SHARED
-    assert changes(hearing) == [], "nor is anything said again"
+    assert changes(hearing) == [], "findings that have not changed were recorded again"
 
 
 def test_new_manager_does_not_correlate_an_old_failure_with_a_new_one(hearing: Handling) -> None:
@@ -332,7 +332,9 @@ def test_new_manager_does_not_correlate_an_old_failure_with_a_new_one(hearing: H
 def test_restarted_agent_that_cannot_read_clears_no_finding(hearing: Handling, part: str) -> None:
     hearing.handle(hello(found(), found("hot", Verdict.WARN, detector="heat")))
     hearing.handle(hello(found("NVML does not answer", Verdict.UNKNOWN, component=part)))
-    assert verdicts(hearing) == {KEY: Verdict.FAIL}, "what it can read is over"
+    assert verdicts(hearing) == {KEY: Verdict.FAIL}, (
+        "the agent has cleared a finding of a source that it cannot read, or kept another one"
+    )
 
 
 def test_agent_hello_for_another_node_is_ignored(hearing: Handling, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The use of GPUs reaches the journal rarely, and from there the state."""
+"""The use of GPUs is recorded in the journal at long intervals, and the state gets it from there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def use(busy: float) -> GpuUse:
 
 
 class Recorder(GpuUseRecorder):
-    """A recorder at the time ``now``, with its records as ``recorded``."""
+    """A recorder with a settable time ``now``, and its records in ``recorded``."""
 
     def __init__(self, path: Path) -> None:
         self.now = 1000.0

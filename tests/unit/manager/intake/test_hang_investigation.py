@@ -1,4 +1,4 @@
-"""Before a suspect is restarted it is probed, and the stacks of its whole gang are collected in time."""
+"""Before a suspected replica is restarted it is probed, and the stacks of its whole gang are collected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ WAITS = 'Thread 7 (idle): "MainThread"\n    all_reduce (c10d.py:11)\n    train (
 
 
 class Investigation:
-    """A :class:`HangInvestigator` over a run in which all replicas work, with its messages and events; in loop time."""
+    """A :class:`HangInvestigator` over a run in which all replicas work, with its messages and events.
+
+    Its time is the event loop's.
+    """
 
     def __init__(self, folder: Path, job: RunSpec, suspect: ReplicaId) -> None:
         self.world = World(job).steady()
@@ -81,7 +84,7 @@ class Investigation:
         )
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
-        """As the manager's turn does; what it set off has happened when this returns."""
+        """Investigate findings as a turn of the manager does, and return once all tasks that it started have run."""
         stacks, again = self.suspicion.investigate(findings)
         published, _ = await_stacks(findings, PublicationContext(self.now(), stacks=stacks))
         await _settled()
@@ -91,7 +94,7 @@ class Investigation:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
 
     async def answer(self, dump: str = STUCK, error: str = "", but: dict[Incarnation, str] | None = None) -> None:
-        """Let every agent that was requested to dump stacks answer."""
+        """Let every agent that has got a request to dump stacks answer it."""
         for peer, order in self.stack_requests():
             agent = self.world.state.replica(ReplicaId(peer.decode())).incarnation
             dumps = {} if error else {41: (but or {}).get(order.target, dump)}
@@ -133,7 +136,7 @@ def texts(finding: Finding) -> list[str]:
 def test_warning_of_a_hang_collects_stacks_and_names_the_place(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         published, _ = await desk.consider(desk.finding())
-        assert published == [desk.finding()], "nobody waits for them"
+        assert published == [desk.finding()], "a warning was held until its stacks are there"
         node = desk.world.state.replica(desk.incarnation.replica).node
         ((peer, order),) = desk.stack_requests()
         assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)
@@ -254,7 +257,7 @@ def test_fail_that_began_after_the_stacks_is_investigated_again(tmp_path: Path) 
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer(WAITS)
-        await desk.consider()  # it went on, and now it really hangs
+        await desk.consider()  # the replica continued in between, and now it really hangs
         hang = msgspec.structs.replace(desk.finding(Verdict.FAIL), since=desk.now() + 1)
         await asyncio.sleep(2)
         ((held,), _) = await desk.consider(hang)
@@ -382,7 +385,7 @@ def test_function_names_are_cleaned_of_control_characters(tmp_path: Path) -> Non
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _generates_then_stalls(investigation: Investigation, until: Callable[[], bool]) -> list[Finding]:
-    """It makes tokens for a while, then beats only; the findings once ``until`` holds."""
+    """Let the replica make tokens for 10 s and then only send heartbeats; return the findings once ``until`` holds."""
     node, done = NodeName(investigation.world.state.replica(investigation.incarnation.replica).node or ""), 0
     agent = investigation.world.state.replica(replica_id(AGENT, node)).incarnation
     investigation.monitor.on_launched(investigation.incarnation, node, investigation.now())
@@ -396,7 +399,7 @@ async def _generates_then_stalls(investigation: Investigation, until: Callable[[
         if until():
             return findings
         await asyncio.sleep(1.0)
-    raise AssertionError("it did not come to that")
+    raise AssertionError("the condition does not hold after 120 s")
 
 
 def _probes(investigation: Investigation) -> list[msg.Probe]:
@@ -488,14 +491,16 @@ def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path)
         await desk.consider()
         assert {order.target.replica for _, order in desk.stack_requests()} == set(members)
         await desk.consider()
-        assert len(desk.stack_requests()) == len(members), "one sample at a time"
+        assert len(desk.stack_requests()) == len(members), (
+            "a second sample was requested before the first one was complete"
+        )
         await desk.answer(WAITS)
         await asyncio.sleep(1)
         view = desk.monitor.replicas[members[0]]
         assert (view.stacks.count, view.stacks.since) == (1, desk.now() - 1)
         assert desk.taken() == []
         await desk.consider()
-        assert desk.stack_requests() == [], "the next one is due later"
+        assert desk.stack_requests() == [], "the next sample was requested too early"
 
     play(tmp_path, story, gang_job(ranks=2), members[0])
 

@@ -1,4 +1,4 @@
-"""Messages are checked against the current incarnations, and only changes become events."""
+"""Messages are checked against the current incarnations, and become events only if they change something."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_note_of_a_replica_is_recorded_on_change_with_escaped_control_characters
 def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Handling) -> None:
     assert hearing.handle(WANTED) == [msg.Admitted(STEP, True)]
     assert hearing.events == [ev.Admitted(R1, STEP, N1, 41)]
-    assert hearing.handle(WANTED) == [msg.Admitted(STEP, True)], "to a new manager it says so again"
+    assert hearing.handle(WANTED) == [msg.Admitted(STEP, True)], "a repeated request for admission was not admitted"
     assert len(hearing.events) == 1
 
 
@@ -100,7 +100,7 @@ def test_hello_records_phase_and_weight_version_for_a_new_manager(hearing: Handl
         ev.VersionAvailable(R1, Version(3, 1)),
     ]
     hearing.handle(hello)
-    assert len(hearing.events) == 4, "said again, it is no news"
+    assert len(hearing.events) == 4, "a repeated Hello was recorded again"
 
 
 STRANGERS = (
@@ -185,10 +185,10 @@ def test_second_process_of_an_admitted_tag_is_rejected_as_a_duplicate(
     (answer,) = hearing.handle(msg.AdmissionRequest(R1, STEP, node, pid), peer=b"second")
     assert (answer.ok, answer.duplicate) == (False, True)
     assert answer.reason == f"{STEP} is process 41 on n1, not {pid} on {node}"
-    assert hearing.context.connections.steps.get(STEP) != b"second", (
-        "the second one would be told to stop instead of the first"
+    assert hearing.context.connections.steps.get(STEP) != b"second", "a stop request would go to the second process"
+    assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], (
+        "the first process was not admitted again"
     )
-    assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
     assert len(hearing.events) == before
 
 
@@ -209,7 +209,7 @@ def test_second_worker_of_an_incarnation_is_fenced_and_ignored(
     assert len(hearing.events) == before
     assert hearing.context.connections.workers.get(R1) != b"second"
     (welcome,) = hearing.handle(HELLO, peer=b"again")
-    assert isinstance(welcome, msg.Welcome), "the first one may come back"
+    assert isinstance(welcome, msg.Welcome), "the first process was not welcomed again"
 
 
 def test_message_on_a_processs_previous_connection_still_counts(hearing: Handling) -> None:
@@ -250,7 +250,9 @@ def test_agent_is_a_witness_for_steps_that_start_on_its_node(tmp_path: Path) -> 
     hearing.handle(msg.AdmissionRequest(agent, tag, N1, 7), msg.AgentHello(agent, tag, N1, "host", 7, "boot"))
     heartbeat = msg.AgentHeartbeat(agent, N1, alive=(STEP,))
     hearing.handle(heartbeat)
-    assert hearing.monitor.replicas[R1.replica].step_alive_at is None, "nobody was admitted there"
+    assert hearing.monitor.replicas[R1.replica].step_alive_at is None, (
+        "a step counts as running although no process was admitted there"
+    )
     hearing.handle(WANTED, heartbeat)
     assert hearing.monitor.replicas[R1.replica].step_alive_at == 100.0
 
@@ -294,5 +296,7 @@ def test_logged_values_are_recorded_with_bounded_names(tmp_path: Path) -> None:
     hearing.handle(msg.ValuesLogged(R1, {"accuracy": 0.5}), msg.ValuesLogged(R1, values), msg.ValuesLogged(R2, values))
     first, second = (event for event in hearing.events if isinstance(event, ev.ValuesLogged))
     assert first == ev.ValuesLogged(R1, {"accuracy": 0.5})
-    assert (second.incarnation, len(second.values)) == (R1, 64), "R2 is not current"
+    assert (second.incarnation, len(second.values)) == (R1, 64), (
+        "values of R2, which is not current, were recorded, or more than 64 values"
+    )
     assert all(len(name) <= 103 and "\x1b" not in name for name in second.values)

@@ -36,7 +36,7 @@ def test_invalid_command_file_is_set_aside_without_delaying_others(
     assert "1.json in the mailbox is not a valid command" in caplog.text
     caplog.clear()
     assert [command.id for command in pending_commands(run)] == ["2"]
-    assert not caplog.records, "it was read again"
+    assert not caplog.records, "the file was read and reported again"
 
 
 def test_unfinished_command_file_is_not_read(run: RunDir) -> None:

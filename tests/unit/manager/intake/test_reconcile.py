@@ -1,4 +1,4 @@
-"""Which open intents one poll of the cluster settles, and which stay open."""
+"""One poll of the cluster settles some of the open intents, and leaves the others open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BLIND = ClusterSnapshot(nodes=None, allocations=None, steps=None, unknown="squeu
 
 
 class Polls:
-    """A state in which all that happened happened at 0, and looks at the cluster by one manager."""
+    """A state after events at time 0, and polls of the cluster by one manager."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.state: State | None = None
@@ -177,7 +177,9 @@ def test_old_answer_with_a_pending_allocation_changes_nothing() -> None:
         assert looks.poll(listed(PENDING), at=at) == []
     assert looks.poll(listed(RUNNING), at=QUIET + 1.0) == []
     assert looks.poll(listed(PENDING), at=QUIET + 2.0) == []
-    assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
+    assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], (
+        "an allocation that stays pending must count as requeued"
+    )
 
 
 def test_node_missing_once_is_kept_and_a_down_one_is_not() -> None:
@@ -189,7 +191,9 @@ def test_node_missing_once_is_kept_and_a_down_one_is_not() -> None:
     assert looks.poll(listed(one)) == [ev.AllocationChanged(POOL, one)]
     looks = Polls(*HELD)
     down = ClusterSnapshot(nodes={N2: NodeStatus(NodeState.DOWN, "DOWN")}, allocations={POOL: one}, steps={})
-    assert looks.poll(down)[0] == ev.AllocationChanged(POOL, one), "Slurm takes it from the job, and says so"
+    assert looks.poll(down)[0] == ev.AllocationChanged(POOL, one), (
+        "a node that is missing and down was not removed at the first poll"
+    )
 
 
 def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
@@ -198,12 +202,14 @@ def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
     assert looks.poll(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
     assert looks.state is not None
     assert list(looks.state.allocations) == [POOL]
-    assert expects_change(looks.state, FAST_POLL_AFTER_REQUEST_S / 2), "why is soon known"
+    assert expects_change(looks.state, FAST_POLL_AFTER_REQUEST_S / 2), (
+        "no change is expected, though the reason for the end comes soon"
+    )
     looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
     looks.poll(listed(ending))
     assert looks.state is not None
-    assert looks.state.allocations == {}, "a dead node may keep it so for minutes"
-    assert looks.poll(listed(ending)) == [], "and it has not landed again"
+    assert looks.state.allocations == {}, "a released allocation is still listed while it ends"
+    assert looks.poll(listed(ending)) == [], "a released allocation that is still ending counts as a new one"
 
 
 def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
@@ -214,11 +220,11 @@ def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
 
     assert len(left(3600.0, 1.0)) == 1
     assert left(3500.0, 101.0) == left(3489.0, 110.0) == []
-    assert len(left(240.0, 111.0)) == 1, "an administrator has shortened it"
-    assert len(left(25.0, 112.0, taken=True)) == 1, "it is preempted"
+    assert len(left(240.0, 111.0)) == 1, "a shortened allocation is no event"
+    assert len(left(25.0, 112.0, taken=True)) == 1, "a preempted allocation is no event"
     assert looks.state is not None
     assert looks.state.allocations[POOL].ends_at == 137.0
-    assert expects_change(looks.state, 170.0), "it may end any moment"
+    assert expects_change(looks.state, 170.0), "no change is expected, though the allocation ends at any moment"
     assert not expects_change(looks.state, 1000.0)
 
 
@@ -303,7 +309,7 @@ def test_launch_whose_command_ended_is_settled_by_two_polls() -> None:
     assert isinstance(done, ev.IntentSettled)
     assert (done.tag, done.ok) == (STEP, False)
     assert has_undecided_launch(Polls(*HELD, LAUNCH).state, ended)  # type: ignore[arg-type]
-    assert not has_undecided_launch(looks.state, ended), "settled"  # type: ignore[arg-type]
+    assert not has_undecided_launch(looks.state, ended), "a settled launch counts as undecided"  # type: ignore[arg-type]
 
 
 def test_launch_whose_step_is_listed_stays_open_after_its_command_has_ended() -> None:
@@ -345,7 +351,7 @@ def test_allocations_of_other_runs_are_ignored() -> None:
 def test_cluster_is_polled_faster_while_a_change_is_expected(
     events: tuple[ev.Event, ...], soon: bool, later: bool
 ) -> None:
-    """But not at a queue for longer than a minute."""
+    """While an allocation waits in the queue, the cluster is polled faster for at most a minute."""
     state = Polls(*events).state
     assert state is not None
     assert (
@@ -397,7 +403,7 @@ SILENT_AT = LOST_AT + LIMITS.silence
 
 
 class LostNode:
-    """A rollout on each of two nodes. Since ``LOST_AT`` no message arrives from ``n1``, neither of its agent."""
+    """A rollout on each of two nodes; after ``LOST_AT`` neither the rollout nor the agent of ``n1`` sends a message."""
 
     def __init__(self, allocation: str = POOL, component: str = POOL) -> None:
         held = AllocationStatus(AllocationState.RUNNING, "7", (N1, N2))
@@ -438,7 +444,10 @@ class LostNode:
         self, at: float, snapshot: ClusterSnapshot | None = None, busy: frozenset[str] = frozenset(),
         others_send: bool = True,
     ) -> list[Incarnation]:  # fmt: skip
-        """Poll; the other node's processes have just sent their heartbeats."""
+        """Poll the cluster, and return the incarnations whose steps it no longer lists.
+
+        With ``others_send``, the processes of the other node have just sent heartbeats.
+        """
         if others_send:
             self.hears(R2, AGENT_2, at=at)
         observed = self.snapshot if snapshot is None else snapshot

@@ -1,4 +1,7 @@
-"""Promotion of standby processes: sent once it is durable, repeated if lost, and accepted under either name."""
+"""The promotion of a standby process is sent once it is durable, and repeated if it was lost.
+
+The process is accepted under its old and its new name.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def test_standby_is_welcomed_and_promoted(standing: Handling) -> None:
     assert welcome.incarnation == MEMBER
     member = state_of(standing).replica(TRAINER)
     assert (member.status, member.step, member.pid) == (Status.JOINED, STEP, 42)
-    assert STEP not in state_of(standing).intents, "heard as what it became, its launch is settled"
+    assert STEP not in state_of(standing).intents, "the launch is still open after the Hello of the member"
 
 
 def test_message_sent_as_standby_before_its_promotion_does_not_fence_it(standing: Handling) -> None:
@@ -129,7 +132,7 @@ def test_standby_of_a_fenced_member_is_fenced_too(standing: Handling) -> None:
 
 
 def test_process_of_another_step_is_not_accepted_as_the_incarnation(standing: Handling) -> None:
-    """A promotion by a manager whose intent was not durable; the member was launched elsewhere since."""
+    """The manager that promoted the process had no durable intent, and the member was launched elsewhere since then."""
     standing.fold(ev.Decided(Fence(OLD, Rung.IN_PLACE, WHY)))
     standing.fold(ev.Intended(Launch(MEMBER, tag_of(RUN, MEMBER), "pool", N1, WHY)))
     (fenced,) = standing.handle(AS_MEMBER, peer=b"worker")
@@ -142,7 +145,7 @@ def test_promoted_step_is_admitted_by_the_next_manager_under_its_standby_id(stan
     promoted(standing).next_manager()
     assert standing.handle(WANTED, peer=b"first") == [msg.Admitted(STEP, True)]
     assert standing.context.connections.steps == {STEP: b"first"}
-    assert STEP in state_of(standing).intents, "that it is there does not mean that it has become something"
+    assert STEP in state_of(standing).intents, "the promotion was settled by a request for admission alone"
 
 
 def test_promoted_step_is_not_admitted_once_its_member_is_fenced(standing: Handling) -> None:
@@ -229,7 +232,10 @@ def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Han
 # ── GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
-    """The old trainer and a rollout have one GPU each; the standby process sees all four of the node."""
+    """Return a handler with a standby process that sees all four GPUs of its node.
+
+    The old trainer and a rollout have one GPU each.
+    """
     job = gang_job(2, 2)
     roles = tuple(
         msgspec.structs.replace(role, per_member=Resources(1, 1)) if role.name in ("trainer", "rollout") else role
@@ -243,14 +249,14 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
         hearing.handle(hello, peer=str(incarnation).encode())
     visible = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
     hearing.handle(msgspec.structs.replace(HELLO, gpus=visible), peer=b"worker")
-    assert not state_of(hearing).findings, "a standby process takes no GPU from a role"
+    assert not state_of(hearing).findings, "a GPU of a role counts as taken by the standby process"
     return hearing
 
 
 def test_promoted_standby_gets_a_gpu_that_no_other_incarnation_has(with_gpus: Handling) -> None:
     asyncio.run(promoted(with_gpus).handler.standby_promoter.promote(PROMOTION))
     (promotion,) = [message for message in with_gpus.sent if isinstance(message, msg.Promote)]
-    assert promotion.gpus == ("GPU-a",), "the GPU of its fenced predecessor"
+    assert promotion.gpus == ("GPU-a",), "the promoted process did not get the GPU of its fenced predecessor"
     with_gpus.handle(msgspec.structs.replace(AS_MEMBER, gpus=promotion.gpus), peer=b"worker")
     assert not state_of(with_gpus).findings
 
@@ -273,7 +279,8 @@ def test_two_promotions_at_once_get_different_gpus_and_keep_them(
 
 @pytest.fixture
 def restarted(with_gpus: Handling) -> Handling:
-    """The next manager, to which the standby process has reported, and not yet the rollout with GPU-b."""
+    """Return the handler of the next manager, to which the standby process has reported, but not the rollout with
+    GPU-b."""
     promoted(with_gpus).next_manager()
     return with_gpus
 
@@ -299,7 +306,9 @@ def test_two_standbys_with_postponed_promotions_get_different_gpus(restarted: Ha
     restarted.fold(ev.Intended(Launch(other, step, "pool", N1, WHY)))
     restarted.fold(ev.Intended(Launch(second, step, "pool", N1, WHY, standby=other)))
     restarted.handle(rollout_hello(), peer=b"rollout")
-    assert restarted.handle(HELLO_WITH_GPUS, peer=b"worker") == [], "the other may have a GPU from the last manager"
+    assert restarted.handle(HELLO_WITH_GPUS, peer=b"worker") == [], (
+        "a GPU was assigned before the other promoted process has reported"
+    )
     hello = msgspec.structs.replace(HELLO_WITH_GPUS, incarnation=other, tag=step, pid=43)
     assert sorted(promotion.gpus for promotion in restarted.handle(hello, peer=b"other")) == [("GPU-a",), ("GPU-c",)]
 
@@ -319,7 +328,7 @@ def test_promotion_is_refused_without_a_charge_if_gpus_stay_unreported(
     assert (replica.status, replica.preferred_node, replica.failures) == (Status.WANTED, N1, failures)
 
 
-# a rollout's: it has its own from the start
+# a standby rollout, which has its own GPU from the start
 ENGINE, LATER = Incarnation(ReplicaId("standby/n1:rollout"), 1), Incarnation(ReplicaId("rollout/1"), 2)
 
 
@@ -384,7 +393,7 @@ def test_standby_is_launched_with_its_role_overlapping_other_steps(tmp_path: Pat
     assert (launch.argv, launch.env["A"], launch.env["OMP_NUM_THREADS"]) == (("run", "trainer"), "1", "2")
     assert (step.overlap, step.agent) == (True, False)
     assert step.resources == Resources(8, 4, 2**30), (
-        "all CPUs and GPUs of the node, for it cannot know yet which are free"
+        "the step of a standby trainer does not have all CPUs and GPUs of its node"
     )
     trainer = write_launch(run, state, Launch(OLD, tag_of(RUN, OLD), "pool", N1, WHY), "/job")
     assert (trainer.overlap, trainer.resources) == (False, each)
@@ -403,4 +412,4 @@ def test_standby_rollout_is_launched_as_the_rollout_that_it_becomes(tmp_path: Pa
     step = write_launch(run, state, Launch(ENGINE, tag, "pool", N1, WHY), "/job")
     launch = read_launch(step.launch_file)
     assert (launch.incarnation, launch.standby, launch.argv, launch.gpus) == (ENGINE, True, ("run", "rollout"), 1)
-    assert (step.overlap, step.resources) == (False, each), "what it takes nobody else is given"
+    assert (step.overlap, step.resources) == (False, each), "the step of a standby rollout shares its resources"

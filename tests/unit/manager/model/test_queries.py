@@ -1,4 +1,4 @@
-"""Questions about the state that several modules ask."""
+"""Queries on the state that several modules use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def about(incarnation: Incarnation | None, node: str | None, since: float, verdi
         ((about(None, "n1", 10.0), about(None, "n2", 5.0)), 10.0),
         ((about(OWN, None, 10.0, Verdict.WARN), about(None, "n1", 40.0)), 40.0),
         ((about(Incarnation(ReplicaId("rollout/0"), 1), None, 10.0),), None),
-        ((about(OWN, None, 0.0),), None),  # a time that is not known
+        ((about(OWN, None, 0.0),), None),  # 0.0 is an unknown time
     ],
 )
 def test_first_symptom_is_the_earliest_of_the_incarnations_findings_else_of_its_nodes(

@@ -70,7 +70,7 @@ JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
 
 
 def state_after(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
-    """Return the state after these events, one per second from ``at`` on."""
+    """Return the state after these events, of which one happens every second from ``at`` on."""
     if state is None:
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
     for index, event in enumerate(events):
@@ -138,7 +138,8 @@ def test_join_settles_a_launch_whose_admission_was_missed() -> None:
 
 def test_admitted_replica_is_not_reset_by_a_poll_that_missed_its_step() -> None:
     intents = state_after(*pool(N1), launch()).intents
-    state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)  # as an older manager may have left it
+    # a state that an older manager may have left
+    state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)
     for unheard in (True, False):
         missed = state_after(ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", unheard), state=state)
         assert (missed.replicas, missed.intents) == (state.replicas, {})

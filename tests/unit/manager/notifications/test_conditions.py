@@ -1,4 +1,4 @@
-"""What notifications are sent about, from the states of virtual runs."""
+"""The conditions of which notifications are sent, in the states of virtual runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_lost_replica_that_the_run_can_spare_is_a_condition_of_its_last_incarnat
     assert (degraded.kind, degraded.key) == ("degraded", "rollout/0#2")
     assert degraded.text.startswith("the run continues without rollout/0: rollout/0#2 failed")
     world.wait(700.0)
-    assert world.works(), "the window is over, so it is tried again"
+    assert world.works(), "the replica was not started again after the window"
     assert held(world) == []
 
 
@@ -110,7 +110,7 @@ def test_a_drain_is_a_condition_whether_slurm_allowed_it_or_not() -> None:
 
 # ── stalls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Shown:
-    """A stall clock that is shown the state of a run as time passes."""
+    """A stall clock that gets the state of a run as time passes."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.clock = story, StallClock()
@@ -131,7 +131,7 @@ def test_a_run_without_a_step_for_half_an_hour_stalls_once_its_usual_steps_are_k
     assert shown.after(STALLED_AFTER_S - 1) is None
     assert shown.after(1) == STALLED_AFTER_S
     shown.story.commits(16)
-    assert shown.after(0) is None, "it goes on"
+    assert shown.after(0) is None, "the run counts as stalled after a new commit"
 
 
 def test_stall_limit_grows_with_the_usual_duration_of_steps() -> None:

@@ -1,4 +1,4 @@
-"""Notifications that are really sent: to commands and an HTTP server, never twice, whatever happens to the manager."""
+"""Notifications are really sent to commands and an HTTP server, and never twice, even if managers die."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS: tuple[NotificationKind, ...] = ("failed", "degraded", "stalled", "complet
 SECRET = "s3cr3t"
 N3 = NodeName("n3")
 QUICK_S = 0.02
-"""interval (s) of looks at the state"""
+"""Interval between two looks at the state (s)."""
 
 
 def ended(outcome: Outcome = Outcome.FAILED, kinds: tuple[NotificationKind, ...] = KINDS) -> Story:
@@ -53,7 +53,7 @@ def recorded(story: Story, root: Path, target: str) -> RunDir:
 
 
 def to_file(root: Path, before: str = "") -> str:
-    """Return a command that appends what it gets to ``received``, in the folder of job.toml."""
+    """Return a command that appends its input to ``received``, in the folder of job.toml."""
     script = root / "notify.sh"
     script.write_text(f"#!/bin/sh\n{before}\n{{ cat; echo; }} >> received\n")
     script.chmod(0o755)
@@ -66,7 +66,10 @@ def received(root: Path) -> list[dict[str, Any]]:
 
 
 class Managed:
-    """A notifier of one manager; ``state`` and ``now`` may change, and ``durable`` says up to which record."""
+    """A notifier of one manager.
+
+    A test may change ``state``, ``now`` and ``durable``, the number of the newest durable record.
+    """
 
     def __init__(self, run: RunDir, state: State, now: float | None = None) -> None:
         self.state, self.durable, self.now = state, state.seq, state.at if now is None else now
@@ -78,7 +81,7 @@ class Managed:
         return self.durable
 
     def looks_again(self, times: int = 3) -> None:
-        """Wait until the notifier has looked at the state some more times; it sends before it looks again."""
+        """Wait for ``times`` more looks of the notifier; before each look it has sent what was due."""
         until = self.looks + times
         eventually(lambda: self.looks >= until)
 
@@ -139,7 +142,7 @@ def test_at_most_one_of_a_kind_is_sent_in_an_hour(tmp_path: Path) -> None:
         manager.durable = manager.state.seq
         manager.looks_again()
         assert len(received(tmp_path)) == 1
-        manager.now += LIMIT_S / 2 + 1  # the second end still holds, and is no hour old
+        manager.now += LIMIT_S / 2 + 1  # the second end still holds, and is less than an hour old
         eventually(lambda: len(received(tmp_path)) == 2)
         manager.now += 1e6
         manager.looks_again()
@@ -214,7 +217,7 @@ def test_hung_command_is_killed_and_logged_in_one_line(
         eventually(lambda: warnings(caplog))
         manager.looks_again()
     assert warnings(caplog) == ['notification "failed" was not sent within 2 s, and is given up']
-    if (tmp_path / "pid").exists():  # on a busy machine it may not have begun
+    if (tmp_path / "pid").exists():  # on a busy machine the command may not have begun
         pid = int((tmp_path / "pid").read_text())
         eventually(lambda: not Path(f"/proc/{pid}").exists())
     assert received(tmp_path) == []
@@ -238,7 +241,7 @@ def test_unwritable_folder_of_claims_is_logged_in_one_line_and_nothing_is_sent(
 
 # ── webhooks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Server(ThreadingHTTPServer):
-    """A web server that keeps what is posted to it."""
+    """A web server that stores the requests that are posted to it."""
 
     daemon_threads = True
 
@@ -312,7 +315,7 @@ def test_webhook_that_refuses_is_logged_in_one_line_without_its_address(
         with managed(recorded(story, tmp_path, f'webhook = "{server.url}"'), story) as manager:
             eventually(lambda: warnings(caplog))
             manager.looks_again()
-        assert len(server.posted) == 1, "neither repeated nor sent to another place"
+        assert len(server.posted) == 1, "the request was repeated or redirected"
     assert warnings(caplog) == [f'notification "failed" was not sent: the webhook at 127.0.0.1 answered {code}']
 
 
@@ -356,7 +359,7 @@ time.sleep(600)
 
 
 def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subprocess.Popen[bytes]:
-    """Start a manager in a process of its own, which is killed by SIGKILL at this moment."""
+    """Start a manager in a process of its own, which kills itself with SIGKILL at this moment."""
     state = root / "state"
     state.write_bytes(msgspec.msgpack.encode(story.recorded()))
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])
@@ -374,7 +377,7 @@ def test_notification_claimed_by_a_manager_that_died_is_not_sent_later(tmp_path:
         manager.state, manager.now = ended_again(story), story.now
         manager.durable = manager.state.seq
         eventually(lambda: received(tmp_path))
-    assert [one["details"] for one in received(tmp_path)] == [["again"]], "the next occurrence is sent"
+    assert [one["details"] for one in received(tmp_path)] == [["again"]], "not exactly the next occurrence was sent"
 
 
 def test_condition_that_a_dead_manager_did_not_claim_is_sent_once_by_the_next_one(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A gang: members that are launched and fenced together and share an incarnation number, without effect on others."""
+"""The members of a gang are launched and fenced together and share an incarnation number.
+
+Other replicas are not affected.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ def test_gang_is_launched_whole_and_its_ranks_fill_nodes_in_order() -> None:
     assert incarnations(world) == dict.fromkeys(MEMBERS, 1)
     assert nodes_of(world) == [N2, N2, N3, N3]
     assert [launch.incarnation.replica for launch in launches(world, 1)] == list(MEMBERS)
-    assert world.requests[f"{RUN}.pool"].count == 7  # one shared, two for four members, three rollouts, one spare
+    # one shared node, two for the four members, three for the rollouts, and one spare
+    assert world.requests[f"{RUN}.pool"].count == 7
     taken = Counter(world.node_of(id) for id in world.incarnations())
     assert (taken[N2], taken[N3], taken[N4]) == (2, 2, 1)
 
@@ -121,7 +125,9 @@ def test_restart_of_a_gang_is_recorded_for_its_first_member_only() -> None:
     world = World(COLD).steady().warmed()
     world.kill(M2)
     world.steady()
-    assert [world.state.replica(id).uncharged_restart for id in MEMBERS] == [None] * 4, "its failure says it all"
+    assert [world.state.replica(id).uncharged_restart for id in MEMBERS] == [None] * 4, (
+        "a member has a second reason for its restart besides its failure"
+    )
     world.happen(ev.CommandReceived("restart", "ada", "c1", target=M0))
     world.steady()
     assert incarnations(world) == dict.fromkeys(MEMBERS, 3)
@@ -284,7 +290,7 @@ def test_member_is_never_launched_twice_with_one_number() -> None:
 @pytest.mark.parametrize("distance", [7, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool, distance: int) -> None:
-    """A member is killed, later a node is lost, the run completes.
+    """A member is killed, later a node is lost, and the run completes.
 
     World asserts that no tag and no incarnation is launched twice.
     """
@@ -368,7 +374,7 @@ def test_gang_without_a_node_is_retired_whole_if_its_role_can_spare_it() -> None
 
 
 def test_two_members_of_a_gang_count_as_one_replica_for_min_replicas() -> None:
-    """Three gangs of which two are needed: one may lose both its nodes."""
+    """The job has three gangs and needs two of them, so that one may lose both its nodes."""
     world = World(sharded(3, 2), nodes=6).steady()
     gone = [world.node_of(member_id(replica_id("shard", 2), rank)) for rank in range(2)]
     for node in gone:
@@ -389,7 +395,7 @@ def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     first = world.state.replica(M3).failures[-1]
     assert first.step == 2
     assert world.state.replica(M0).commits == 0
-    world.commit(2)  # committed by an earlier incarnation; the new one only repeats it
+    world.commit(2)  # an earlier incarnation committed the step, and the new one only repeats its report
     assert world.state.replica(M0).commits == 0
     world.kill(M2)
     second = world.state.replica(M2).failures[-1]
@@ -444,7 +450,7 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
 def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int
 ) -> None:
-    """World asserts that nothing is launched twice and that plans reach their fixpoint."""
+    """World asserts that nothing is launched twice, and that repeated planning reaches a fixpoint."""
     calm = Recovery(per_node=99, per_replica=99, full_restarts=0, breaker=1.0, window=60.0)
     small = gang_job(4, 2 if shared else 1, standbys=standbys, steps=99, recovery=calm, limits=Limits(quiet=20.0))
     world = World(small, nodes=60)

@@ -1,4 +1,4 @@
-"""Failures of single replicas and nodes change no other replica's incarnation."""
+"""Failures of single replicas and nodes leave the incarnations of all other replicas unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rrl.tests.support.manager.world import World
 
 REPLICAS = (STORE, REWARD, TRAINER, *(ReplicaId(f"rollout/{i}") for i in range(3)))
 Blow = tuple[Literal["kill", "freeze", "lose node", "kill agent", "refuse launches"], ReplicaId, float]
-"""what happens, to whom (or to whose node), and how long it is until the next"""
+"""(failure, replica that fails or whose node fails, time until the next failure in s)."""
 _blows = st.tuples(
     st.sampled_from(["kill", "kill", "freeze", "lose node", "kill agent", "refuse launches"]),
     st.sampled_from(REPLICAS),
@@ -40,14 +40,14 @@ def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
     elif kind == "kill agent":
         world.kill(ReplicaId(f"{AGENT}/{node}"))
         return set()
-    else:  # from now on nothing starts there
+    else:  # every later launch on this node is refused
         world.refuse_launch.add(node)
         return set()
     return {replica}
 
 
 def restless(world: World) -> list[Replica]:
-    """Return the replicas that neither work nor are retired rollouts."""
+    """Return the replicas that do not work, except for retired rollouts."""
     return [
         replica for replica in workers(world.state)
         if not (replica.status is Status.JOINED and replica.step in world.steps)
@@ -60,7 +60,7 @@ def restless(world: World) -> list[Replica]:
 def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
     recovery = Recovery(
         per_node=2, per_replica=50, breaker=1.0, full_restarts=0
-    )  # else the ladder may restart them all
+    )  # otherwise the ladder may restart all replicas
     world = World(job(rollouts=3, spares=spares, recovery=recovery), nodes=20).steady()
     hit: set[ReplicaId] = set()
     for kind, replica, pause in blows:
@@ -75,11 +75,12 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
 
 @examples(12, many=300)
 @given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
-@example(  # who lacks a node, and is tried once a window on one that refuses it, has lacked one all the time
+# a replica without a node still lacks one while it is retried, once per window, on a node that refuses launches
+@example(
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
      ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
 )  # fmt: skip
-@example(  # two rollouts lack nodes: the retry of one must not keep the other waiting
+@example(  # two rollouts have no node: the retry of one must not delay the other
     [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
      ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
 )  # fmt: skip
@@ -90,7 +91,7 @@ def test_every_failure_sequence_ends_working_degraded_or_over(blows: list[Blow],
         strike(world, kind, replica)
         world.play(timeout_s=pause)
     world.play(timeout_s=20_000.0)
-    world.play(lambda: not restless(world), timeout_s=2000.0)  # one that was gone on without is just tried once more
+    world.play(lambda: not restless(world), timeout_s=2000.0)  # a retired rollout is being tried once more
     if world.over:
         assert (world.steps, world.held) == ({}, {})
         return

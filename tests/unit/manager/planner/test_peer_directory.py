@@ -1,4 +1,4 @@
-"""The peer directory: which processes are announced as weight sources, and in which order."""
+"""The peer directory: the processes that are announced as weight sources, and their order."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ def test_only_the_versions_of_sources_may_be_sent_later() -> None:
     assert build_directory(state(trainer_0=NEW, rollout_3=NEW)).without_versions == before.without_versions
     assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)) != before
     assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)).without_versions != before.without_versions, (
-        "a new version is out"
+        "a new version of the trainer does not change the directory"
     )
-    assert build_directory(state(rollout_3=OLD)).without_versions != before.without_versions, "its publisher is gone"
+    assert build_directory(state(rollout_3=OLD)).without_versions != before.without_versions, (
+        "the loss of the publisher does not change the directory"
+    )

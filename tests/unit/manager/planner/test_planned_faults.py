@@ -1,4 +1,4 @@
-"""When planned and requested faults are due."""
+"""The times at which planned and requested faults are due."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_standby_process_can_be_a_target() -> None:
 
 
 def test_thousand_pending_faults_are_not_compared_with_all_triggered_ones() -> None:
-    """The state has the ids of triggered faults as a set, which no fault is compared with one by one."""
+    """The state has a set of the ids of triggered faults, so that no pending fault is compared with each of them."""
     faults = [Fault(f"r0.{i}", FaultKind.KILL, "manager", FaultTrigger(time=float(i))) for i in range(1000)]
     world = World(job(faults=faults)).steady()
     world.play(lambda: len(performed(world)) > 5, timeout_s=20.0)

@@ -1,6 +1,6 @@
-"""The planner's decisions on single events, from an empty state to a run that is over.
+"""The planner's decisions on single events, from an empty state to a run that has ended.
 
-:class:`World` checks the rules that hold for every plan; these tests check the decisions.
+:class:`World` checks the rules that hold for every plan, and these tests check the decisions.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def test_retired_rollout_takes_no_node_from_a_wanted_one() -> None:
     assert world.node_of(R1) == N3
     assert (world.state.replica(R0).status, requests(world)) == (Status.RETIRED, [POOL])
     world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=600.0)
-    assert len(requests(world)) == 2, "one is asked for on its behalf, once its failures have left the window"
+    assert len(requests(world)) == 2, "no node was requested for the retired rollout after the window"
     assert world.node_of(R1) == N3
 
 
@@ -313,7 +313,7 @@ def test_rollout_may_be_retired_while_another_restarts() -> None:
         world.steady()
     world.kill(R1)
     world.steady()
-    world.kill(R1)  # pauses for 30 s before its second restart
+    world.kill(R1)  # the rollout pauses for 30 s before its second restart
     assert world.state.replica(R1).status is Status.WANTED
     world.kill(R0)
     world.play(timeout_s=60.0)
@@ -383,7 +383,7 @@ def test_late_report_of_a_fenced_step_does_not_restore_it() -> None:
 
 def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
     world = World(job(recovery=Recovery(per_node=1, breaker=1.0))).steady()
-    world.kill(R1)  # n4 has failed it once: the next time it moves to n5
+    world.kill(R1)  # the rollout has failed on n4 once, and after its next failure there it moves to n5
     world.steady()
     world.slow_to_stop = 30.0
     world.freeze(R1)
@@ -391,7 +391,7 @@ def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
     assert (world.node_of(R1), [orphan.node for orphan in world.state.orphan_steps.values()]) == (N5, [N4])
     world.kill(R0)
     world.steady()  # in place
-    world.kill(R0)  # to n4, but not before what hangs there has ended
+    world.kill(R0)  # the rollout moves to n4, once the orphan step there has ended
     assert world.state.orphan_steps
     world.play(lambda: world.state.replica(R0).incarnation_number == 3)
     assert (world.state.orphan_steps, world.node_of(R0)) == ({}, N4)
@@ -407,7 +407,7 @@ def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare() -> None:
     assert rungs(world) == [Rung.SPARE]
     assert world.incarnations() == ONCE | {R0: 2}
     assert requests(world) == [POOL]
-    assert world.decided(StopStep) == []  # a node that does not answer is not waited for
+    assert world.decided(StopStep) == []  # the planner does not wait for a node that does not answer
 
 
 def test_replicas_of_a_lost_node_are_not_restarted_on_it() -> None:
@@ -422,7 +422,7 @@ def test_node_is_reserved_for_the_replica_that_is_about_to_restart_there() -> No
     world = World(job(spares=0, recovery=Recovery(per_node=9, backoff=60.0)), nodes=6).steady()
     world.kill(R0)
     world.steady()
-    world.kill(R0)  # pauses for a minute before its second restart
+    world.kill(R0)  # the rollout pauses for 60 s before its second restart
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
     assert (world.node_of(R1), world.state.replica(R0).status) == (N5, Status.WANTED)
@@ -433,7 +433,7 @@ def test_free_node_goes_to_a_replica_due_now_before_one_in_backoff() -> None:
     world = World(job(recovery=Recovery(per_node=9, backoff=60.0, breaker=1.0)), nodes=9).steady()
     world.kill(R0)
     world.steady()
-    world.lose_node(N3)  # its second failure: it pauses for a minute
+    world.lose_node(N3)  # the second failure of the rollout, which pauses for 60 s
     world.play(lambda: world.state.replica(R0).status is Status.WANTED)
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
@@ -537,7 +537,9 @@ def test_old_rejections_do_not_block_a_new_replacement_request() -> None:
     world.play(timeout_s=300.0)
     assert len(requests(world)) == 1 + MAX_REJECTIONS
     world.wait(1000.0)
-    assert len(requests(world)) == 2 + MAX_REJECTIONS, "for the one that was gone on without, once in a window"
+    assert len(requests(world)) == 2 + MAX_REJECTIONS, (
+        "the retired rollout did not get exactly one more request per window"
+    )
     world.refuse = ""
     world.wait(600.0)
     assert (len(requests(world)), world.node_of(R0)) == (3 + MAX_REJECTIONS, N6)
@@ -565,7 +567,7 @@ def test_late_replacement_is_used_by_the_retired_replica() -> None:
     world.play(timeout_s=2000.0)
     assert world.state.replica(R0).status is Status.RETIRED
     assert len(requests(world)) == 2
-    assert not world.decided(Release), "it stays in the queue: nothing is lost by waiting"
+    assert not world.decided(Release), "the request of a retired rollout was withdrawn from the queue"
     world.arrive(1)
     world.play(world.works)
     assert world.incarnations()[R0] == 2
@@ -578,8 +580,10 @@ def test_breaker_stops_the_exclusion_of_a_third_of_six_nodes() -> None:
     world.lose_node(N4)
     world.lose_node(N5)
     world.play(timeout_s=300.0)
-    assert [action.node for action in world.decided(Exclude)] == [N3, N4], "two of six are a minority, three are not"
-    assert world.incarnations() == ONCE | {R0: 2}, "the other one waits for a node, since the spare node is lost, too"
+    assert [action.node for action in world.decided(Exclude)] == [N3, N4], (
+        "the breaker must permit two exclusions among six nodes, but not three"
+    )
+    assert world.incarnations() == ONCE | {R0: 2}, "rollout/1 must wait for a node, because the spare node is lost, too"
     assert len(requests(world)) == 2
     world.play(lambda: len(world.decided(Exclude)) == 3, timeout_s=600.0)
     first, _, third = (s.at for s in world.events if isinstance(s.event, ev.Decided)
@@ -596,7 +600,7 @@ def test_the_breaker_stops_the_exclusion_of_a_second_of_four_nodes() -> None:
 
 
 def _loses_three(spares: int) -> World:
-    """Return a world in which the third lost node, that of rollout/0, is not excluded because of the breaker."""
+    """Return a world in which the breaker prevents the exclusion of the third lost node, that of rollout/0."""
     world = World(job(spares=spares), nodes=12).steady()
     for replica in (R0, R1, R0):
         world.lose_node(world.node_of(replica))
@@ -615,7 +619,9 @@ def test_replica_that_is_gone_leaves_a_lost_node_that_the_breaker_keeps() -> Non
     assert world.state.nodes[lost_node].excluded is None
     assert len(requests(world)) == 1
     world.play(lambda: world.state.nodes[lost_node].excluded is not None, timeout_s=600.0)
-    assert world.state.nodes[lost_node].excluded is not None, "once the breaker permits it"
+    assert world.state.nodes[lost_node].excluded is not None, (
+        "the lost node is not excluded although the breaker permits it"
+    )
     assert world.incarnations() == ONCE | {R0: 3, R1: 2}
 
 
@@ -631,7 +637,7 @@ def test_replica_that_is_gone_waits_for_another_node_and_not_for_a_lost_one_that
 
 
 def test_failed_replica_waits_on_a_suspected_node_that_the_breaker_keeps() -> None:
-    """Without proof against the node, the shared cause of many failures would fail the replica elsewhere, too."""
+    """Many failures with a shared cause are no proof against the node, and would also fail the replica elsewhere."""
     world = World(job(spares=3), nodes=12).steady()
     for replica in (R0, R1):
         world.lose_node(world.node_of(replica))
@@ -724,7 +730,7 @@ def test_planned_fault_waits_until_its_target_works() -> None:
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def end_of(world: World) -> None:
-    """Assert that roles end first, then agents, then allocations, each after the ones before have ended."""
+    """Assert that roles end first, agents next and allocations last, each after the previous kind has ended."""
     order = []
     running: set[str] = set(world.steps)
     world.play()
@@ -759,7 +765,9 @@ def test_trainer_of_a_cancelled_run_is_stopped_first_if_commits_cover_several_st
     world.cancel()
     world.play(lambda: bool(world.decided(StopStep)))
     assert {stop.incarnation.replica for stop in world.decided(StopStep)} == first
-    assert TRAINER in build_directory(world.state).peers, "the store still accepts its commit"
+    assert TRAINER in build_directory(world.state).peers, (
+        "the trainer is not in the directory, though the store still accepts its commit"
+    )
     world.play()
     assert build_directory(world.state).peers == {}
     assert_nothing_is_left(world, Outcome.CANCELLED)
@@ -933,7 +941,8 @@ def test_nothing_is_launched_or_injected_once_the_end_is_decided() -> None:
     world.cancel()
     world.commit(3)
     world.play()
-    assert len(world.decided(Launch)) == before + 1  # the restart of what was killed before that
+    # the restart of the replica that was killed before the cancellation
+    assert len(world.decided(Launch)) == before + 1
     assert world.decided(InjectFault) == []
     assert_nothing_is_left(world, Outcome.CANCELLED)
 

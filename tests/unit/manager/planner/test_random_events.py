@@ -1,7 +1,7 @@
 """Random failures and commands, many at the same time and in any order.
 
-The planner reaches its fixpoint after each of them, nothing is launched twice, and once the troubles are over all
-replicas work again or the run has ended. :class:`World` checks every plan. A seed, which the test names, gives a story.
+The planner reaches its fixpoint after each of them, and nothing is launched twice. After the last one, all replicas
+work again or the run has ended. :class:`World` checks every plan. The seed in the test's name determines the sequence.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Story(Nodes):
             )
             self.slow_to_stop = 0.2
             self.play(timeout_s=3000.0)
-            assert self.over, "it does not end"
+            assert self.over, "the run does not end within 3000 s after its cancellation"
 
     def _allocation(self, blow: str) -> None:
         running = [
@@ -125,7 +125,7 @@ class Story(Nodes):
         self.happen(ev.ManagerStarted("login", 2))
 
     def heal(self) -> None:
-        """End all troubles."""
+        """Undo all failures, and add free nodes."""
         self.unresponsive.clear()
         self.refuse_launch, self.slow_to_stop = set(), 0.2
         for allocation in list(self.state.allocations.values()):
@@ -143,7 +143,7 @@ class Story(Nodes):
             current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
             assert current_numbers <= {max(replica.incarnation_number for replica in members)}
         steps = [replica.step for replica in self.state.replicas.values() if replica.is_current and replica.step]
-        assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
+        assert len(steps) == len(set(steps)), "two current incarnations have one step"
 
 
 _BLOWS = (

@@ -1,4 +1,4 @@
-"""A resumed run: its state, and that nothing of its first end ends it again."""
+"""A resumed run: its state, and that the causes of its first end do not end it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL = f"{RUN}.pool"
 
 
 def ended(world: World, outcome: Outcome) -> World:
-    """Release everything and write the last record."""
+    """Play until everything is released, and write the last record of the run."""
     world.play(timeout_s=600.0)
     assert world.over
     assert world.state.finish is not None
@@ -118,6 +118,6 @@ def test_kept_allocations_that_do_not_fit_the_job_are_released(change: str) -> N
 def test_manager_resumed_inside_its_pool_requests_that_pool_only() -> None:
     inside = msgspec.structs.replace(job(), manager=ManagerSpec("pool"))
     world = cancelled(inside)
-    del world.requests[POOL]  # the job of that name has ended, and another one waits
+    del world.requests[POOL]  # the job with this name has ended, and another one waits in the queue
     resume(world, inside).steady()
     assert requests(world) == [POOL, POOL]

@@ -1,4 +1,4 @@
-"""The timeline of failures, and that the four views of it agree about each failure."""
+"""The timeline of failures, and that its four views agree about each failure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ N3 = NodeName("n3")
 
 
 class Views(NamedTuple):
-    """What each view reports about the failures of roles, in the order of their fences."""
+    """The reports of each view about the failures of roles, in the order of their fences."""
 
     summary: Summary
     failed: list[Failed]
     outages: list[RecoveryDone]
     counters: RunCounters
     logged: dict[str, tuple[bool, str, float | None]]
-    """Injected, rung and time of the recovery (s), by incarnation."""
+    """(injected, rung, time of the recovery in s), by incarnation."""
 
 
 def views(events: Sequence[ev.Stamped]) -> Views:
@@ -158,7 +158,7 @@ def test_work_before_an_incarnations_own_failure_counts_on_a_node_with_findings(
     observed = views(story.recovers("rollout/0").wait(1).ends(Outcome.COMPLETED, "done").stamped)
     (recovery,), (failed,) = observed.summary.recoveries, observed.failed
     assert (recovery.detect_s, recovery.total_s) == (0.0, 4.8)
-    assert failed.cause == "gpu"  # and yet the cause is the node's
+    assert failed.cause == "gpu"  # the cause is still that of the node
     assert recovery.total_s == pytest.approx(failed.at - failed.since + 4.7)
 
 
@@ -186,7 +186,7 @@ def test_new_manager_does_not_count_a_replica_whose_step_has_ended_as_working() 
     story = Story("small", wide()).works()
     story.loses("rollout/0")
     state = story.recorded()
-    assert state.replica(ReplicaId("rollout/0")).status is Status.JOINED, "its fence has not been decided yet"
+    assert state.replica(ReplicaId("rollout/0")).status is Status.JOINED, "the replica was fenced before the test"
     restored = FailureTimeline(state)
     assert restored.at_work["rollout"] == state.training_time.at_work["rollout"] == 1
     assert "rollout/0" not in restored.working

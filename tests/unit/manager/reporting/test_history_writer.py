@@ -49,7 +49,10 @@ REASON = "rrl:small:gpu: Xid 48"
 
 
 class RecordedHistory:
-    """A story as its manager's chronicle tells it, from the beginning or from where it takes over."""
+    """The records of a story, as a manager writes them.
+
+    The manager sees the story from its beginning, or takes over in a given state.
+    """
 
     def __init__(self, story: Story | None = None, state: State | None = None) -> None:
         self.story = story or Story("small", wide())
@@ -69,7 +72,7 @@ class RecordedHistory:
         return self.records
 
     def new(self) -> list[Record]:
-        """Since the last look."""
+        """Return the records since the last call."""
         before = len(self.records)
         return self.up_to_now()[before:]
 
@@ -93,7 +96,8 @@ def test_history_begins_with_the_run_and_its_nodes() -> None:
     assert [(one.node, one.gpus) for one in records if isinstance(one, NodeAcquired)] == [
         (f"n{i}", 8) for i in range(1, 6)
     ]
-    assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)  # a run without trouble says nothing else
+    # a run without failures has no other records
+    assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)
 
 
 def test_released_nodes_are_recorded() -> None:
@@ -306,7 +310,7 @@ def test_next_manager_records_nodes_again_and_continues_the_downtime() -> None:
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class _Writer(HistoryWriter):
-    """A history writer with the timeline of failures that its manager would pass it."""
+    """A history writer that gets the timeline of failures, as its manager would pass it."""
 
     def __init__(self, folder: Path | str, story: Story, epoch: int = 1) -> None:
         self.timeline = FailureTimeline()
@@ -374,7 +378,7 @@ def test_unwritable_folder_loses_records_and_is_logged_once(
         (folder / user_name()).mkdir(parents=True)
     if case == "foreign":
         if os.geteuid() != 0:
-            pytest.skip("only root gives folders away")
+            pytest.skip("only root can give a folder to another user")
         os.chown(folder / user_name(), 65534, -1)
     elif case == "taken":
         file_of(folder).write_text("")

@@ -1,4 +1,4 @@
-"""The metrics of a manager for Prometheus; alerts and dashboard use no others."""
+"""The metrics of a manager for Prometheus; the alerts and the dashboard use no others."""
 
 from __future__ import annotations
 
@@ -98,11 +98,13 @@ def test_weights_of_rollouts_are_compared_with_the_newest_step_committed_or_publ
     story.works()
     assert has("rollout/0", 12) == (0, 0)
     assert has("rollout/1", 9) == (0, 3)
-    assert has("trainer/0", 13) == (1, 4), "published before its commit"
+    assert has("trainer/0", 13) == (1, 4), "a published step does not count before its commit"
     assert has("rollout/1", 13) == (0, 1)
-    assert has("rollout/1", 14) == (0, 1), "the trainer was set back to an earlier step"
+    assert has("rollout/1", 14) == (0, 1), (
+        "a rollout has a negative lag after the trainer restarted from an earlier step"
+    )
     story.fences("rollout/0")
-    assert has("rollout/1", 12) == (1, 1), "a fenced rollout has no weights"
+    assert has("rollout/1", 12) == (1, 1), "a fenced rollout counts as one with weights"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_episodes_are_shown_in_a_run_with_agents() -> None:
 
 
 def test_effective_share_follows_the_working_replicas() -> None:
-    story = works()  # at work for 36 s of 43: until then everybody starts
+    story = works()  # all replicas work for 36 s of 43 s, after they have started
     at_work = series(story, Facts(story.now + 57))
     assert value(at_work, "rrl_managed_seconds_total") == pytest.approx(100)
     assert value(at_work, "rrl_effective_seconds_total") == pytest.approx(93)
@@ -217,7 +219,7 @@ def test_effective_share_follows_the_working_replicas() -> None:
     without = series(story, Facts(story.now + 30))
     assert value(without, "rrl_effective_seconds_total") == pytest.approx(
         36 + 30 * 8 / 16
-    )  # rollouts: 2 x 4 GPUs, trainer: 8
+    )  # the rollouts have 2 x 4 GPUs, the trainer has 8
 
 
 def test_new_manager_counts_replicas_that_work_already() -> None:
@@ -239,7 +241,7 @@ def test_metric_names_are_valid_in_prometheus() -> None:
     for family in samples(works().recorded(), tallied(works()), Facts(BEGAN)):
         assert re.fullmatch(r"rrl_[a-z_]+[a-z]", family.name)
         assert family.documentation.endswith(".")
-        assert not family.name.endswith("_total")  # the library adds it to counters
+        assert not family.name.endswith("_total")  # the library adds the suffix to counters
         for one in family.samples:
             assert one.name.endswith("_total") == (family.type == "counter")
 
@@ -349,7 +351,7 @@ def test_idle_clients_take_few_threads_for_a_limited_time(run: RunDir, monkeypat
             assert line.recv(1) == b""  # hung up on at once
     assert threading.active_count() - before <= 2 * MAX_CONNECTIONS  # each has a clock
     for line in slow[:MAX_CONNECTIONS]:
-        while True:  # a byte now and then keeps nobody
+        while True:  # the connection ends although the client sends a byte now and then
             try:
                 line.sendall(b"x")
                 line.settimeout(0.1)
@@ -443,5 +445,5 @@ def test_local_run_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
     assert cache.refresh().skipped == 0
     site = report(cache.records(0.0), 0.0, state.at).site
     cache.close()
-    assert (site.failures, site.other_failures) == (0, 1)  # a process that was killed says nothing of its node
+    assert (site.failures, site.other_failures) == (0, 1)  # a killed process is no evidence about its node
     assert [(one.owner, one.cause) for one in site.causes] == [("software", "process")]

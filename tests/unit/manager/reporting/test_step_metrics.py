@@ -1,4 +1,4 @@
-"""The rows of committed steps, from a run's events alone."""
+"""The rows of committed steps, computed from a run's events alone."""
 
 from __future__ import annotations
 
@@ -236,7 +236,9 @@ def test_evaluation_is_part_of_the_row_of_its_step_and_step_0_has_a_row_of_its_o
 def test_row_is_complete_once_its_evaluation_is_known_whichever_comes_first() -> None:
     story = read_clock(commits(evaluated_story(), 1))
     rows = StepRows()
-    assert [row.step for stamped in story.stamped for row in rows.apply(stamped)] == [], "step 0 is not evaluated yet"
+    assert [row.step for stamped in story.stamped for row in rows.apply(stamped)] == [], (
+        "a row is complete before step 0 is evaluated"
+    )
     assert [row.step for row in rows.rest()] == [1]
     done = len(story.stamped)
     evaluates(story, 0)

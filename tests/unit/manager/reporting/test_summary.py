@@ -1,4 +1,4 @@
-"""The summary of a run, from its events alone."""
+"""The summary of a run, computed from its events alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ended(incarnation: Incarnation) -> ev.StepEnded:
 
 
 def up(at: float, incarnation: Incarnation, node: NodeName) -> list[At]:
-    """It joins and works from ``at`` on."""
+    """Return the events by which an incarnation joins and works from ``at`` on."""
     phase = {"rollout": "generate", "trainer": "train", "reward": "score"}.get(role_of(incarnation.replica), "serve")
     return [(at, ev.Joined(incarnation, node, node, 1)), (at, ev.PhaseEntered(incarnation, phase))]
 
@@ -86,7 +86,7 @@ def _flat(values: Sequence[At | Sequence[At]]) -> list[At]:
 
 
 def started(at: float = 20.0) -> list[At]:
-    """All five replicas are launched at 10 and work from ``at`` on."""
+    """Return events by which all five replicas are launched at 10 s and work from ``at`` on."""
     begun: list[At] = [(0.0, ev.ManagerStarted("login", 1))]
     begun += [(10.0, launch(Incarnation(id, 1), node)) for id, node in NODES.items()]
     for id, node in NODES.items():
@@ -126,11 +126,11 @@ def test_a_trainer_of_several_ranks_works_while_all_of_them_do() -> None:
     got = summarize(
         ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(events, key=itemgetter(0)), 1)
     )
-    assert got.ettr == round((40 + 40 * 2 / 4) / 100, 4), "two rollouts on a node each, and a trainer on two nodes"
+    assert got.ettr == round((40 + 40 * 2 / 4) / 100, 4), "the share of the rollouts must be 2 of 4 nodes"
 
 
 def clocks(at: float, number: int, **seconds: float) -> At:
-    """A report of the trainer: seconds by phase since its incarnation joined."""
+    """Return a report of the trainer's clock: seconds by phase since its incarnation joined."""
     times = tuple(PhaseTime(phase, idle_cause(phase, None), int(spent * 1e9)) for phase, spent in seconds.items())
     return at, ev.ClocksRecorded(((Incarnation(TRAINER, number), ClockReading(number, 0, times)),))
 
@@ -165,7 +165,9 @@ def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -
     assert (got.parts, got.most_parts) == (2.5, 4)
     assert (got.ages, got.max_age) == ({0: 150, 1: 20}, 1)
     assert (got.length_bias, got.recall20) == (1.0123, 0.75)
-    assert (got.long_groups, got.longest_expected) == (0, 0), "of the newest step, which reported nothing"
+    assert (got.long_groups, got.longest_expected) == (0, 0), (
+        "these figures are not of the newest step, which reported none"
+    )
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
     for seq, (at, event) in enumerate(events, 2):
         state = fold(state, ev.Stamped(seq, at, 1, event))

@@ -1,4 +1,4 @@
-"""The journal on disk: exactly what was flushed is read again, despite torn writes and frozen predecessors."""
+"""The journal on disk: exactly the flushed records are read again, despite torn writes and frozen managers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_torn_last_frame_is_ignored_at_every_length(run: RunDir) -> None:
     for length in range(len(whole), len(torn)):
         segment.write_bytes(torn[:length])
         assert read_state(run) == before, length
-    for length in range(len(whole), len(torn)):  # the file grew before its data was written
+    for length in range(len(whole), len(torn)):  # the file was extended before its data was written
         segment.write_bytes(torn[:length] + bytes(len(torn) - length))
         assert read_state(run) in (before, writer.state), length
     segment.write_bytes(torn[:-1] + bytes([torn[-1] ^ 1]))
@@ -103,7 +103,7 @@ TORN_HEADS = (b"", MAGIC[:3], MAGIC, MAGIC + b"\x40\0\0\0", MAGIC + bytes(30), M
 @pytest.mark.parametrize("torn", TORN_HEADS)
 def test_segments_with_an_unfinished_head_are_skipped(run: RunDir, torn: bytes) -> None:
     writer = Writer(run).begin().steps(1).flush()
-    for epoch in (2, 3):  # two managers in a row that found the disk full
+    for epoch in (2, 3):  # two managers in a row had a full disk
         (run.journal / f"{epoch:06}-000001.seg").write_bytes(torn)
     assert read_state(run) == writer.state
     later = Writer(run, epoch=4).steps(2).flush()
@@ -196,7 +196,7 @@ def test_records_appended_during_a_rotation_are_kept_exactly_once(run: RunDir) -
     writer = Writer(run).begin().steps(1, 2)
     assert writer.state is not None
     then = writer.state
-    writer.steps(3)  # appended after the snapshot was taken, before the change
+    writer.steps(3)  # appended after the snapshot was taken, and before the change of segments
     writer.journal.rotate(then)
     writer.flush()
     assert read_state(run) == writer.state == folded(run)
@@ -292,11 +292,14 @@ def test_sealed_segment_that_lost_records_is_reported(run: RunDir) -> None:
     first.unlink()
     with pytest.raises(JournalError, match=r"000001-000001\.seg: the segment is missing"):
         list(replay(run))
-    assert read_state(run) == writer.state  # which needs the newest segment only
+    assert read_state(run) == writer.state  # the state needs only the newest segment
 
 
 class FullDisk:
-    """``os.write`` writes half of failing_call it is given and then fails, or ``os.fsync`` fails, until ``freed``."""
+    """A disk that is full until ``freed``.
+
+    ``os.write`` writes half of its data and then fails, or ``os.fsync`` fails.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str) -> None:
         self.freed = False
@@ -407,6 +410,6 @@ def test_follower_continues_with_the_successor_after_the_last_records_of_a_manag
     followed += follower.events()
     successor.steps(3, 4).flush()
     followed += follower.events()
-    assert followed == list(replay(run)), "the records that the frozen manager wrote late count for nobody"
+    assert followed == list(replay(run)), "late records of the frozen manager were read"
     steps = [stamped.event.step for stamped in followed if isinstance(stamped.event, ev.StepCommitted)]
     assert steps == [1, 2, 3, 4]

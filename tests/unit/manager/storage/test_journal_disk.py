@@ -1,6 +1,6 @@
-"""The journal's writers are killed, lose power or get an error at any disk call.
+"""If the journal's writers are killed, lose power or get an error at any disk call, no flushed record is lost.
 
-Whatever was flushed is read again, complete and in order, and the next manager continues after it.
+All flushed records are read again in order, and the next manager continues after them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rrl.tests.support.manager.journal_writer import BEGUN, Writer
 
 FIRST = "000001-000001.seg"
 MAX_FRAME_BYTES = 1000
-"""Bytes. Only the head of a segment is a longer write."""
+"""Upper bound for the bytes of a write, except that of a segment's head."""
 
 
 class RecordedRun:
     """Two managers on a fake disk.
 
-    The first one rotates into a second segment and dies during a write; the second one follows. Then the first one
-    thaws and keeps writing, which nothing may ever read. ``flushed[i]`` are the records that were flushed when
-    ``disk.note`` was i; the next manager may have found more.
+    The first one rotates into a second segment and dies during a write, and the second one follows. Then the first one
+    thaws and continues to write records, which must never be read. ``flushed[i]`` are the records that were flushed
+    when ``disk.note`` was i; the next manager may have found more.
     """
 
     def __init__(self, run: RunDir, disk: FakeDisk) -> None:
@@ -80,7 +80,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip real syncs: what a power cut would leave is computed."""
+    """Skip real syncs, because the tests compute what a power loss would leave."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -107,10 +107,10 @@ def _folded(records: list[ev.Stamped]) -> State | None:
 
 
 def _check(run: RunDir, flushed: list[ev.Stamped], timelines: list[list[ev.Stamped]]) -> None:
-    """Check that all of ``flushed`` is read, maybe with later unflushed records, and that a manager can continue."""
+    """Check that all of ``flushed`` is read, perhaps with later unflushed records, and that a manager can continue."""
     read = list(replay(run))
     assert read[: len(flushed)] == flushed
-    assert any(read == timeline[: len(read)] for timeline in timelines), "records of another manager"
+    assert any(read == timeline[: len(read)] for timeline in timelines), "the records are not those of a single manager"
     assert read_state(run) == _folded(read)
     if not read:
         return
@@ -131,7 +131,7 @@ def test_recorded_run_covers_every_kind_of_disk_call(recorded_run: RecordedRun) 
 
 
 def _die_everywhere(recorded_run: RecordedRun, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
-    """Check every folder that a crash could leave; return how many different ones there are."""
+    """Check every folder that a crash could leave; return the number of different folders."""
     checked: set[bytes] = set()
     for moment in recorded_run.disk.moments:
         for image in moment.images(cuts):
@@ -186,7 +186,7 @@ def test_failed_disk_call_keeps_buffered_records_for_a_later_flush(tmp_path: Pat
 
 
 def _written_whatever_fails(run: RunDir) -> list[ev.Stamped]:
-    """Write with a manager that retries failed calls like the real one: by the next flush, or as the next epoch."""
+    """Write as the real manager does, which repeats a failed call in the next flush or as the next epoch."""
     epoch = 1
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The epoch lease: one manager at a time, even while storage or processes are frozen."""
+"""The epoch lease permits one manager at a time, even while storage or processes are frozen."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeyp
 
 
 class Storage:
-    """Makes ``os.listdir`` of the epochs, or reading one of them, fail while ``away`` is set."""
+    """While ``away`` is set, makes ``os.listdir`` of the epochs, or a read of one of them, fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int) -> None:
         self.away = False
@@ -270,7 +270,7 @@ def test_time_without_a_readable_lease_does_not_count_as_silence(
         renewing.cancel()
 
     virtual.run(outage())
-    assert len(caplog.records) == 1, "logged once"
+    assert len(caplog.records) == 1, "the unreadable lease was not logged exactly once"
     assert "cannot read the lease of small-1, so another manager may be running" in caplog.text
 
 
@@ -310,7 +310,7 @@ def test_lease_that_is_readable_only_at_times_is_respected(
 
 
 def test_challenger_that_was_frozen_restarts_its_watch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder may have been frozen at the same time, and by the same cause."""
+    """The holder may have been frozen at the same time and for the same reason."""
 
     async def challenge() -> None:
         first = await Lease.acquire(run, TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run is found by the names of the folders, and so is what the run has exported."""
+"""The newest checkpoint of a run and its exports are found by the names of their folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_newest_committed_checkpoint_is_found_among_attempts(run: RunDir) -> Non
     found = model_folders(run, 10).checkpoint
     assert found == ModelFolder(10, str(run.checkpoints / "step-10.2.1"))
     found = model_folders(run, 8).checkpoint
-    assert found is None, "of step 0 there is only the reference model"
+    assert found is None, "the reference model of step 0 counts as a checkpoint"
 
 
 def test_export_of_a_step_is_found_once_it_is_complete(run: RunDir) -> None:

@@ -95,7 +95,7 @@ def test_interrupted_installation_is_completed_by_the_next_manager(
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             resume_request.install(run)
-    assert resume_request.claim(run) == _request_resume(), "the next manager finds it"
+    assert resume_request.claim(run) == _request_resume(), "the next manager cannot claim the request"
     resume_request.install(run)
     assert (_files(run), resume_request.read_pending(run)) == ({"new"}, None)
 
@@ -124,7 +124,7 @@ def test_late_resume_request_is_discarded_by_the_manager(
         outcome = await site.manage()
         await site.to_rest()
         resume_request.write_request(run, _request_resume(), lambda _: None)
-        assert not run_ended(run), "the request is pending"
+        assert not run_ended(run), "the run counts as ended, though a resume request is pending"
         assert await site.manage() == outcome
         await site.to_rest()
 

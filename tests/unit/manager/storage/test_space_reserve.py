@@ -1,4 +1,4 @@
-"""The space that a run keeps for its end on a full file system."""
+"""The reserve of space that a run frees at its end on a full file system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class FullDisk:
-    """A write that fails with ``number`` until ``released`` bytes of the reserve are free."""
+    """A disk whose writes fail with error ``number`` until ``released`` bytes of the reserve are free."""
 
     def __init__(self, run: RunDir, number: int, released: int) -> None:
         self.run, self.number, self.released, self.written = run, number, released, False

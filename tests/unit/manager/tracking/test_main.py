@@ -1,4 +1,7 @@
-"""The process of a tracker, with the real packages: each step once and in order, wherever the process is killed."""
+"""The process of a tracker, with the real packages, sends each step once and in order.
+
+This also holds if the process is killed at any call.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, 
 TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
 TIMEOUT_S = 120.0
 STEPS = 12
-"""Steps of :meth:`Story.works`."""
+"""Number of steps of :meth:`Story.works`."""
 OPENING, FIRST, MIDDLE, LAST, FLUSH = 1, 2, 7, 1 + STEPS, 2 + STEPS
-"""Numbers of calls of the tracker after which a test kills the process."""
+"""Numbers of the tracker calls after which a test kills the process."""
 KILL_AFTER_CALLS = """
 import os, signal, sys
 from rrl.manager.tracking import main
@@ -47,12 +50,12 @@ def count(self, *error):
 main.Deadline.__exit__ = count
 sys.exit(main.main())
 """
-"""Program that runs the process of a tracker and kills it as soon as the tracker has answered so many calls."""
+"""Program that runs the process of a tracker and kills it after a given number of the tracker's answers."""
 PROGRAM = "import sys; from rrl.manager.tracking import main; sys.exit(main.main())"
 
 
 class Recorded:
-    """A run whose journal is written piece by piece, by a story."""
+    """A run whose journal is written from a story, one part after the other."""
 
     def __init__(self, folder: Path, story: Story, server: ForkServerContext) -> None:
         self.story, self._written, self._server = story, len(story.stamped), server
@@ -64,7 +67,7 @@ class Recorded:
         self.run.resolved.write_bytes(msgspec.json.encode({"job": job}))
 
     def write(self) -> None:
-        """Write what the story has recorded since the last call, as the next manager."""
+        """Write the story's events since the last call, as a new manager."""
         self.story.epoch += 1
         journal = Journal(self.run, self.story.epoch)
         for stamped in self.story.stamped[self._written :]:
@@ -92,7 +95,7 @@ def exit_code(process: ForkServerProcess) -> int | None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServerContext]:
-    """The process from which those of the trackers are forked."""
+    """Yield the process from which the processes of trackers are forked."""
     with fork_server() as context:
         yield context
 
@@ -122,7 +125,7 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
     recorded.write()
     for calls in killed_after:
         code = recorded.track(tracker, ONCE, KILL_AFTER_CALLS.format(calls))
-        assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # 0: earlier processes had sent the steps
+        assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # code 0 if earlier processes had sent all steps
     assert recorded.track(tracker) == 0, recorded.output(tracker)
     found = sent(recorded.run, tracker, "reward")
     check_once_each(found, STEPS)
@@ -137,7 +140,7 @@ def test_tracker_run_continues_after_the_end_and_a_resume(recorded: Recorded, tr
     recorded.write()
     assert recorded.track(tracker, UNTIL_END) == 0, recorded.output(tracker)
     assert read_progress(recorded.run, tracker).finished
-    assert recorded.track(tracker, UNTIL_END) == 0, "it sends nothing again"
+    assert recorded.track(tracker, UNTIL_END) == 0, "a second process for a finished run fails"
     recorded.story.wait(100).record(ev.Resumed("anna", "1", recorded.story.job))
     recorded.set_job({"roles": {"trainer": {"learning_rate": 0.002}}})
     recorded.story.launches("trainer/0").joins("trainer/0", "train")

@@ -1,4 +1,4 @@
-"""The processes of trackers as the manager keeps them running. The process itself is a stand-in."""
+"""The manager keeps the processes of trackers running; the tests have a substitute for the real process."""
 
 from __future__ import annotations
 

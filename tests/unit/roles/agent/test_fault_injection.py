@@ -1,4 +1,4 @@
-"""Lasting faults and faults of an agent on itself, with real steps, a real agent and a real pause helper."""
+"""Lasting faults, and faults of an agent on itself, with real steps, a real agent and a real pause helper."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ SPINS = ("sh", "-c", "while :; do :; done")
 
 
 def state(process: Process) -> str:
-    """Return the state of a process as in /proc; ``T`` means stopped."""
+    """Return the state of a process as /proc shows it; ``T`` means stopped."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def runs(process: Process) -> None:
-    """Wait until a process was not stopped for 0.5 s, longer than a pause helper that slows it would let it run."""
+    """Wait until a process was not stopped for 0.5 s.
+
+    A pause helper that slows the process would stop it within this time.
+    """
     loop = asyncio.get_running_loop()
     since = loop.time()
     deadline = since + 30.0
     while loop.time() - since < 0.5:
         if state(process) == "T":
             since = loop.time()
-        assert loop.time() < deadline, "it is still stopped now and then"
+        assert loop.time() < deadline, "the process is still stopped from time to time"
         await asyncio.sleep(0.005)
 
 
@@ -59,7 +62,8 @@ def test_timed_freeze_ends_by_itself_and_both_ends_are_reported(tmp_path: Path) 
             await eventually(lambda: state(role) == "T")
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "SIGCONT: the target runs again"
-            await eventually(lambda: state(role) == "S")  # it may be between two stops
+            # wait for it, as the process may have been observed between two stops
+            await eventually(lambda: state(role) == "S")
             assert not mark(at, launch).exists()
 
     with lab(tmp_path) as at:
@@ -106,7 +110,7 @@ def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: P
             await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             holder = int(mark(at, launch).read_text().partition(".")[0])
-            lab_node.agent.send_signal(signal.SIGSTOP)  # so that it does not notice the end of its pause helper
+            lab_node.agent.send_signal(signal.SIGSTOP)  # the agent misses the end of its pause helper
             os.kill(holder, signal.SIGKILL)
             lab_node.agent.kill()
             await at.end_of(lab_node.agent)
@@ -129,7 +133,8 @@ def test_killed_pause_helper_leaves_its_target_running_and_is_reported(tmp_path:
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "the pause helper was killed"
-            await eventually(lambda: state(role) == "S")  # it may be between two stops
+            # wait for it, as the process may have been observed between two stops
+            await eventually(lambda: state(role) == "S")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

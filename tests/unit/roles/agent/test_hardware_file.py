@@ -14,7 +14,7 @@ PAST = HardwareInventory("b1", "4711", 8, ("mlx5_2",), ("mlx5_2/1",), {"GPU-1": 
 
 def test_saved_inventory_is_loaded_again(tmp_path: Path) -> None:
     path = tmp_path / "hardware" / "n1.json"
-    assert load_inventory(path) is None, "no agent has stored an inventory"
+    assert load_inventory(path) is None, "an inventory was loaded although no agent has stored one"
     save_inventory(path, PAST)
     assert load_inventory(path) == PAST
     assert [one.name for one in path.parent.iterdir()] == ["n1.json"]

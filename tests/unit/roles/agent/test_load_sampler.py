@@ -1,4 +1,4 @@
-"""The use of a node's GPUs, as its agent reports it."""
+"""The use of a node's GPUs, as the node's agent reports it."""
 
 from __future__ import annotations
 

@@ -145,7 +145,9 @@ def test_stop_request_ends_the_agent_and_no_other_process(tmp_path: Path) -> Non
 def test_unmounted_run_directory_does_not_count_as_removed(tmp_path: Path) -> None:
     device = os.stat(tmp_path).st_dev
     assert _removed(tmp_path / "runs" / "run-1", device)
-    assert not _removed(tmp_path / "runs" / "run-1", device + 1), "the parent is on another file system"
+    assert not _removed(tmp_path / "runs" / "run-1", device + 1), (
+        "the run counts as removed, though its file system is not mounted"
+    )
     assert not _removed(tmp_path, device)
 
 
@@ -185,7 +187,7 @@ def test_agent_without_a_manager_removes_the_disk_filler(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["as launched", "adopted since"])
 def test_fenced_incarnation_is_ended_by_its_agent(tmp_path: Path, adopted: bool) -> None:
-    """A promoted standby is found by its step's tag, because its launch file names the standby."""
+    """A promoted standby process is found by its step's tag, because its launch file names the standby process."""
 
     async def story(at: Lab) -> None:
         async with node(at) as lab_node:

@@ -1,4 +1,4 @@
-"""An agent and the health of its node, with real readers and a fake driver, at the admission and later."""
+"""An agent and the health of its node, with real readers and a fake driver, at its admission and later."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ bytearray(2**26)
             launch = at.launch(sys.executable, "-c", code, str(go))
             step = at.start(launch)
             target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
-            await eventually(go.with_name("begun").exists)  # the first allocation to fail must not be an import
+            # so that the program has no imports left, whose allocations could fail first
+            await eventually(go.with_name("begun").exists)
             assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
             assert read_process(target.command.pid) is not None
             go.touch()
@@ -82,7 +83,7 @@ def test_step_without_a_started_command_is_not_a_target(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         launch = at.launch("sleep", "1000")
         step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # no manager admits it
-        # a child has its own environment, by which a step is found, only after its exec
+        # a step is found by the environment of its process, which a child has only after its exec
         asyncio.run(eventually(lambda: file.encode() in Path(f"/proc/{step.pid}/environ").read_bytes()))
         with pytest.raises(NotPerformed, match="has not started its command"):
             find_target(file)

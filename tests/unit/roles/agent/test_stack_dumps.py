@@ -41,7 +41,7 @@ READS_AND_WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 
 @contextmanager
 def process(tmp_path: Path, *argv: str, code: str = "", cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Start a process of the step ``rollout``; provides it after it has printed that it runs."""
+    """Start a process of the step ``rollout``, and yield it once it has printed that it runs."""
     env = {"PATH": os.defpath, LAUNCH_ENV: str(launch_file(tmp_path)), STEP_ENV: "1.1"}
     command = list(argv) or [sys.executable, "-c", code]
     child = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -75,7 +75,7 @@ def test_dump_of_a_hung_process_names_the_blocking_call(tmp_path: Path) -> None:
         answer = taken(tmp_path)
         assert (answer.incarnation, answer.target, answer.id, answer.error) == (AGENT, SUSPECT, 5, "")
         assert list(answer.dumps) == [child.pid]
-        assert child.poll() is None, "it was not harmed"
+        assert child.poll() is None, "the dump has ended the process"
     main = main_thread(answer.dumps[child.pid])
     assert main is not None
     names = [frame.function for frame in main.frames]
@@ -99,7 +99,7 @@ def test_only_commands_of_the_step_are_dumped_without_its_first_process(tmp_path
         "-m",
         STEP_MODULE,
         str(launch_file(tmp_path)),
-    )  # the arguments by which a first process is recognised
+    )  # the arguments by which the agent recognises a first process
     with (
         process(tmp_path, *first, cwd=tmp_path),
         process(tmp_path, code=WEDGED) as ours,
@@ -111,7 +111,7 @@ def test_only_commands_of_the_step_are_dumped_without_its_first_process(tmp_path
 
 def test_step_without_python_is_reported_by_its_kernel_state(tmp_path: Path) -> None:
     with process(tmp_path, "/bin/sh", "-c", "echo here; read forever") as child:
-        while stat_fields(child.pid)[0] != b"S":  # it does not wait for its input yet
+        while stat_fields(child.pid)[0] != b"S":  # until the process waits for its input
             time.sleep(0.01)
         answer = taken(tmp_path)
     dump = answer.dumps[child.pid]

@@ -16,12 +16,12 @@ from rrl.roles.trajectories.client import FencedAttempt
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 
 DEADLINE_S = 60.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
+"""Time limit in seconds, which only a broken build reaches."""
 HERE = Path(__file__)
 
 
 class FakeEndpoint:
-    """An endpoint that nothing serves."""
+    """An endpoint that no process serves."""
 
     base_url = "http://b/v1"
 
@@ -30,7 +30,7 @@ class FakeEndpoint:
 
 
 class RecordedResults:
-    """A stand-in for the store that records how attempts end."""
+    """A replacement for the store that records how attempts end."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[int, int, float | None]] = []
@@ -52,7 +52,7 @@ def play(
     agent: Callable[[str, str, str], Awaitable[Any]], store: RecordedResults, episodes: int = 1, timeout: float = 1e3,
     reward_timeout: float | None = None,
 ) -> Attempts:  # fmt: skip
-    """Make the first attempt at some episodes, one after the other, and return when all have ended."""
+    """Make the first attempt at each of some episodes, one after the other, and return once all have ended."""
     settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
     context = AgentContext(agent, settings, lambda i: f"item {i}", HERE.parent)
 
@@ -61,7 +61,7 @@ def play(
         attempts = Attempts(context, FakeEndpoint(), store, changed.set)
         for episode in range(episodes):
             attempts.start(EpisodeItem(episode, 0, 5, 1))
-            attempts.start(EpisodeItem(episode, 0, 5, 1))  # sent again, because an answer was lost
+            attempts.start(EpisodeItem(episode, 0, 5, 1))  # repeated as after a lost answer
             async with asyncio.timeout(DEADLINE_S):
                 while attempts.episodes:
                     await changed.wait()

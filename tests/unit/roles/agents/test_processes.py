@@ -1,4 +1,4 @@
-"""A frozen process of the role ``agents`` that thaws, against a manager that only listens and a real store."""
+"""A frozen process of the role ``agents`` that thaws, with a manager that only listens and a real store."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from rrl.roles.agents.user_program import ProgramFailed, program_agent
 
 DEADLINE_S = 60.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
+"""Time limit in seconds, which only a broken build reaches."""
 
 
 def run(folder: Path, source: str, item: str = "an item") -> float | None:
@@ -85,7 +85,7 @@ open("pids.new", "w").write(f"{os.getpid()} {child.pid}")
 os.rename("pids.new", "pids")
 time.sleep(600)
 """
-"""A program with a child; both sleep for longer than the test waits."""
+"""A program with a child process; both sleep for longer than the test waits."""
 
 
 def is_gone(pid: int) -> bool:

@@ -1,4 +1,7 @@
-"""What is read of torch's files and written as safetensors is what torch reads and safetensors' own library returns."""
+"""rrl reads torch's files as torch does.
+
+The tensors that rrl writes as safetensors are those that safetensors' own library reads.
+"""
 
 from __future__ import annotations
 

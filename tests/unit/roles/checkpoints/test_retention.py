@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted, for a trainer that only uses the worker API; the store is a real one."""
+"""The checkpoints that are deleted for a trainer that only uses the worker API, with a real store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_folder_of_an_old_step_that_the_newest_commit_names_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_store_deletes_a_checkpoint_that_a_later_store_retains(seed: int) -> None:
-    """A store that was superseded acts on old facts, at any later moment."""
+    """A superseded store deletes checkpoints by outdated facts, at any later moment."""
     dice, keep_checkpoints = random.Random(seed), 2 + seed % 2
     committed, trainer, commits, attempts = 0, 1, dict[int, str](), list[str]()
     deleted_by_some_store: set[str] = set()
@@ -81,7 +81,7 @@ def test_no_store_deletes_a_checkpoint_that_a_later_store_retains(seed: int) -> 
 
 
 def _commit_step(store: Store, folder: Path, number: int, trainer: int = 1) -> None:
-    """Commit a step whose checkpoint lies in ``folder``, as the worker API does; durable on return."""
+    """Commit a step with a checkpoint in ``folder``, as the worker API does, and make the commit durable."""
     who = incarnation_of(TRAINER.replica, trainer)
     generate(store)
     score(store)

@@ -1,4 +1,4 @@
-"""The list of tensors of a checkpoint is a pickle, of which no code is executed."""
+"""The list of tensors of a checkpoint is a pickle, from which no code is executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rrl.roles.checkpoints.stored_tensors import METADATA, UnreadableTensors, re
 
 
 class _Hostile:
-    """Would create a file when it is unpickled by the plain unpickler."""
+    """An object with which the plain unpickler makes a folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,4 +30,4 @@ def test_list_of_tensors_that_names_a_function_of_another_module_executes_nothin
         read_index(tmp_path)
     assert not made.exists()
     pickle.loads(data)
-    assert made.exists(), "the plain unpickler executes it"
+    assert made.exists(), "the plain unpickler has not executed the code, so this test proves nothing"

@@ -1,4 +1,4 @@
-"""The endpoint, served by its real server and called by the real client of OpenAI."""
+"""The endpoint, served by its real server and called with OpenAI's real client."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_call_that_lasts_longer_than_the_read_timeout_is_kept_alive(
 
 
 def test_repeated_call_after_a_broken_connection_joins_its_turn(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """The first connection uses a relay that closes it once the turn is open."""
+    """The first connection goes through a relay, which closes it once the turn is open."""
     port = int(scene.server.base_url.rpartition(":")[2].partition("/")[0])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = threading.Thread(target=break_first, args=(listener, port, scene), daemon=True)
@@ -116,7 +116,7 @@ def test_repeated_call_after_a_broken_connection_joins_its_turn(scene: Scene, ca
 
 
 def break_first(listener: socket.socket, port: int, scene: Scene) -> None:
-    """Relay a first connection until its turn is open, break it, and relay the second as a whole."""
+    """Relay a first connection until its turn is open, break it, and relay the second one to its end."""
     client, _ = listener.accept()
     with client, socket.create_connection(("127.0.0.1", port)) as server:
         forward(client, server)
@@ -132,7 +132,7 @@ def break_first(listener: socket.socket, port: int, scene: Scene) -> None:
 
 
 def forward(source: socket.socket, sink: socket.socket) -> None:
-    """Forward what ``source`` receives, in a thread, until it is closed."""
+    """Start a thread that forwards everything that ``source`` receives, until ``source`` is closed."""
 
     def pump() -> None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Episodes of agents outside of the run: opened, ended and rewarded over HTTP, over the real store."""
+"""Episodes of agents outside of the run are opened, ended and rewarded over HTTP, with the real store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_KEY = run_key(RUN, SECRET)
 
 
 class Outside:
-    """An endpoint for agents outside of the run, over a real store."""
+    """An endpoint for agents outside of the run, with a real store."""
 
     def __init__(self, folder: Path) -> None:
         self.store = open_agents_store(folder, episodes=EpisodeSettings(retries=0), max_new_tokens=8)
@@ -54,7 +54,7 @@ class Outside:
         return opened
 
     def answer(self, opened: Any) -> None:
-        """Ask for one answer in an opened episode, which a rollout samples."""
+        """Request one answer in an opened episode, and sample it as a rollout does."""
         client = openai.OpenAI(base_url=opened["base_url"], api_key=opened["api_key"], timeout=DEADLINE_S)
         stream = client.chat.completions.create(model="any", messages=USER, stream=True)
         with self.served.lock:
@@ -84,7 +84,7 @@ def test_an_episode_is_opened_played_and_finished_with_a_reward(outside: Outside
     assert opened["base_url"] == outside.server.base_url
     outside.answer(opened)
     assert outside.end(opened, "finish", {"reward": 0.5}) == 200
-    assert outside.end(opened, "finish", {"reward": 0.5}) == 200, "a repeated request is answered again"
+    assert outside.end(opened, "finish", {"reward": 0.5}) == 200, "a repeated request was refused"
     client = openai.OpenAI(base_url=opened["base_url"], api_key=opened["api_key"], timeout=DEADLINE_S)
     with pytest.raises(openai.PermissionDeniedError):
         client.chat.completions.create(model="any", messages=USER)

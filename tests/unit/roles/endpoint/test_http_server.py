@@ -1,4 +1,4 @@
-"""The server of the endpoint at its stop."""
+"""The stop of the endpoint's server."""
 
 from __future__ import annotations
 

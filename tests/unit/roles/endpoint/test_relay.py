@@ -1,6 +1,6 @@
-"""The relay between the real client of OpenAI and stand-ins for replicas of the endpoint that break off.
+"""The relay between OpenAI's real client and fake replicas of the endpoint that break connections.
 
-``test_relay_processes.py`` has the same with the real endpoint in processes that are killed.
+In ``test_relay_processes.py`` the endpoint is real, in processes that are killed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rrl.tests.support.roles.endpoint.fake_endpoint import (
 openai = pytest.importorskip("openai")
 
 DEADLINE_S = 60.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
+"""Time limit in seconds, which only a broken build reaches."""
 USER: list[Any] = [{"role": "user", "content": "7"}]
 FENCED = {"error": {"message": "attempt 1 is over", "type": "permission_error", "param": None, "code": "attempt_over"}}
 
 
 class Scene:
-    """A relay, and the replicas that it can find now."""
+    """A relay, and the replicas whose addresses it finds."""
 
     def __init__(self) -> None:
         self.replicas: list[FakeEndpoint] = []
@@ -51,12 +51,12 @@ class Scene:
         self.server.start()
 
     def replica(self, *acts: Act) -> FakeEndpoint:
-        """Start a replica that the relay does not find yet."""
+        """Start a replica whose address the relay does not find yet."""
         self.replicas.append(FakeEndpoint(*acts))
         return self.replicas[-1]
 
     def serves(self, *acts: Act) -> FakeEndpoint:
-        """Start a replica, the only one that the relay finds."""
+        """Start a replica, and let the relay find only this one."""
         made = self.replica(*acts)
         self.addresses = [made.base_url]
         return made
@@ -101,7 +101,7 @@ def test_call_and_answer_pass_the_relay_unchanged(scene: Scene) -> None:
     assert (path, json.loads(body)) == ("/v1/chat/completions", {"model": "m", "messages": USER})
     assert (headers["authorization"], headers["x-mine"], headers["x-rrl-relay"]) == ("Bearer rrl-k", "1", "1")
     assert headers["x-stainless-retry-count"] == "0"
-    assert "x-rrl-sent" not in headers, "an agent cannot say what it has"
+    assert "x-rrl-sent" not in headers, "a header of the agent set the position that the relay has"
     assert scene.client().models.with_raw_response.list().http_response.status_code == 200
     assert replica.requests[1][0] == "/v1/models"
 
@@ -127,17 +127,20 @@ def test_plain_answer_that_breaks_off_is_requested_again_as_joined_and_sent_once
     mover.start()
     assert scene.create().choices[0].message.content == "5"
     mover.join()
-    assert headers_of(other)["x-stainless-retry-count"] == "1", "the endpoint joins it to the turn"
+    assert headers_of(other)["x-stainless-retry-count"] == "1", (
+        "the repeated call is not marked as repeated, so that no endpoint joins it to its turn"
+    )
     assert other.requests[0][2] == broken.requests[0][2]
 
 
 def test_a_call_that_no_replica_has_received_is_not_repeated_as_joined(scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"  # refuses connections once it is closed
+        # an address that refuses connections after the end of this block
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
     scene.addresses = [gone]
     replica = scene.replica()
     threading.Timer(5.0, lambda: setattr(scene, "addresses", [replica.base_url])).start()
-    # a read timeout that is shorter than the outage passes only without signs of life
+    # the call succeeds because signs of life arrive: its read timeout is shorter than the outage
     assert scene.client(max_retries=0, timeout=3.0).chat.completions.create(model="m", messages=USER).choices
     assert headers_of(replica)["x-stainless-retry-count"] == "0"
 
@@ -180,7 +183,7 @@ def test_interrupted_stream_of_an_ended_attempt_ends_with_the_error(scene: Scene
 def test_interrupted_plain_answer_of_an_ended_attempt_becomes_the_refusal(scene: Scene) -> None:
     scene.serves(breaks(b" "), replies(FENCED, 403))
     with pytest.raises(openai.PermissionDeniedError):
-        scene.client().chat.completions.create(model="m", messages=USER)  # its client repeats the broken call
+        scene.client().chat.completions.create(model="m", messages=USER)  # the client repeats the broken call by itself
 
 
 def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> None:
@@ -189,7 +192,7 @@ def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> N
     replica = scene.serves(*acts)
     assert scene.create().choices[0].message.content == "5"
     counts = [headers["x-stainless-retry-count"] for _, headers, _ in replica.requests]
-    assert counts == ["0", "0", "1"], "a replica that has too many connections has not begun"
+    assert counts == ["0", "0", "1"], "a call that a full replica refused must not count as begun"
     with pytest.raises(openai.InternalServerError, match="the endpoint failed"):
         scene.create()
     assert len(replica.requests) == 4
@@ -216,7 +219,7 @@ def test_an_opened_episode_gets_the_relay_as_its_base_url_and_is_opened_once(sce
     assert len(keys) == 2
     assert len({*keys}) == 1
     scene.post("/rrl/v1/episodes", {"Authorization": "Bearer rrl-run"})
-    assert headers_of(replica, 2)["idempotency-key"] not in keys, "another call is another episode"
+    assert headers_of(replica, 2)["idempotency-key"] not in keys, "two calls have one idempotency key"
     scene.post("/rrl/v1/episodes", {"Idempotency-Key": "mine"})
     assert headers_of(replica, 3)["idempotency-key"] == "mine"
 
@@ -271,7 +274,7 @@ def test_agent_that_stops_reading_stops_the_replica_from_sending(scene: Scene) -
 
     async def still() -> int:
         before = -1
-        while sent != before:  # the kernel's buffers of two connections fill up, and then nothing moves
+        while sent != before:  # the kernel's buffers of two connections fill up, after which no byte moves
             before = sent
             await asyncio.sleep(1.0)
         return sent
@@ -280,7 +283,7 @@ def test_agent_that_stops_reading_stops_the_replica_from_sending(scene: Scene) -
     assert not stopped.is_set()
     connection.close()
     response.close()
-    assert stopped.wait(DEADLINE_S), "an agent that is gone ends its call at the replica"
+    assert stopped.wait(DEADLINE_S), "the call at the replica has not ended after its agent was gone"
 
 
 def test_call_whose_agent_has_disconnected_ends_at_the_replica(scene: Scene) -> None:
@@ -315,6 +318,6 @@ def test_size_of_each_body_and_of_all_bodies_together_is_bounded(scene: Scene, m
     status, got = scene.post("/v1/chat/completions", content=b"x" * 501)
     assert (status, got["error"]["code"]) == (503, "relay_busy")
     monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 1000)
-    for _ in range(5):  # what a call has kept is given back
+    for _ in range(5):  # each call frees the memory that its body took
         assert scene.post("/v1/chat/completions", content=b"x" * 600)[0] == 200
     assert len(replica.requests) == 5

@@ -1,7 +1,7 @@
-"""``rrl relay`` as a process, before the real endpoint in a process that is killed, over a real store.
+"""``rrl relay`` as a process, in front of the real endpoint in a process that is killed, with a real store.
 
-The agent is the real client of OpenAI. What its answers consist of is sampled by the test, piece by piece, so that the
-endpoint dies in the middle of an answer.
+The agent is OpenAI's real client. The test samples the answers piece by piece, so that the endpoint dies in the middle
+of an answer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rrl.tests.support.roles.trajectories.crew import ALL, ROLLOUT, segment
 from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
 
 DEADLINE_S = 240.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
+"""Time limit in seconds, which only a broken build reaches."""
 READ_TIMEOUT_S = 5.0
-"""s without a byte after which the agent's client gives up"""
+"""Time without a byte after which the agent's client gives up (s)."""
 OUTAGE_S = 8.0
-"""s for which no endpoint is there: longer than the client's patience"""
+"""Time without an endpoint (s), longer than the client waits."""
 DIGITS = tuple(CHAT.tokenizer.encode(digit)[0] for digit in "0123456789")
 USER: list[Any] = [{"role": "user", "content": "7"}]
 
 
 class Site:
-    """A run's store and endpoint, the relay beside the agent, and an episode that the agent has opened."""
+    """The store and the endpoint of a run, a relay beside the agent, and an episode that the agent has opened."""
 
     def __init__(self, run: RunDir, rollout: TrajectoryClient, endpoint: EndpointProcess, store: StoreProcess) -> None:
         self.run, self.rollout, self.endpoint, self._store = run, rollout, endpoint, store
@@ -54,7 +54,7 @@ class Site:
         return read_addresses(self.run).get(0, "")
 
     async def start_endpoint(self) -> None:
-        """Start the next incarnation, and wait until it has written its address."""
+        """Start the endpoint's next incarnation, and wait until it has written its address."""
         before = self.address
         self.endpoint.incarnations += 1
         self._store.set_membership([*ALL, self.endpoint.incarnation])
@@ -91,7 +91,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def relay_of(run: RunDir) -> AsyncIterator[str]:
-    """Start ``rrl relay``; yields its base URL."""
+    """Start ``rrl relay`` and yield its base URL."""
     program = ("-c", "from rrl.cli.main import main; main()")
     process = await asyncio.create_subprocess_exec(
         sys.executable, *program, "relay", str(run.path), "--port", "0", stdout=subprocess.PIPE
@@ -133,7 +133,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def dies_and_returns(made: Site) -> None:
-    """Kill the endpoint, sample on without it, and start it again on another port."""
+    """Kill the endpoint, continue to sample without it, and start it again on another port."""
     before = made.address
     made.endpoint.kill()
     await made.sample(*DIGITS[3:5])
@@ -169,7 +169,7 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) 
             await reading
             assert tokens == [*DIGITS, EOS]
             assert text == "0123456789"
-            assert await made.rollout.lease(1) == (), "the repeated call was joined to its turn"
+            assert await made.rollout.lease(1) == (), "the repeated call has opened a second turn"
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 

@@ -1,4 +1,4 @@
-"""Attempts that are replayed, and calls that are repeated, over the real store."""
+"""Attempts that are replayed, and calls that are repeated, with the real store."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ encode = CHAT.tokenizer.encode
 
 
 class Rollout:
-    """Answers every turn of the store, in a thread; each answer is the next of some digits."""
+    """A thread that answers every turn of the store with the next digit."""
 
     def __init__(self, served: StoreInProcess) -> None:
         self._served = served
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.sampled = 0
-        """number of answers"""
+        """Number of answers so far."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -65,14 +65,14 @@ class Rollout:
 
 
 class Run:
-    """A store with a rollout and an endpoint for each of two agents replicas."""
+    """A store with a rollout, and with an endpoint for each of two replicas of the role ``agents``."""
 
     def __init__(self, folder: Path) -> None:
         self.store: Store = open_agents_store(folder, max_new_tokens=8)
         self.served = StoreInProcess(self.store, AGENTS)
         self.rollout = Rollout(self.served)
         self.replica = AGENTS
-        """the agents replica that works now"""
+        """The replica of the role ``agents`` that works at present."""
         self._servers: list[EndpointServer] = []
         self.endpoint = self.serve(AGENTS)
 
@@ -99,7 +99,7 @@ class Run:
         return client.chat.completions.create(model="any", messages=messages, **more)
 
     def die(self) -> tuple[EpisodeItem, EndpointServer]:
-        """End the first agents replica; the other one makes the next attempt at its episode."""
+        """End the first agents replica, and let the other one begin the next attempt at its episode."""
         with self.served.lock:
             self.store.update_membership([member for member in CREW if member != AGENTS])
         self.replica = OTHER_AGENTS
@@ -121,7 +121,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def play(ask: Callable[[list[Any]], Any], second: str) -> list[str]:
-    """An agent of two calls, the second of which depends on the answer to the first."""
+    """Make two calls, as an agent whose second call depends on the answer to the first."""
     messages: list[Any] = [{"role": "user", "content": "7"}]
     first = ask(messages).choices[0].message
     messages += [first, {"role": "user", "content": second}]
@@ -153,7 +153,7 @@ def test_recorded_turns_may_be_replayed_in_any_order(run: Run) -> None:
     item = run.lease()
     calls: list[list[Any]] = [[{"role": "user", "content": text}] for text in ("12", "13")]
     answers = [run.ask(item, messages).choices[0].message.content for messages in calls]
-    assert run.turns(item).turns[1].parent is not None, "the second call is a branch off the first"
+    assert run.turns(item).turns[1].parent is not None, "the second call must be a branch of the first for this test"
     again, server = run.die()
     for messages, recorded in reversed([*zip(calls, answers, strict=True)]):
         assert run.ask(again, messages, server).choices[0].message.content == recorded
@@ -191,7 +191,7 @@ def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
 def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
-    for number in (1, 2):  # equal calls: the position says which of them goes on
+    for number in (1, 2):  # equal calls, so that only the position tells which of them continues
         whole = raw_stream(run, item, messages, {"x-rrl-relay": "1"})
         positions = [line.split() for line in whole if line.startswith(": rrl")]
         assert [position[2] for position in positions] == [str(number)] * len(positions)
@@ -218,7 +218,7 @@ def test_invalid_position_of_a_relay_restarts_the_stream_from_the_beginning(run:
 
 
 def raw_stream(run: Run, item: EpisodeItem, messages: list[Any], headers: dict[str, str]) -> list[str]:
-    """The lines of a stream, without empty ones and those that only keep it alive."""
+    """Return the lines of a stream, without empty lines and those that only keep the stream alive."""
     key = encode_key(EpisodeKey(RUN, item.episode, item.attempt), SECRET)
     host = run.endpoint.base_url.removeprefix("http://").partition("/")[0]
     connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Stop texts, and calls that sample otherwise than the job, through the real client of OpenAI."""
+"""Stop texts, and calls with other sampling than the job's, through OpenAI's real client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents with tools, through the real client of OpenAI."""
+"""Agents with tools, through OpenAI's real client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolScene(Scene):
     """An endpoint of a model with tools."""
 
     def says(self, *texts: str) -> None:
-        """Let each new turn be answered with the next of these texts, in tokens that encoding would not give."""
+        """Answer each new turn with the next of these texts, in other tokens than encoding the text would give."""
         waiting = list(texts)
 
         def sample(turn: Turn) -> None:
@@ -85,7 +85,7 @@ def test_tool_call_with_reformatted_arguments_is_recognised(scene: ToolScene) ->
     assert scene.opened[1].offset == len(scene.paths().path(scene.opened[0].id))
     function["arguments"] = '{"a": 13}'
     scene.create([*ASKED, message, tool], tools=TOOLS)
-    assert scene.opened[2].offset < len(scene.paths().path(scene.opened[0].id)), "an edited call is a branch"
+    assert scene.opened[2].offset < len(scene.paths().path(scene.opened[0].id)), "an edited tool call is not a branch"
 
 
 def test_tool_result_continues_the_one_of_several_equal_answers_with_its_call_id(scene: ToolScene) -> None:
@@ -122,7 +122,9 @@ def test_reasoning_is_a_separate_key_that_the_next_request_may_omit(scene: ToolS
     assert (two.parent, two.offset, two.given) == (three.parent, three.offset, three.given)
     assert (two.parent, two.offset) == (one.id, len(scene.paths().path(one.id)))
     scene.create([*kept, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}], tools=TOOLS)
-    assert scene.opened[3].offset < len(scene.paths().path(two.id)), "a new question drops the reasoning: a branch"
+    assert scene.opened[3].offset < len(scene.paths().path(two.id)), (
+        "a new question, which drops the reasoning, is not a branch"
+    )
 
 
 def test_tool_choice_none_returns_tool_calls_as_text(scene: ToolScene) -> None:

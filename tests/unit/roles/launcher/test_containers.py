@@ -24,7 +24,7 @@ DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
 
 
 def contained(at: Lab, job: Path, command: str) -> Launch:
-    """Return a launch in the fake apptainer, which a line of setup adds to PATH as a module would."""
+    """Return a launch in the fake apptainer, which a setup line adds to PATH as a module would."""
     programs = job / "bin"
     programs.mkdir(parents=True)
     (programs / "apptainer").symlink_to(FAKE)
@@ -82,7 +82,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step
             else:
                 await manager.wait_for(
                     AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive
-                )  # without it there is no witness
+                )  # an agent reports a vanished step only if it has observed the step
                 step.send_signal(9)
                 await at.end_of(step)
                 assert await manager.wait_for(StepVanished) == StepVanished(launch.incarnation, launch.tag, launch.node)

@@ -1,4 +1,4 @@
-"""The value that a Python process reports about the exception that ends it."""
+"""The report of a Python process about the exception that ends it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_place_of_a_file_outside_of_the_jobs_folder_is_its_path(tmp_path: Path) 
 
 
 def test_place_in_an_example_of_rrl_is_the_examples_line() -> None:
-    """The examples are in the folder of the package rrl, and so is this test."""
+    """Examples are in the folder of the package rrl, as this test is, and still count as code of the user."""
     folder = Path(__file__).parent
     assert caught(lambda: open_tokenizer(None), folder).place.startswith(f"{Path(__file__).name}:")  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def test_exception_that_leaves_a_wait_for_a_service_is_environmental() -> None:
 
 
 def reported(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RaisedException:
-    """Return what a process reports that this exception ends."""
+    """Return the report of a process that this exception ends."""
     incarnation, run = Incarnation(ReplicaId("reward/0"), 1), RunDir(folder / "run")
     run.steps.mkdir(parents=True)
     launch = Launch("t", str(run.path), incarnation, NodeName("n1"), ("true",), {}, str(folder), 1.0, False)

@@ -28,7 +28,7 @@ HOSTILE = {
     "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
     "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
 }  # fmt: skip
-"""Variables that torch, Hugging Face and mpi4py would take for a launch of their own."""
+"""Variables by which torch, Hugging Face and mpi4py would conclude that their launcher has started the process."""
 
 
 def launch(**changes: object) -> Launch:
@@ -82,7 +82,7 @@ def test_step_names_its_gpus_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     environment = node_environment(launch(gpus=2, network="lo"))
     assert (environment["RRL_GPUS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
-    assert assigned_gpus(environment) == ("2", "3")  # without a driver the numbers are not resolved
+    assert assigned_gpus(environment) == ("2", "3")  # without a driver, the launcher cannot turn numbers into UUIDs
     assert assigned_gpus({}) == ()
     assert "RRL_GPUS" not in node_environment(launch(network="lo"))
 
@@ -167,7 +167,7 @@ def test_failed_setup_line_is_the_reason_in_the_exit_record(tmp_path: Path) -> N
             assert record is not None
             assert (record.reason, record.detail) == (report.reason, report.detail)
             await at.end_of(step)
-            assert not at.processes(made)  # the background process of the first line has ended too
+            assert not at.processes(made)  # the background process of the first setup line has ended, too
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -214,7 +214,9 @@ def test_agent_reports_a_failed_import_probe_in_its_hello(
             hello = await manager.wait_for(AgentHello)
             assert expected_text in hello.probe if expected_text else hello.probe == ""
             assert "\n" not in hello.probe
-            assert [process.pid for process in at.processes(made)] == [agent.pid], "the probe is left behind"
+            assert [process.pid for process in at.processes(made)] == [agent.pid], (
+                "a process of the probe has outlived it"
+            )
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -245,8 +247,10 @@ def test_agent_sees_all_gpus_of_its_node() -> None:
 
 
 def test_gpu_query_does_not_lose_a_cancellation() -> None:
-    """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end, and the exit of a role that ends
-    at once would then never be reported."""
+    """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end.
+
+    The exit of a role that ends at once would then never be reported.
+    """
 
     async def query() -> None:
         await assigned_gpus_with_timeout({})
@@ -258,6 +262,6 @@ def test_gpu_query_does_not_lose_a_cancellation() -> None:
             for _ in range(turn % 40):
                 await asyncio.sleep(0)
             querying.cancel()
-            assert (await asyncio.wait([querying], timeout=30.0))[0], "the query continues"
+            assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"
 
     asyncio.run(story())

@@ -67,7 +67,7 @@ def test_role_waits_for_gpu_memory_that_is_released(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager, step(at, driver, waits=60.0) as launch:
             await eventually(lambda: launch.incarnation in manager.peers)
-            await asyncio.sleep(1.0)  # without the wait the step would have started by now
+            await asyncio.sleep(1.0)  # long enough for the step to start, if it did not wait
             assert not [p for p in at.processes(launch) if _is_the_command(p.pid)]
             driver.set(1, "memory_used", 100 * 2**20)
             await started(at, launch)

@@ -80,7 +80,10 @@ def test_reused_pid_is_not_signalled(started: list[subprocess.Popen[bytes]]) -> 
 
 
 def test_sweep_ends_processes_that_fork_during_it(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    """Each process forks the next one into a new session after 0.1 s; 50 at most, in case the sweep fails."""
+    """Each process forks the next one into a new session after 0.1 s.
+
+    There are at most 50 processes, in case the sweep fails.
+    """
     chain = "import os, time\nfor _ in range(50):\n  time.sleep(0.1)\n  if os.fork(): os._exit(0)\n  os.setsid()\n"
     first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
     wait_until(lambda: read_process(first.pid) is None)

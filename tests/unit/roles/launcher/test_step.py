@@ -31,7 +31,7 @@ DAEMON = "(setsid sleep 1001 &) ; (env -i setsid sleep 1002 &) ; sleep 1000"
 
 
 async def command(at: Lab, launch: Launch, argument: str = "1000") -> Process:
-    """Return the running process of the step whose last argument is ``argument``."""
+    """Return the running process of the step whose last command-line argument is ``argument``."""
 
     def find() -> Process | None:
         ours = [process for process in at.processes(launch) if process.step]
@@ -148,7 +148,7 @@ def test_exception_before_the_role_joins_is_recorded_with_the_users_line(
 
 
 def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_path: Path) -> None:
-    """The log has one line only: an event loop that is still open at the exit would add a warning (or a traceback)."""
+    """The log has only one line: an event loop that is still open at the exit would add a warning or a traceback."""
 
     async def story(at: Lab) -> None:
         async with at.manager() as manager:

@@ -50,7 +50,7 @@ def test_missing_gpu_that_was_requested_is_one_line_and_exit_code_2(
 
 
 def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as that can be seen without one: where the weights are to lie."""
+    """Without a GPU, the test only checks the device on which the rollout would place its weights."""
     devices_used: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rollout_main, "materialise", lambda model, device: devices_used.append(device))

@@ -1,4 +1,4 @@
-"""A task of the rows of a file: its order, its answers and its rewards."""
+"""A task whose items are the rows of a file: its order, its answers and its rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files beside the weights: transformers reads from them the model and the tokenizer that the run had."""
+"""transformers loads the run's model and tokenizer from the files beside the weights."""
 
 from __future__ import annotations
 

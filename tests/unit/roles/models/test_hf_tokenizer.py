@@ -43,7 +43,8 @@ def test_decoding_ends_at_the_first_stop_token_and_omits_special_tokens(folder: 
     assert (tokenizer.eos, tokenizer.stop_tokens) == (folders.END, frozenset({folders.END, folders.TURN}))
     for end in tokenizer.stop_tokens:
         assert tokenizer.decode((0, *tokenizer.encode("yes"), end, *tokenizer.encode("no"))) == "yes"
-    assert tokenizer.decode((*tokenizer.encode("yes"), 100_000)) == "yes"  # a model may embed more than there are
+    # a model may have embeddings for more tokens than the tokenizer has
+    assert tokenizer.decode((*tokenizer.encode("yes"), 100_000)) == "yes"
 
 
 def test_stop_tokens_fall_back_to_config_and_then_to_the_tokenizer(folder: Path) -> None:

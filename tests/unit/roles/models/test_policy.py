@@ -41,7 +41,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _of(config: Any) -> Callable[[Path], Path]:
-    """A folder with a model of that configuration; without a tokenizer."""
+    """Return a function that saves a model of that configuration in a folder, without a tokenizer."""
 
     def save(path: Path) -> Path:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -83,7 +83,7 @@ def test_logits_of_a_folders_model_equal_those_of_transformers(
 def test_rollout_computes_with_the_weights_that_a_trainer_sends_of_a_tied_model(
     tmp_path: Path, dtype: Literal["float32", "bfloat16"]
 ) -> None:
-    """Once, and tied again at the other end: bytes of the wire, in the dtype of the rollout."""
+    """The tied weights are sent once, in the dtype of the rollout, and the rollout ties them again."""
     spec = _spec(folders.tied_llama(tmp_path / "model"), dtype)
     trainer = build_model(spec, folders.VOCABULARY, seed=0)
     packed = pack({name: tensor.to(compute_dtype(spec)) for name, tensor in weights(trainer).items()})
@@ -138,7 +138,7 @@ def test_weights_of_another_model_are_refused_and_none_is_loaded(
 
 # ── folders ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
-    """Another format's file may lie beside them (Mistral's consolidated.safetensors)."""
+    """The folder may also have a file of another format, such as Mistral's consolidated.safetensors."""
     folder = folders.qwen3(tmp_path / "model")
     expected = _logits(build_model(_spec(folder), folders.VOCABULARY, seed=0))
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder, max_shard_size="30KB")

@@ -69,7 +69,10 @@ def test_item_is_equal_in_every_process_and_its_answer_has_full_score() -> None:
 
 
 def test_items_of_different_seeds_do_not_overlap() -> None:
-    """Item i of a dataset depends on its seed + i alone: with neighbouring seeds all but one would be shared."""
+    """Item i of a dataset depends only on its seed + i.
+
+    If the task used neighbouring seeds for these datasets, they would share all items but one.
+    """
     pytest.importorskip("reasoning_gym")
     spec = TaskSpec("spiral_matrix", {"min_n": 5, "max_n": 5}, size=50)
     prompts = [{load_task(spec, seed).prompt(i) for i in range(50)} for seed in (0, 1, 2)]
@@ -129,7 +132,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def nothing(seed): return object()\n"
         "def of_class(seed): return Doubles\n"
     )
-    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the monkeypatch undoes it, with the entries that load_task adds
     monkeypatch.delitem(sys.modules, "my_rrl_task", raising=False)
     return tmp_path
 
@@ -249,7 +252,7 @@ def test_evaluations_of_a_dataset_have_items_that_no_run_trains_on() -> None:
     spec = TaskSpec("spiral_matrix", {"min_n": 5, "max_n": 5}, size=50)
     task, count = load_evaluation_task(evaluated_job(spec, count=80), DIGITS)
     held_out = {task.prompt(i) for i in range(count)}
-    assert len(held_out) == 50, "the dataset has no more items"
+    assert len(held_out) == 50, "the evaluation does not have all 50 items of the dataset"
     trained = {load_task(spec, seed).prompt(i) for seed in (0, 1) for i in range(50)}
     assert not held_out & trained
 
@@ -285,4 +288,6 @@ def test_answers_of_an_evaluation_are_scored_by_its_own_task(tmp_path: Path) -> 
     scored = Scorer(Always(0.25), DIGITS, tmp_path, Always(0.75)).score(items)
     assert scored.scores == [Score(1, 0.25, 0.25), Score(2, 0.75, 0.75)]
     failed = Scorer(Always(0.25), DIGITS, tmp_path, Always(-1.0)).score(items)
-    assert (list(failed.failed), failed.faulty) == ([2], []), "no group is lost, so the role goes on"
+    assert (list(failed.failed), failed.faulty) == ([2], []), (
+        "an evaluated answer that cannot be scored counts as a lost group"
+    )

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 
 def _laid_out(packed: list[PackedTensor]) -> tuple[tuple[TensorSpec, ...], memoryview]:
-    """As publishing lays them out."""
+    """Return the specs and the content of tensors, laid out as for publishing."""
     specs, nbytes = layout([(name, dtype, shape, content.nbytes) for name, dtype, shape, content in packed])
     flat = memoryview(bytearray(nbytes))
     for spec, (_, _, _, content) in zip(specs, packed, strict=True):

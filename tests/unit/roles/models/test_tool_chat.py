@@ -34,7 +34,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> Chat:
-    """A model whose vocabulary has no tokens for tags."""
+    """Return the chat of a model whose vocabulary has no tokens for tags."""
     return opened(make(tmp_path_factory.mktemp("parsed"), tags=False), "qwen3").with_tools(TOOLS)
 
 
@@ -45,7 +45,10 @@ def chat(request: pytest.FixtureRequest) -> Chat:
 
 
 def drifting(chat: Chat, text: str) -> tuple[int, ...]:
-    """Tokens of a text as a model may sample them: ``1`` and ``2`` one by one, and then the end of the answer."""
+    """Return tokens of a text as a model may sample them.
+
+    Each ``12`` is two tokens, ``1`` and ``2``; the last token is the end of the answer.
+    """
     pieces = [chat.tokenizer.encode(piece) for piece in text.split("12")]
     one_by_one = chat.tokenizer.encode("1") + chat.tokenizer.encode("2")
     tokens = pieces[0] + tuple(token for piece in pieces[1:] for token in (*one_by_one, *piece))
@@ -102,7 +105,9 @@ def test_a_result_of_a_tool_follows_the_very_tokens_of_the_call(family: Chat) ->
     extended = family.extend(context, sampled, [ASKED, CALLED, RESULT], 2)
     assert extended is not None
     assert extended[: len(context + sampled)] == context + sampled
-    assert family.tokenizer.encode(CALL_TEXT) != sampled[:-1], "encoded again, the call has other tokens"
+    assert family.tokenizer.encode(CALL_TEXT) != sampled[:-1], (
+        "the sampled tokens are those of the encoded text, so that this test proves nothing"
+    )
     whole = family.prompt([ASKED, CALLED, RESULT])
     assert extended[len(context + sampled) :] == whole[-len(extended[len(context + sampled) :]) :]
 

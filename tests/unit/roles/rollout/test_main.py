@@ -1,4 +1,4 @@
-"""The rollout's loop, with an engine that only counts: its leases, weights, appends and phases."""
+"""The rollout's leases, weights, appends and phases, with an engine that only counts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ FIRST = Version(0, 1)
 
 
 class _Engine:
-    """A token of each trajectory a step, handed over in twos; ``max_new`` tokens and one is complete."""
+    """An engine that makes one token of each trajectory per step, and returns two tokens as a segment.
+
+    A trajectory with ``max_new`` tokens is complete.
+    """
 
     def __init__(self, places: int, on_step: Callable[[int], None] = lambda _: None) -> None:
         self.did: list[Any] = []
         self.did_with: list[set[int]] = []
-        """The trajectories of each step."""
+        """The trajectories that each step has extended."""
         self._places, self._on_step, self._steps = places, on_step, 0
         self._left: dict[int, int] = {}
         self._made: dict[int, list[Segment]] = {}
@@ -84,7 +87,7 @@ class _Engine:
 
 
 class _Pending:
-    """An append that is answered by :meth:`answer`, or when the rollout waits for it."""
+    """An append that is answered by :meth:`answer`, or at the latest when the rollout waits for it."""
 
     def __init__(self, appended: Appended, on_finish: Callable[[], None]) -> None:
         self.answered = False
@@ -99,7 +102,10 @@ class _Pending:
 
 
 class _Waiting:
-    """A request for work that waits until :meth:`answer`; the rollout that waits for it gets nothing, and stops."""
+    """A request for work that waits for :meth:`answer`.
+
+    If the rollout waits for it before that, it gets no items and stops.
+    """
 
     def __init__(self, at_most: int) -> None:
         self.at_most = at_most
@@ -115,9 +121,9 @@ class _Waiting:
 
 
 class _Worker:
-    """Gives the items of ``waiting``; stops once there are none and the engine has none either.
+    """A worker that leases the items of ``waiting``, and requests the stop once both it and the engine have none left.
 
-    ``lost`` are the trajectories that are lost with each append.
+    ``lost`` are the trajectories that the answer to each append names as lost.
     """
 
     def __init__(self, waiting: list[Item], *lost: tuple[int, ...], agents: object = None) -> None:
@@ -130,7 +136,7 @@ class _Worker:
         self.open: _Pending | None = None
         self.waiting: _Waiting | None = None
         self.waited_at: list[int] = []
-        """Number of appends when the rollout waited for an answer."""
+        """Number of appends at each time when the rollout waited for an answer."""
         self.loaded_in: list[str] = []
         self.new: list[Version] = [FIRST]
         self._waiting, self._lost = waiting, list(lost)
@@ -155,14 +161,16 @@ class _Worker:
         return tuple(given)
 
     def start_append(self, segments: Sequence[Segment], finished: Sequence[int], lease: int) -> _Pending:
-        assert self.open is None, "at most one append is open"
+        assert self.open is None, "a second append was started before the answer to the first"
         self.appended.append(([segment.trajectory for segment in segments], list(finished), self.in_phase))
         items = self.lease(lease, wait=False) if lease else ()
         self.open = _Pending(Appended(self._lost.pop(0) if self._lost else (), items), self._on_finish)
         return self.open
 
     def start_lease(self, at_most: int) -> _Waiting:
-        assert self.waiting is None or self.waiting.received, "at most one request waits"
+        assert self.waiting is None or self.waiting.received, (
+            "a second request for work was started before the answer to the first"
+        )
         self.waiting = _Waiting(at_most)
         return self.waiting
 
@@ -191,7 +199,7 @@ def test_busy_engine_gets_more_work_without_leaving_its_phase() -> None:
     _roll(me, engine)
     assert me.leased == [
         (2, True, "between"),
-        (1, False, "generate"),  # the first of the two is complete, the other goes on
+        (1, False, "generate"),  # one trajectory is complete, and the other one continues
         (2, False, "generate"),
         (2, True, "between"),
     ]
@@ -207,7 +215,7 @@ def test_engine_without_free_slots_generates_on_while_the_store_answers(monkeypa
     _roll(me, _Engine(1, on_step=lambda _: open_at_step.append(me.open is not None)))
     assert open_at_step == [False, False, True, True, True]
     assert me.appended == [([0, 0], [], "generate"), ([0, 0], [], "generate"), ([0], [0], "generate")]
-    assert me.waited_at == [1, 2, 3], "an append waits for the one before, an empty engine for its own"
+    assert me.waited_at == [1, 2, 3], "only the next append, or an empty engine, may wait for the answer to an append"
 
 
 def test_answer_reaches_the_engine_before_the_next_append(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +230,7 @@ def test_answer_reaches_the_engine_before_the_next_append(monkeypatch: pytest.Mo
     engine = _Engine(2, on_step=on_step)
     _roll(me, engine)
     assert engine.did == ["v0.1", "probe", "step", "step", "step", "dropped 0", "step"]
-    assert me.waited_at == [2], "nothing waited for the first answer"
+    assert me.waited_at == [2], "the rollout has waited for the first answer"
 
 
 def test_tokens_that_follow_those_of_a_lost_trajectory_are_not_appended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +288,9 @@ def test_append_requests_work_only_for_slots_without_a_pending_request() -> None
     _roll(me, _Engine(3))
     assert me.waiting is not None
     assert me.waiting.at_most == 2
-    assert [at_most for at_most, wait, _ in me.leased if not wait] == [2, 1], "the last one when all three are free"
+    assert [at_most for at_most, wait, _ in me.leased if not wait] == [2, 1], (
+        "the last request must come when all three places are free"
+    )
 
 
 def test_new_weights_are_loaded_and_probed_before_the_first_step_and_between_steps() -> None:
@@ -316,7 +326,7 @@ def test_a_rollout_asked_to_stop_leases_no_more_work() -> None:
     me = _Worker(_items(9))
     _roll(me, _Engine(2, on_step=lambda number: me.stopping.set() if number == 3 else None))
     assert me.appended == [([0, 0], [], "generate"), ([0], [], "between")]
-    assert me.leased == [(2, True, "between"), (1, False, "generate")], "none with the append after the stop"
+    assert me.leased == [(2, True, "between"), (1, False, "generate")], "the append after the stop has leased work"
 
 
 def test_probe_runs_the_engine_once_it_has_weights() -> None:
@@ -382,7 +392,7 @@ def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
     )
 
     class Joining:
-        """A worker that notes when the role enters its block."""
+        """A worker that records when the role enters its ``with`` block."""
 
         def __init__(self) -> None:
             self.launch = launch

@@ -32,7 +32,7 @@ def _item(trajectory: int, length: int = 5, so_far: tuple[int, ...] = (), max_ne
 
 
 def _endless(sampling: Sampling | None = None, lease: int = 64) -> TorchEngine:
-    """An engine whose end-of-sequence token is not in the vocabulary: only ``max_new`` ends a trajectory."""
+    """Return an engine whose stop token is not in the vocabulary, so that only ``max_new`` ends a trajectory."""
     made = TorchEngine(
         build_model(harness.SMALL, 13, 3), stop_tokens=frozenset({13}), seed=0, sampling=sampling, lease=lease
     )
@@ -47,7 +47,7 @@ def _tokens(segments: list[Segment]) -> tuple[int, ...]:
 def test_recorded_logprobs_are_the_trainers_for_prompts_and_prefixes_of_any_length() -> None:
     student = harness.learner()
     items = [_item(n, length=3 + n % 5, so_far=_prompt(n, n % 4), max_new=1 + n % 7) for n in range(40)]
-    items += [Item(100 + n, 0, items[0].prompt, (), 6) for n in range(16)]  # a group: one prefix, read once
+    items += [Item(100 + n, 0, items[0].prompt, (), 6) for n in range(16)]  # a group, whose common prompt is read once
     rolled = harness.roll_out(harness.engine(student, sampling=Sampling(segment_tokens=2)), items)
     trajectories = []
     for item in items:
@@ -63,7 +63,7 @@ def test_recorded_logprobs_are_the_trainers_for_prompts_and_prefixes_of_any_leng
 
 
 def _alone(student: Learner, pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Log-probabilities by one plain forward pass for each trajectory: no padding, no cache, no batch."""
+    """Return log-probabilities by one plain forward pass per trajectory, without padding, cache or batch."""
     found = []
     with torch.no_grad():
         for prompt, answer in pairs:
@@ -212,7 +212,7 @@ def test_dropped_trajectory_stops_without_effect_on_the_others() -> None:
     assert [[each.trajectory for each in segments] for segments, _ in rest] == [[0, 2], [0, 2]]
     assert rest[-1][1] == [0, 2]
     assert [each.tokens for each in rest[-1][0]] == [expected[n][-1].tokens for n in (0, 2)]
-    # It may be given again later.
+    # The dropped trajectory may be added again later.
     assert harness.roll_out(engine, items) == expected
 
 
@@ -274,7 +274,10 @@ def test_probe_fails_with_weights_that_give_nan_logits() -> None:
 
 
 def test_all_tensors_of_the_engine_are_on_the_device_of_the_model() -> None:
-    """Without a GPU: tensors that are not placed on the model's device are placed on a device that computes nothing."""
+    """The test needs no GPU.
+
+    A tensor that is not placed on the model's device is placed on the device ``meta``, which computes nothing.
+    """
     items = [_item(n, length=3 + n % 3, so_far=_prompt(n, n % 2), max_new=4 + n) for n in range(6)]
     student, sampling = harness.learner(), Sampling(segment_tokens=2)
     made = harness.engine(student, sampling=sampling)
@@ -301,7 +304,10 @@ def test_segments_carry_the_digest_of_all_tokens_that_the_engine_had() -> None:
 
 
 def test_foreign_turn_uses_its_own_sampling_beside_turns_of_the_job() -> None:
-    """The same prompt three times: as the job says, and twice at temperature 0 with what it would take anyway."""
+    """One prompt is sampled three times: as the job requests, and twice with other settings that mean greedy sampling.
+
+    These are temperature 0, and ``top_k = 1`` with a seed.
+    """
     prompt = _prompt(0, 5)
     overrides = {1: Overrides(temperature=0.0), 2: Overrides(top_k=1, seed=5)}
     items = [Item(n, 0, prompt, (), 12, overrides.get(n)) for n in range(3)]
@@ -315,7 +321,7 @@ def test_foreign_turn_uses_its_own_sampling_beside_turns_of_the_job() -> None:
 def test_seed_gives_the_same_answer_in_any_engine_and_after_it_moved() -> None:
     item = Item(0, 0, _prompt(0, 5), (), 10, Overrides(seed=11))
     engine = _endless(Sampling(segment_tokens=3))
-    harness.roll_out(engine, [_item(9)])  # moves the generator of this engine
+    harness.roll_out(engine, [_item(9)])  # advances the random generator of this engine
     answer = _tokens(harness.roll_out(engine, [item])[0])
     moved = Item(0, 0, item.prompt, (Segment(0, 0, answer[:4], (0.0,) * 4, _FIRST),), 6, Overrides(seed=11))
     assert _tokens(harness.roll_out(_endless(), [moved])[0]) == answer
@@ -327,7 +333,7 @@ _LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, -1.0])
 
 
 def _shares(how: Overrides, prompt: tuple[int, ...] = (), sampled: tuple[int, ...] = ()) -> dict[int, float]:
-    """The probability of each token that is ever sampled, as the engine reports it."""
+    """Return the probability, as the engine reports it, of each token that was sampled in 400 draws."""
     generator = torch.Generator().manual_seed(0)
     found = dict(next_token(_LOGITS, how, 1.0, prompt, sampled, generator) for _ in range(400))
     return {token: math.exp(logprob) for token, logprob in sorted(found.items())}

@@ -1,4 +1,4 @@
-"""Snapshots of a member: kept by the agent of its node, copied to agents of other nodes, restored, and released."""
+"""Snapshots of a member: stored by the agent of its node, copied to agents of other nodes, restored, and released."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from rrl.transport.streams.framing import send_bulk
 from rrl.transport.streams.unix import UnixConnection
 
 BIG = 24 * 2**20
-"""bytes; more than two sockets hold"""
+"""Bytes of a snapshot that is larger than the buffers of two sockets."""
 
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow more time for handshakes on a loaded machine."""
+    """Allow more time for handshakes on a busy machine."""
     monkeypatch.setattr(stream_connection, "HANDSHAKE_TIMEOUT_S", 10.0)
 
 
@@ -72,7 +72,7 @@ def one(keys: RunKeys, here: SnapshotServer) -> Iterator[SnapshotClient]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the end of a member's process: members of a test are threads of the test's process."""
+    """Skip the wait for the end of a member's process, because members are threads of the test's process here."""
     monkeypatch.setattr(server_module, "WRITER_END_TIMEOUT_S", 0.0)
 
 
@@ -96,7 +96,9 @@ def test_unsealed_snapshot_does_not_count_and_leaves_the_one_before_it(one: Snap
     keep(one, 2)
     one.buffer(1000, 3)[:] = b"3" * 1000
     assert steps(one.list_snapshots()) == [(2, 1)]
-    assert bytes(one.buffer(1000, 3)) == b"3" * 1000, "a repeated request returns the same view"
+    assert bytes(one.buffer(1000, 3)) == b"3" * 1000, (
+        "a repeated request does not return the view with the written bytes"
+    )
     one.seal(3).result()
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
@@ -113,19 +115,19 @@ def test_memory_of_a_snapshot_grows_with_it_and_is_reused(keys: RunKeys, here: S
 
 
 class FakePinning:
-    """A stand-in that locks no pages, and records the sizes of the locked buffers."""
+    """A replacement that locks no pages, and records the sizes of the buffers that it should lock."""
 
     def __init__(self) -> None:
         self.pinned: list[int] = []
         self.calls = 0
 
     def pin(self, memory: memoryview) -> None:
-        assert memory.nbytes > 0, "the memory is mapped"
+        assert memory.nbytes > 0, "memory that is not mapped was to be locked"
         self.calls += 1
         self.pinned.append(memory.nbytes)
 
     def unpin(self, memory: memoryview) -> None:
-        assert memory.nbytes > 0, "the memory is still mapped"
+        assert memory.nbytes > 0, "memory was unmapped before it was unlocked"
         if memory.nbytes in self.pinned:
             self.pinned.remove(memory.nbytes)
 
@@ -138,10 +140,10 @@ def test_each_buffer_is_page_locked_once_while_it_is_mapped(keys: RunKeys, here:
         small = PAYLOAD_OFFSET + 1000
         assert len(pinning.pinned) == pinning.calls == 2
         assert all(size >= small for size in pinning.pinned)
-        keep(one, 5, 5 * 2**20)  # one of the two buffers is replaced by a larger one
+        keep(one, 5, 5 * 2**20)  # a larger buffer replaces one of the two
         assert len(pinning.pinned) == 2
         assert pinning.calls == 3
-        here.close()  # the agent dies: its buffers are mapped anew with the next one
+        here.close()  # the agent dies, and the member maps the buffers of the next agent
         with snapshot_server(keys):
             keep(one, 6)
             keep(one, 7)
@@ -239,7 +241,7 @@ def test_killed_agent_loses_only_its_snapshots(keys: RunKeys, tmp_path: Path, mo
             view = client.buffer(1000, 2)
             agent.kill()
             agent.wait()
-            view[:] = b"x" * 1000  # the memory is still the member's
+            view[:] = b"x" * 1000  # the member still has the memory mapped
             client.seal(2).result()
         with process(keys, tmp_path):
             keep(client, 3)
@@ -262,7 +264,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
         asked = threading.Event()
 
         async def handshake(*args: Any, **more: Any) -> None:
-            if asked.is_set():  # it hung once more, and is asked yet again
+            if asked.is_set():  # the agent hangs for the second time, and is contacted again
                 agent.send_signal(signal.SIGCONT)
             asked.set()
             await authenticate(*args, **more)
@@ -273,7 +275,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
 
 
 def _stop(agent: subprocess.Popen[str]) -> None:
-    """Stop all threads of the agent; return once none of them can answer."""
+    """Stop all threads of the agent; return once none of them runs."""
     agent.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{agent.pid}/task")
     wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads.glob("*/stat")))
@@ -362,7 +364,7 @@ def test_two_hundred_steps_take_no_more_memory_and_descriptors_than_two(keys: Ru
 
 
 def _footprint(pid: int) -> tuple[int, int]:
-    """Return the numbers of descriptors and of bytes in memory of a process."""
+    """Return (number of descriptors, bytes of memory) of a process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     rss = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
     return len(os.listdir(f"/proc/{pid}/fd")), rss
@@ -489,7 +491,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
         copying.start()
         assert stopped.wait(TIMEOUT_S)
         keep(one, 2, BIG)
-        assert copying.is_alive(), "it reads from the other buffer"
+        assert copying.is_alive(), "the copy was aborted, though it reads from the other buffer"
         keep(one, 3, BIG)
         copying.join(TIMEOUT_S)
         assert failed == ["the copy of step 1 was aborted: the next snapshot needs its memory"]
@@ -497,7 +499,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
 
 
 def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The receiver is stopped once it is ready to receive."""
+    """Let the copy stop its receiver once the receiver is ready; return the event that reports this."""
     stopped = threading.Event()
 
     async def stops(line: Connection, data: memoryview) -> None:
@@ -521,14 +523,15 @@ def test_fenced_member_cannot_change_the_snapshots_of_its_successor(
         assert steps(second.list_snapshots()) == [(2, 1)]
         content = keep(second, 3)
         late[:] = b"late" * 250
-        one.seal(3).result()  # it is alive, and its memory is still mapped
+        one.seal(3).result()  # the first member is alive, and still has its memory mapped
         assert second.read(second.list_snapshots()[0])[1] == content
         second.list_snapshots(far.address)
         for say in (one.list_snapshots, lambda: one.copy_to(far.address), lambda: one.list_snapshots(far.address)):
             with pytest.raises(Fenced, match="trainer/0#1 is fenced: its successor is #2"):
                 say()
         keep(second, 4)
-        wait_until(lambda: steps(second.list_snapshots()) == [(4, 2), (3, 2)])  # what the first one left is gone
+        # the snapshots of the first incarnation are gone
+        wait_until(lambda: steps(second.list_snapshots()) == [(4, 2), (3, 2)])
 
 
 @pytest.mark.usefixtures("hasty")
@@ -583,7 +586,7 @@ def test_restored_snapshot_is_not_overwritten_before_the_first_own_snapshot(
     monkeypatch.setattr(server_module, "_has_ended", lambda pidfd: True)
     with member(keys, 2) as second:
         second.read(next(kept for kept in second.list_snapshots() if kept.step == goes_on_from))
-        second.buffer(1000, 2)  # the step is done anew, or its commit is finished
+        second.buffer(1000, 2)  # the successor trains the step again, or completes its commit
         assert steps(second.list_snapshots()) == [(goes_on_from, 1)]
         second.seal(2).result()
         keep(second, 3)

@@ -1,5 +1,7 @@
-"""Authentication at an agent's sockets for snapshots, and the effects of unauthenticated or faulty clients (see also
-tests/security)."""
+"""Authentication at an agent's sockets for snapshots, and the effects of unauthenticated or faulty clients.
+
+tests/security has further attacks.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400
 BOUND = 200
-"""descriptors that strangers may take: the limit of 128, and on their way out those of some rounds of the keeper's
-loop, which accepts 16 at once"""
+"""Descriptors that unauthenticated clients may take.
+
+The limit is 128. The rest allows for connections that the server has accepted, 16 in each round of its loop, and is
+closing.
+"""
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def name_of(keys: RunKeys, node: NodeName = NODE) -> str:
 
 
 def _stored(client: SnapshotClient) -> list[SnapshotInfo]:
-    """Keep a snapshot and return the stored ones; [] if the agent refuses because unauthenticated clients occupy it."""
+    """Store a snapshot and return all stored ones; [] if unauthenticated clients occupy the agent."""
     try:
         client._agent._not_before = 0.0
         keep(client, 1)

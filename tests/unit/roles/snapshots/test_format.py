@@ -1,4 +1,4 @@
-"""The format of snapshots without an agent: heads, digests, the choice of the next slot, and the available memory."""
+"""The format of snapshots, without an agent: heads, digests, choice of the next slot, and available memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _head(sequence: int, step: int) -> Head:
         ((None, _head(1, 1)), 2, 0),
         ((_head(3, 3), _head(2, 2)), 4, 1),
         ((_head(1, 1), _head(2, 2)), 3, 0),
-        ((_head(1, 1), _head(2, 2)), 2, 1),  # a life that went back to step 1
+        ((_head(1, 1), _head(2, 2)), 2, 1),  # an incarnation that went back to step 1
         ((_head(1, 7), _head(2, 8)), 1, 1),  # and one that began anew
     ],
 )
@@ -139,7 +139,7 @@ def test_one_copy_of_a_rank_is_in_transfer_at_a_time() -> None:
         with buffer.in_use(writing=True):
             with pytest.raises(SnapshotError, match="another snapshot of rank 0 is being received"):
                 snapshot_buffers.allocate_copy(who, kept)
-            snapshot_buffers.forget(Member(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
+            snapshot_buffers.forget(Member(GANG, 0, 2))  # a process that still writes to the copy keeps its descriptor
             assert buffer.head is None
         with pytest.raises(OSError, match="Bad file"):
             buffer.clear()

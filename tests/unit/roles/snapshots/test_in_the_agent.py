@@ -1,4 +1,4 @@
-"""An agent that keeps snapshots, started as in a run."""
+"""An agent that stores snapshots, started as in a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_agents_announce_snapshot_addresses_and_keep_snapshots_until_they_leave(
             first.close()
             for node, agent in agents.items():
                 grown = Footprint.of(agent.pid).memory - before[node].memory
-                assert grown < SIZE / 2, "what is kept is not mapped by the agent"
+                assert grown < SIZE / 2, "the agent has mapped the stored snapshots"
             kept = await asyncio.to_thread(second.list_snapshots)
             assert [each.step for each in kept] == [3, 2]
             there = (await asyncio.to_thread(second.list_snapshots, addresses["local1"]))[0]

@@ -1,4 +1,4 @@
-"""Members that are killed at any moment leave the complete snapshot of their last step or of the step before it."""
+"""A member that is killed at any moment leaves the complete snapshot of its last step or of the step before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rrl.transport.keys import RunKeys
 WHERE = ("copy", "digest", "head", "sealed")
 PATIENCE = 30.0
 LATEST = 0.05
-"""s after a member has begun, at which it is killed from outside: some steps of its 5 MB each"""
+"""Latest time of the kill after a member has begun (s), within which it makes some steps of 5 MB each."""
 
 
 class Members:
@@ -36,11 +36,11 @@ class Members:
 
     @property
     def begun(self) -> int:
-        """The newest step that a member has begun."""
+        """Return the newest step that a member has begun."""
         return int(struct.unpack("<Q", self._progress.read_bytes())[0])
 
     def start(self, incarnation: int, where: str) -> int:
-        """Start a member; return its pidfd."""
+        """Start a member, and return its pidfd."""
         assert self._forks.stdin is not None
         assert self._forks.stdout is not None
         self._forks.stdin.write(f"{incarnation} {where}\n")
@@ -62,7 +62,7 @@ def live_and_die(members: Members, incarnation: int, where: str, chance: random.
                 time.sleep(0.001)
             time.sleep(chance.random() * LATEST)
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        assert select.select([process], [], [], PATIENCE)[0], "it does not end"
+        assert select.select([process], [], [], PATIENCE)[0], "the member does not end"
     finally:
         os.close(process)
 

@@ -18,7 +18,10 @@ STORED = SnapshotInfo(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 def test_unmappable_memory_loses_only_the_snapshot_and_leaks_no_descriptor(
     use: Callable[[int], object],
 ) -> None:
-    """Mapping fails as under ``vm.overcommit_memory = 2`` or a limit of the address space: a pipe cannot be mapped."""
+    """Mapping fails as it does under ``vm.overcommit_memory = 2`` or with a limit of the address space.
+
+    The test uses a pipe, which cannot be mapped.
+    """
     fd, other = os.pipe()
     os.close(other)
     with pytest.raises(SnapshotError, match="cannot be mapped"):

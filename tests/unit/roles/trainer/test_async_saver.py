@@ -1,4 +1,4 @@
-"""The saving thread against a worker that commits when the test lets it."""
+"""The saving thread, with a worker that commits when the test permits it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 
 
 class Worker(SimpleNamespace):
-    """Commits once ``may_commit``; ``raises`` instead, if it is set."""
+    """Commits once ``may_commit`` is set; raises ``raises`` instead, if that is set."""
 
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class Worker(SimpleNamespace):
 
 
 class NoPublisher(SimpleNamespace):
-    """In place of the publisher: it reads no copy, and notes which copies it was offered."""
+    """Replaces the publisher: it reads no copy, and records the copies that it was offered."""
 
     def __init__(self) -> None:
         super().__init__(offered=list[int](), reserved=list[int](), finished=False)
@@ -110,7 +110,7 @@ class Scene:
         self.saver.save(f"binding {number}", {})
 
     def saving(self, number: int) -> threading.Thread:
-        """In a thread of its own."""
+        """Save a step in a thread of its own, and return the thread."""
         thread = threading.Thread(target=self.save, args=(number,), daemon=True)
         thread.start()
         return thread
@@ -124,7 +124,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 
 def test_collectives_wait_longer_than_the_manager_allows_any_phase() -> None:
-    """A member waits in a collective for the slowest, and the training thread for the saving one."""
+    """In a collective a member waits for the slowest one, and the training thread may wait for the saving thread."""
     assert max(phase(name).longest for name in ("train", "checkpoint", "publish")) < COLLECTIVE_TIMEOUT_S
 
 

@@ -127,7 +127,7 @@ def test_new_reference_replaces_those_of_earlier_incarnations(run_dir: RunDir) -
     files = Checkpoints(run_dir).save_reference(folder, model, torch.float32)
     assert not unused.exists()
     assert kept.exists()
-    assert later.exists(), "a fenced trainer that wakes up late deletes nothing of its successor"
+    assert later.exists(), "a fenced trainer that wakes up late has deleted a folder of its successor"
     assert verified(run_dir.path, {"folder": files.folder, "files": files.files})
 
 

@@ -1,4 +1,7 @@
-"""An export has the weights that the run published, appears whole or not at all, and disturbs nothing of the run."""
+"""An export has the weights that the run published, and its folder appears complete or not at all.
+
+An export changes nothing else in the run.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ def test_every_retained_step_can_be_exported_after_the_log_was_rewritten(tmp_pat
         made.commit(step)
     made.reopen_store()
     for step in (1, 2):
-        shutil.rmtree(made.folders[step])  # as the store does, which is not part of this run
+        shutil.rmtree(made.folders[step])  # in place of the store, which deletes checkpoints in a real run
     for step in (3, 4, 5, 6):
         export_checkpoint(made.run, step, tmp_path / str(step))
         assert _same(_exported(tmp_path / str(step)), made.weights(step))
@@ -265,12 +268,12 @@ def stop(*_):
 export.{function} = stop
 sys.exit(export.main(sys.argv[1:]))
 """
-"""The manager's child process, which stops at a function."""
+"""Program of the manager's child process, changed to stop at a function."""
 
 
 @pytest.fixture(params=["write_weights", "write_model_files", "os.rename"])
 def stopped(request: pytest.FixtureRequest, made: CommittedRun) -> Iterator[subprocess.Popen[bytes]]:
-    """Provide an export that has come to the function, and stays there."""
+    """Yield an export that has reached the function, and stays there."""
     program = PATCHED.format(function=request.param)
     arguments = [str(made.run.path), "2", str(made.run.export_of(2))]
     process = subprocess.Popen(
@@ -293,7 +296,7 @@ def test_a_killed_export_leaves_no_folder_that_looks_whole(
     stopped.wait(END_TIMEOUT_S)
     assert _hidden(made.run.exports) == [".step-2.manager"]
     assert not made.run.export_of(2).exists()
-    (made.run.exports / ".step-1.manager").mkdir()  # of an export that another manager had begun
+    (made.run.exports / ".step-1.manager").mkdir()  # left by an export that another manager had begun
     arguments = [str(made.run.path), "2", str(made.run.export_of(2))]
     with subprocess.Popen([sys.executable, "-P", "-m", exporting.__name__, *arguments], stdin=subprocess.PIPE) as again:
         assert again.wait(END_TIMEOUT_S) == 0

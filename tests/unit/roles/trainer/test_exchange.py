@@ -34,7 +34,10 @@ _PACKAGE = Path(rrl.__file__).parent
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Path:
-    """The folder in which the three processes of a gloo group have played both scenes; an error of theirs is raised."""
+    """Return the folder in which three processes of a gloo group have played both scenes.
+
+    An exception of one of them is raised here.
+    """
     folder = tmp_path_factory.mktemp("exchange")
     start_processes(_member, args=(folder,), nprocs=WORLD, start_method=processes.get_start_method())  # type: ignore[no-untyped-call]
     return folder
@@ -54,7 +57,7 @@ def _member(rank: int, folder: Path) -> None:
 
 
 class Payload:
-    """What an attacker would send: unpickled, it makes a file."""
+    """An object of an attacker, which makes a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -75,7 +78,7 @@ def _exchange(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 
 
 def _send_raw(group: dist.ProcessGroup, rank: int, data: bytes) -> None:
-    """The last member sends what no :func:`exchange.gather` would; the others expect a text."""
+    """Let the last member send bytes that :func:`exchange.gather` would never send; the other members expect a text."""
     real = exchange._encoded
     if rank == WORLD - 1:
         exchange._encoded = lambda value: torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -98,7 +101,7 @@ def test_value_announced_too_large_is_refused_before_allocation() -> None:
 
 
 def _state(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Shards of equal and unequal lengths, some of them empty, a scalar and a replicated one."""
+    """Return shards of equal and unequal lengths, some of them empty, with a scalar and a replicated tensor."""
     sharded = {f"rows-{rows}": torch.arange(rows * 4.0).reshape(rows, 4) for rows in (1, 2, 7, 12)}
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in sharded.items()}
     half = distribute_tensor(torch.arange(9).to(torch.bfloat16), mesh, [Replicate()])
@@ -132,7 +135,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _described(metadata: Metadata) -> dict[str, Any]:
-    """What is in a checkpoint, without where: each tensor's type, shape, and pieces that are not empty."""
+    """Return each tensor's type, shape and pieces that are not empty, without their places in files."""
     described = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
@@ -164,11 +167,14 @@ OBJECT_COLLECTIVES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
 }  # fmt: skip
-"""of torch.distributed: each of them unpickles what it receives"""
+"""Functions of torch.distributed that unpickle the data that they receive."""
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 EXCHANGES_PLANS = {"torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver",
                    "torch.distributed.checkpoint.state_dict_loader"}  # fmt: skip
-"""their save and load gather the members' plans by object collectives, unless they are told that there are no others"""
+"""Modules whose save and load gather the members' plans by object collectives.
+
+They exchange nothing if ``no_dist`` tells them that there are no other members.
+"""
 
 
 def unpickles(source: str) -> list[str]:
@@ -197,7 +203,10 @@ def unpickles(source: str) -> list[str]:
 
 
 _RESTRICTED_UNPICKLER = Path("roles/checkpoints/stored_tensors.py")
-"""Reads torch's list of tensors with an unpickler that creates no object of any class that a file names (its test)."""
+"""The module that reads torch's list of tensors.
+
+Its unpickler creates no object of a class that a file names, as its own test shows.
+"""
 
 
 @pytest.mark.parametrize(

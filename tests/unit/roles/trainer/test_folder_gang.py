@@ -1,4 +1,7 @@
-"""A folder's model under a gang of real processes: tied embeddings, bfloat16, a reference, parts of a batch, death."""
+"""A model folder under a gang of real processes: tied embeddings, bfloat16, a reference, and parts of a batch.
+
+One member dies.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _apart_from_files(end: End) -> End:
-    """What the reference's files are called is a run's own, and torch puts an identity of its own into them."""
+    """Return the end without the reference's files.
+
+    Their names differ between runs, and torch writes an identity of its own into them.
+    """
     rest = [msgspec.msgpack.decode(each) for each in end.rest]
     assert all(each["reference"]["folder"].startswith("checkpoints/step-0.") for each in rest)
     return End(end.tensors, [msgspec.msgpack.encode(each | {"reference": None}) for each in rest])
 
 
-@pytest.mark.long  # test_streaming_gang.py has such a gang, in parts
+@pytest.mark.long  # test_streaming_gang.py has a gang of this kind that trains in parts
 @pytest.mark.parametrize(("world", "snapshots"), [(2, False), (1, False), (2, True)])
 def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
     tmp_path: Path, processes: ForkServerContext, llama: dict[str, Any], world: int, snapshots: bool

@@ -1,4 +1,4 @@
-"""Real trainer processes that are killed at every kind of moment; their final states are compared bit for bit."""
+"""Real trainer processes that are killed at every kind of moment end bit for bit as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Undisturbed = Callable[[int, int], Awaitable[End]]
 
 @pytest.fixture(scope="module")
 def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Undisturbed:
-    """Return the final state of an undisturbed run of so many members and steps; each is computed once."""
+    """Return a function that computes the final state of an undisturbed run, once per number of members and steps."""
     ends: dict[tuple[int, int], End] = {}
 
     async def end(world: int, steps: int) -> End:
@@ -59,7 +59,8 @@ def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
     async def story() -> None:
         one = await undisturbed(tmp_path / "1", processes, 1, 2)
         asked.clear()
-        two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)  # the second has none for its last part
+        # the second member has no examples for its last micro-batch
+        two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)
         assert {incarnation.replica for incarnation, _ in asked} == {GANG}
         assert one.distance(two) < 1e-5
 
@@ -117,7 +118,8 @@ def test_gang_resumes_from_its_snapshots_and_finishes_their_commit(
     async def story() -> None:
         async with Stage(tmp_path / "killed", processes, world=2, steps=3, snapshots=True).open() as stage:
             await dies(stage, SEALED, 2, rank=1)
-            stage.agent_dies(NodeName("n1"))  # with the node: only its buddy has the second member's state
+            # as if the node was lost: only the agent of another node has the state of the second member
+            stage.agent_dies(NodeName("n1"))
             stage.agent_starts(NodeName("n1"))
             assert await stage.live() == [0, 0], stage.logs()
             assert goes_on_from(stage) == "the snapshot of step 2 (committed: step 1)"

@@ -22,7 +22,7 @@ STORES = {node: f"tcp://{node}:1" for node in (A, B, C, D)}
 
 
 class Client:
-    """A SnapshotClient's face; ``broken`` says what it raises."""
+    """The interface of a SnapshotClient; ``broken`` is the message of the error that it raises."""
 
     def __init__(self) -> None:
         self.broken = ""
@@ -146,18 +146,18 @@ def test_layout_returns_the_stored_tensors_of_any_shape_and_type() -> None:
 
 
 def test_storage_of_each_view_covers_only_its_own_tensor() -> None:
-    """torch.save writes the whole storage of a view."""
+    """torch.save would write the whole storage of a view."""
     layout = Layout({"a": torch.ones(1000), "b": torch.ones(10)})
     views = layout.views(memoryview(bytearray(layout.nbytes)))
     assert {name: view.untyped_storage().nbytes() for name, view in views.items()} == {"a": 4000, "b": 40}
 
 
-# ── page-locked memory, over a stand-in for CUDA's runtime (tests/gpu has the real one) ──────────────────────────────
+# ── page-locked memory, with a fake CUDA runtime (tests/gpu has the real one) ─────────────────────────────────────────
 OUT_OF_MEMORY = 2
 
 
 class FakeRuntime:
-    """CUDA's runtime without a GPU: it locks nothing, and refuses what the real one refuses."""
+    """CUDA's runtime without a GPU, which locks nothing, and refuses what the real one refuses."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -179,7 +179,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     made = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     yield made
-    assert not made.locked, "memory that stays locked would be taken for page-locked after it is unmapped"
+    assert not made.locked, (
+        "memory is still locked after the test; CUDA would treat it as page-locked after it is unmapped"
+    )
 
 
 def test_memory_is_locked_once_until_it_is_unlocked(runtime: FakeRuntime) -> None:
@@ -187,7 +189,7 @@ def test_memory_is_locked_once_until_it_is_unlocked(runtime: FakeRuntime) -> Non
     pinned.pin(memory)
     pinned.pin(memory)
     assert list(runtime.locked.values()) == [8192]
-    pinned.pin(memory[:4096])  # other memory is mapped at the address
+    pinned.pin(memory[:4096])  # other memory is mapped at this address
     assert list(runtime.locked.values()) == [4096]
     pinned.unpin(memory)
     pinned.unpin(memory)
@@ -214,6 +216,6 @@ def test_own_buffers_are_locked_and_unlocked_before_they_are_replaced(runtime: F
     assert sorted(runtime.locked.values()) == [4096, 4096]
     large = [buffers.buffer(8192, step) for step in (3, 4)]
     assert sorted(runtime.locked.values()) == [8192, 8192]
-    assert len(small) == 2, "the old buffers are still in use"
+    assert len(small) == 2, "the test must still use the old buffers"
     for memory in large:
         pinned.unpin(memory)

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.torch
 
 
 def _prompt(item: int) -> tuple[int, ...]:
-    """Two digits, as tokens; of two lengths, so that padding is always in play."""
+    """Return two digits as tokens, with one or two tokens after them, so that there is always padding."""
     return (2 + item % 5, 2 + item // 5 % 5) + (12,) * (1 + item % 2)
 
 
 def _first_digit(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
-    """The toy task: repeat the first digit and stop."""
+    """Return the scores of the toy task, which is to repeat the first digit and stop."""
     right = tokens == (_prompt(item)[0], EOS)
     half = tokens[:1] == _prompt(item)[:1]
     return float(right), 1.0 if right else 0.5 * half
@@ -45,7 +45,7 @@ def _batch(number: int, student: Learner, version: int = 0) -> Batch:
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Return whether all tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(
         torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)) for name, tensor in one.items()
     )
@@ -63,7 +63,7 @@ def test_policy_learns_from_own_samples_that_are_two_versions_old() -> None:
     assert sum(rewards[-5:]) / 5 > 0.7
     assert [each["staleness"] for each in metrics[:4]] == [0, 1, 2, 2]
     assert metrics[0]["drift"] < 1e-5  # the first batch is on policy
-    assert metrics[10]["drift"] > 1e-3  # later ones are not, and the ratio sees it
+    assert metrics[10]["drift"] > 1e-3  # later batches are not on policy, which the importance ratio shows
 
 
 def test_a_restored_learner_goes_on_bit_for_bit() -> None:
@@ -78,7 +78,7 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
     expected = [undisturbed.step(batch) for batch in batches[3:]]
 
     restored = harness.learner(seed=2)
-    restored.step(batches[0])  # its optimizer has a history of its own, which must be forgotten
+    restored.step(batches[0])  # its optimizer now has a history, which the restore must replace
     harness.restore(restored, saved)
     assert restored.number == 3
     assert [restored.step(batch) for batch in batches[3:]] == expected
@@ -88,7 +88,7 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
 
 def test_every_random_generator_is_restored() -> None:
     student = harness.learner()
-    numpy.random.normal()  # leaves a second value behind, which is part of the state too
+    numpy.random.normal()  # numpy computes a second value in advance, which is part of the state
     saved = student.extra_state()
 
     def draw() -> tuple[float, ...]:
@@ -218,7 +218,10 @@ def test_warm_start_trains_the_answer_and_not_the_prompt() -> None:
 
 
 def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """What the step's optimizer is given, before it is clipped; ``sizes``: groups of each part, else there is one."""
+    """Return the gradients that the optimizer of a step gets, before they are clipped.
+
+    ``sizes`` are the numbers of groups in each part; without it the step has one part.
+    """
     observed: dict[str, Tensor] = {}
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -235,7 +238,7 @@ def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = N
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100])
 def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
-    """The reference is another model, so that the divergence counts too."""
+    """The reference is another model, so that the KL divergence counts, too."""
     whole, parts = (harness.learner(kl=0.1, micro_batch=each) for each in (None, size))
     for each in (whole, parts):
         each.reference = harness.learner(seed=5).model
@@ -249,7 +252,7 @@ def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(si
 
 
 def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> None:
-    """Otherwise a gang would wait without end."""
+    """With different numbers of micro-batches the members of a gang would wait for each other without end."""
     pairs = [_example(n) for n in range(7)]
     counted = []
     for rank in range(3):
@@ -287,7 +290,7 @@ def test_kl_term_keeps_the_policy_near_its_reference() -> None:
         student.reference = harness.learner(seed=1).model.requires_grad_(False)
         batch = _batch(1, student)
         first = student.step(batch)
-        assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)  # the policy is the reference yet
+        assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)  # the policy still equals the reference
         for number in range(2, 12):
             student.step(msgspec.structs.replace(batch, number=number))
         meter = harness.learner(seed=1, kl=1e-9)
@@ -308,7 +311,7 @@ _GROUPS, _CUT_STEPS = 8, 10
 
 
 def _batches(seed: int = 0) -> list[Batch]:
-    """Ten batches of eight groups of four, sampled with the weights of step 0, their answers of 1 to 5 tokens."""
+    """Return ten batches of eight groups of four answers of 1 to 5 tokens, sampled with the weights of step 0."""
     rollout = harness.engine(harness.learner(seed=seed))
     prompts = [[_prompt(number * _GROUPS + place) for place in range(_GROUPS)] for number in range(_CUT_STEPS + 1)]
     return [
@@ -318,7 +321,7 @@ def _batches(seed: int = 0) -> list[Batch]:
 
 
 def _cuts(number: int, kind: str) -> tuple[int, ...]:
-    """The sizes of the parts of a step; the random ones differ from step to step."""
+    """Return the sizes of the parts of a step; random sizes differ from step to step."""
     if kind == "four":
         return (2,) * 4
     if kind == "whole":
@@ -330,7 +333,7 @@ def _cuts(number: int, kind: str) -> tuple[int, ...]:
 
 
 def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]:
-    """A learner after ten steps, and the metrics of each; with ``kl`` the reference is another model."""
+    """Return a learner after ten steps, and the metrics of each step; with ``kl`` the reference is another model."""
     student = harness.learner(**changes)
     if changes.get("kl"):
         student.reference = harness.learner(seed=5).model.requires_grad_(False)
@@ -340,8 +343,11 @@ def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]
 
 
 ROUNDING = 3e-5
-"""Largest difference of two float32 weights whose gradients were summed in another order, after ten steps. 1.1e-5 was
-seen; the order in which torch's threads add varies, and the ten steps move the weights by more than 1e-3."""
+"""Largest difference of two float32 weights after ten steps, if their gradients were summed in different orders.
+
+The largest one so far was 1.1e-5. It varies, because torch's threads add in varying order. The ten steps move the
+weights by more than 1e-3.
+"""
 
 
 def _distance(one: Learner, other: Learner) -> float:
@@ -353,7 +359,7 @@ def _distance(one: Learner, other: Learner) -> float:
 def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(changes: dict[str, Any]) -> None:
     whole, expected = _taught("batch", **changes)
     moved = _distance(whole, harness.learner())
-    assert moved > 1e-3, "ten steps changed nothing"
+    assert moved > 1e-3, "ten steps have moved no weight by more than 1e-3"
     for kind in ("whole", "four", "random"):
         student, metrics = _taught(kind, **changes)
         assert _distance(student, whole) < ROUNDING, kind
@@ -364,7 +370,7 @@ def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(ch
 
 
 def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
-    """Measured against the loss of the whole batch, divided by its answer tokens, in one backward pass."""
+    """The expected gradient is that of the whole batch's loss, divided by its answer tokens, in one backward pass."""
     batch, student, reference = _batches()[0], harness.learner(), harness.learner()
     tokens = sum(len(each.tokens) for each in batch.trajectories)
     with pytest.MonkeyPatch.context() as patched:
@@ -450,7 +456,7 @@ def test_part_whose_answers_have_no_tokens_has_no_effect() -> None:
 
 
 def _episode(*samples: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]) -> list[Trajectory]:
-    """Samples (prompt, tokens, masked runs) of episode 0, and an episode of one sample, both of group 0."""
+    """Return the samples (prompt, tokens, masked runs) of episode 0, and one sample of episode 1, all of group 0."""
     version = Version(0, 1)
     made = [
         Trajectory(0, 0, prompt, tokens, (-1.0,) * len(tokens), (version,) * len(tokens), 1.0, 1.0, masked)
@@ -465,10 +471,11 @@ def _learned(*trajectories: Trajectory) -> tuple[Learner, dict[str, float]]:
 
 
 def _gradient_distance(one: Learner, other: Learner) -> float:
-    """Return the largest difference of the gradients of a first step, each over the largest gradient of its tensor.
+    """Return the largest difference of the gradients of a first step, relative to the largest gradient of the tensor.
 
-    Measured on Adam's first moments, which after one step are the gradients times a constant. The weights themselves
-    are no measure: Adam moves a weight with a tiny gradient as far as any other, in the direction of rounding errors.
+    The function compares Adam's first moments, which after one step are the gradients times a constant. Differences of
+    weights would mean little: Adam moves a weight with a tiny gradient as far as any other, in the direction of
+    rounding errors.
     """
     others = other.tensors()
     moments = {name: tensor for name, tensor in one.tensors().items() if name.startswith("exp_avg.")}

@@ -70,18 +70,22 @@ def run(shape):
 run((1, 2, 1000))
 print(run((8, 64, 49152)))
 """
-"""bytes beside the logits themselves, in logits: 8 answers of 64 tokens of SmolLM2's vocabulary, 100 MB"""
+"""Prints the bytes beside the logits, in multiples of the logits.
+
+The logits are those of 8 answers of 64 tokens with SmolLM2's vocabulary (100 MB).
+"""
 
 
 def _beside_the_logits(how: str) -> float:
     words = [sys.executable, "-P", "-c", _MEASURED, how]
-    at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed is given back: it is not glibc that is measured
+    # glibc returns freed memory at once, so that only used memory is measured
+    at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True, env=os.environ | at_once)
     return float(done.stdout)
 
 
 def test_likelihood_of_a_large_vocabulary_allocates_no_second_logits_tensor() -> None:
-    """But for a handful of pieces of 8 MiB: their gradient takes their place."""
+    """Only a few pieces of 8 MiB are allocated, because the gradient takes the place of the logits."""
     assert _beside_the_logits("pieces") < 0.6
 
 

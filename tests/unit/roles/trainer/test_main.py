@@ -46,7 +46,7 @@ _COMMIT_TIMEOUT_S = 60.0
 
 
 class _Died(Exception):
-    """As a kill would end the process."""
+    """Ends the process as a kill would."""
 
 
 def _job(checkpoint_every: int = 1) -> RunSpec:
@@ -76,7 +76,10 @@ class _Version:
 
 
 class _Worker:
-    """What :class:`rrl.roles.worker.api.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
+    """The interface of :class:`rrl.roles.worker.api.Worker`, in memory.
+
+    ``committed`` outlives the worker, as the store does.
+    """
 
     def __init__(
         self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]],
@@ -97,9 +100,10 @@ class _Worker:
         self.queue: list[Part] = []
         self.dies_before_commit_of: int | None = None
         self.dies_after: tuple[int, int] | None = None
-        """The part after which it dies, as (step, index), once the step before is committed."""
+        """The part after which the trainer dies, as (step, index), once the step before is committed."""
         self.dies_while_publishing: int | None = None
-        """The version of which only the first tensor is written, once its step is committed."""
+        """The version during whose publishing the trainer dies, after one tensor, once the version's step is
+        committed."""
         self.committed_now = threading.Condition()
 
     def __enter__(self) -> _Worker:
@@ -190,7 +194,7 @@ def _batches() -> list[Batch]:
 def _train(
     monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch], sizes: Sequence[int] = (2,)
 ) -> _Worker:
-    """Play a trainer; ``sizes``: how many groups each part of a step has."""
+    """Play a trainer; ``sizes`` are the numbers of groups in the parts of a step."""
     worker.queue = [part for batch in batches for part in harness.parts_of(batch, sizes)]
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     monkeypatch.setattr(
@@ -201,7 +205,7 @@ def _train(
 
 
 def _learned(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the metrics of each step without those that are times."""
+    """Return the metrics of each step except times."""
     return [{name: value for name, value in step.items() if name != "publish_blocked_s"} for step in metrics]
 
 
@@ -228,15 +232,17 @@ def test_each_part_is_trained_when_it_comes_and_its_step_is_committed_once(
     assert parts.phases[:5] == ["train", "publish", "train", "train", "checkpoint"]
     assert parts.phases.count("train") == 1 + 2 * _STEPS
     published = [each.version.step for each in parts.published]
-    assert published[0] == 0, "the first weights are published before the first step"
-    assert published[-1] == _STEPS, "the last weights are published"
-    assert published == sorted(set(published)), "a version is published once; one that is overtaken is skipped"
+    assert published[0] == 0, "the first weights were not published before the first step"
+    assert published[-1] == _STEPS, "the last weights were not published"
+    assert published == sorted(set(published)), "a version was published twice, or after a newer one"
     for got, wanted in zip(_learned(parts.metrics), _learned(whole.metrics), strict=True):
         assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     end, wanted_end = (
         torch.frombuffer(bytearray(each.published[-1].flat), dtype=torch.float32) for each in (parts, whole)
     )
-    assert 0 < (end - wanted_end).abs().max() < 1e-5, "the parts are added up in another order"
+    assert 0 < (end - wanted_end).abs().max() < 1e-5, (
+        "the weights must differ by rounding only, and not be equal: parts are summed in another order"
+    )
 
 
 def test_trainer_killed_after_a_part_ends_with_the_same_weights(
@@ -364,7 +370,7 @@ def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_
     with pytest.raises(_Died):
         _train(monkeypatch, first, batches)
     assert max(commits) == 2
-    assert all(each.version.step < 2 for each in first.published), "half a version is not offered"
+    assert all(each.version.step < 2 for each in first.published), "a version was offered before it was complete"
     second = _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches)
     assert second.published[0].version == Version(2, 2)
     for each in second.published:
@@ -373,7 +379,10 @@ def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_
 
 
 def test_memory_of_a_snapshot_is_released_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that was fetched is as large as the member's state; one of the own node is the agent's to use again."""
+    """A fetched snapshot is as large as the member's state.
+
+    The memory of a snapshot of this node is the agent's, which must be able to use it again.
+    """
     held, observed = [memoryview(bytearray(8))], list[bool]()
     memory = weakref.ref(held[0])
     note = SnapshotMeta(0, 1, "layout", b"", "digest", {})
@@ -403,7 +412,7 @@ def test_standby_without_known_gpus_does_not_initialise_cuda(
 
 
 class _Sums:
-    """A task that tells which seed made it."""
+    """A task that records (seed, number) of each item that is requested."""
 
     requested: ClassVar[list[tuple[int, int]]] = []
 
@@ -418,7 +427,7 @@ class _Sums:
         return str(i % 10)
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        raise AssertionError("a warm start scores nothing")
+        raise AssertionError("a warm start has scored an answer")
 
 
 def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -449,7 +458,7 @@ def test_warm_start_imports_the_task_from_the_folder_of_the_job(
         "    def answer(self, i): return str(i)\n"
         "    def score(self, i, answer): raise AssertionError\n"
     )
-    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the monkeypatch undoes it, with the entries that load_task adds
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
     worker.launch = msgspec.structs.replace(worker.launch, cwd=str(tmp_path))
     worker.job = msgspec.structs.replace(
@@ -477,10 +486,11 @@ def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
 
 
 class _RolloutWorker(_Worker):
-    """A worker that gives leases in sequence, before each of which a version may arrive, and then requests a stop.
+    """A worker that gives leases in sequence and then requests a stop; a version may arrive before each lease.
 
-    ``segments`` and ``finished``: what was appended for each lease; ``appends``: the segments of each append; ``lost``:
-    the trajectories that the first answer names as lost."""
+    ``segments`` and ``finished`` are the appends for each lease, and ``appends`` are the segments of each append.
+    ``lost`` are the trajectories that the first answer names as lost.
+    """
 
     def __init__(
         self, run_dir: RunDir, leases: Sequence[tuple[_Version | None, tuple[Item, ...]]], lost: tuple[int, ...] = ()
@@ -494,11 +504,11 @@ class _RolloutWorker(_Worker):
         self.appends: list[Sequence[Segment]] = []
 
     def on_probe(self, handler: Callable[[], object]) -> None:
-        """Ignore the handler: no test here probes."""
+        """Ignore the handler, because no test here sends a probe."""
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
         assert at_most == self.job.rollout.lease
-        assert wait, "this engine has no room while it is busy"
+        assert wait, "the rollout has requested work while its engine is busy"
         if not self._leases:
             self.stopping.set()
             return ()
@@ -535,7 +545,8 @@ def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segmen
     assert [{each.version.step for each in segments} for segments in worker.segments] == [{0}, {0}, {4}]
     assert [sorted(finished) for finished in worker.finished] == [[0, 1, 2, 3, 4, 5]] * 3
     assert max(len(each.tokens) for segments in worker.segments for each in segments) == 2
-    assert worker.segments[0] != worker.segments[1]  # it goes on sampling, it does not repeat itself
+    # the rollout samples new tokens, and does not repeat those of the first lease
+    assert worker.segments[0] != worker.segments[1]
 
 
 def test_rollout_stops_work_on_lost_trajectories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -548,5 +559,5 @@ def test_rollout_stops_work_on_lost_trajectories(monkeypatch: pytest.MonkeyPatch
     (finished,) = worker.finished
     assert {segment.trajectory for segment in worker.appends[0]} == set(range(20))
     later = {segment.trajectory for segments in worker.appends[1:] for segment in segments}
-    assert later <= {19}, "it appends to what the first answer took away"
+    assert later <= {19}, "the rollout has appended to a trajectory that the first answer named as lost"
     assert 19 in finished

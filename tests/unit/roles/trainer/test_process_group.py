@@ -1,4 +1,4 @@
-"""How the members of a gang form a process group, without processes of their own."""
+"""The members of a gang form a process group, without processes of their own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ pytestmark = pytest.mark.torch
 FIRST = Incarnation(ReplicaId("trainer/0"), 3)
 SECOND = Incarnation(ReplicaId("trainer/0.1"), 3)
 _LISTENS = "0A"
-"""of a socket, in /proc/net/tcp (proc(5))"""
+"""State of a listening socket in /proc/net/tcp (proc(5))."""
 
 
 class Member(SimpleNamespace):
-    """A member that waits for the addresses of the others; it receives the peer directories ``says`` in this order."""
+    """A member that waits for the addresses of the others.
+
+    It receives the peer directories ``says`` in this order.
+    """
 
     def __init__(self, *says: Peers) -> None:
         super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(incarnation=SECOND))
@@ -83,7 +86,7 @@ def test_process_group_uses_the_interface_of_the_runs_address_or_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.setenv(name, "")  # so that the monkeypatch removes the variables after the test
         monkeypatch.delenv(name)
     with pytest.raises(NoAddress, match=r"no interface of this node has the address 203\.0\.113\.1"):
         gang_module._bind_to_address("203.0.113.1")

@@ -1,4 +1,4 @@
-"""The publishing thread: what it publishes, what the training thread waits for, and how much memory both need."""
+"""The publishing thread: what it publishes, when the training thread waits for it, and how much memory both need."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from rrl.tests.support.roles.trainer.stage import END_TIMEOUT_S
 pytestmark = pytest.mark.torch
 
 _BESIDE = 0.15
-"""Memory beside the version that a process may need, as a share of the model; a second copy would be half of the model
-(bfloat16) or all of it. The largest tensor is 4 % of this model."""
+"""Memory beside the version that a process may need, as a share of the model.
+
+A second copy would need half of the model (bfloat16) or all of it. The largest tensor is 4 % of this model.
+"""
 
 
 class Scene:
@@ -49,7 +51,7 @@ class Scene:
         self._buffers = [memoryview(bytearray(self._layout.nbytes)) for _ in range(buffers)]
 
     def save(self, number: int) -> None:
-        """Make the copy of a step as the saver does; its values name the step."""
+        """Make the copy of a step as the saver does, with the step's number as the value of all weights."""
         buffer = self._buffers[number % len(self._buffers)]
         self.publisher.reserve(buffer)
         for tensor in self.live.values():
@@ -58,7 +60,7 @@ class Scene:
         self.publisher.offer(number, self._layout.views(buffer), buffer)
 
     def hang(self) -> None:
-        """Let the publishing thread hang in the middle of the next version."""
+        """Let the publishing thread stop in the middle of the next version."""
         self.me.publishing.clear()
         self.me.may_publish.clear()
 
@@ -127,7 +129,7 @@ def test_wait_for_a_buffer_that_is_being_published_is_counted_and_reported_as_ph
     assert scene.me.publishing.wait(TIMEOUT_S)
     training = _in_a_thread(lambda: scene.save(2))
     wait_until(lambda: scene.me.phases == ["publish"])
-    assert scene.live["a"][0] == 1, "the copy that is being published is not overwritten"
+    assert scene.live["a"][0] == 1, "the copy was overwritten while it was being published"
     scene.me.may_publish.set()
     training.join(TIMEOUT_S)
     assert scene.publisher.take_blocked_s() > 0
@@ -145,7 +147,7 @@ def test_publisher_that_was_overtaken_skips_to_the_copy_that_is_being_made(scene
     scene.save(1)
     assert scene.me.publishing.wait(TIMEOUT_S)
     scene.save(2)
-    training = _in_a_thread(lambda: scene.save(3))  # into the memory of step 1
+    training = _in_a_thread(lambda: scene.save(3))  # into the memory of the copy of step 1
     wait_until(lambda: scene.me.phases == ["publish"])
     scene.me.may_publish.set()
     training.join(TIMEOUT_S)
@@ -173,7 +175,9 @@ def test_hung_publication_stops_training_in_phase_publish_and_never_for_lack_of_
     def train() -> None:
         for number in range(1, steps + 1):
             oldest = number - 1 - (steps if staleness is None else staleness)
-            assert scene.me.announced[-1] >= oldest, "no rollout may generate this step: training would wait for data"
+            assert scene.me.announced[-1] >= oldest, (
+                "this step was trained though no rollout has weights that are new enough to sample for it"
+            )
             trained.append(number)
             scene.save(number)
             assert scene.me.publishing.wait(TIMEOUT_S)  # so that no copy is skipped before the thread hangs
@@ -195,7 +199,10 @@ def test_hung_publication_stops_training_in_phase_publish_and_never_for_lack_of_
 def test_publisher_slower_than_training_publishes_within_every_two_steps(
     scenes: Callable[..., Scene], buffers: int
 ) -> None:
-    """Random pauses of both threads; a version of each step, or of the one after it, is published."""
+    """Both threads pause at random.
+
+    For each step, its own version or that of the next step is published.
+    """
     scene, dice = scenes(None, buffers), random.Random(buffers)
     done = threading.Event()
 
@@ -219,7 +226,7 @@ def test_publisher_slower_than_training_publishes_within_every_two_steps(
 
 
 def test_the_same_step_is_not_published_twice(scenes: Callable[..., Scene]) -> None:
-    """A restored snapshot is published at the start, and saved once more to be committed."""
+    """A restored snapshot is published at the start, and saved again for its commit."""
     scene = scenes()
     scene.publisher.publish_live(3)
     scene.save(3)

@@ -59,7 +59,10 @@ def test_next_checkpoint_is_the_next_multiple_or_the_last_step(every: int, commi
 
 
 class Client:
-    """What agents keep, by address; None is the own node's. ``spoiled`` is damaged there."""
+    """The snapshots that agents store, by address.
+
+    The address None stands for the own node; snapshots at ``spoiled`` addresses are damaged.
+    """
 
     def __init__(self, stored: dict[str | None, list[SnapshotInfo]], spoiled: tuple[str | None, ...] = ()) -> None:
         self._stored, self._spoiled = stored, spoiled
@@ -76,7 +79,7 @@ class Client:
     def fetch(self, address: str | None, found_snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
         self.requests.append(address)
         if address in self._spoiled:
-            raise Damaged("its bytes are others")
+            raise Damaged("the content does not match its digest")
         note = SnapshotMeta(found_snapshot.step, 1, "layout", b"", "digest", {})
         return msgspec.msgpack.encode(note), memoryview(str(address).encode())
 

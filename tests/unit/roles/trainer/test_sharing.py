@@ -1,6 +1,6 @@
 """Members of a gang as threads, which exchange values over queues instead of gloo.
 
-The tests check when members end, and what they report to the manager. test_gang has training on real parts.
+The tests check when members end, and what they report to the manager. test_gang.py trains on real parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GANG = ReplicaId("trainer/0")
 
 
 class _Gloo:
-    """Between the threads of one test."""
+    """Replaces gloo between the threads of one test."""
 
     def __init__(self) -> None:
         self.meets = threading.Barrier(WORLD)
@@ -57,7 +57,7 @@ class _Gang:
 
 
 class _Member:
-    """A member that is asked to stop after the part ``stops``, or while it waits for the part after it."""
+    """A member that gets a stop request after the part ``stops``, or while it waits for the next part."""
 
     def __init__(self, rank: int, stops: str) -> None:
         incarnation = Incarnation(member_id(GANG, rank), 1)
@@ -87,7 +87,10 @@ class _Member:
 
 
 def _play(monkeypatch: pytest.MonkeyPatch, **stops: str) -> tuple[list[_Member], list[list[str]]]:
-    """Return the data of each member. ``stops``: after which part a member (``r0``, ``r1``, …) is asked to stop."""
+    """Return the members and the data that each has received.
+
+    ``stops`` maps a member (``r0``, ``r1``, …) to the part after which it gets a stop request.
+    """
     gloo = _Gloo()
     monkeypatch.setattr(dist, "send", gloo.send)
     monkeypatch.setattr(dist, "recv", gloo.recv)
@@ -118,7 +121,7 @@ def test_all_members_get_the_same_parts_and_only_rank_0_requests_them(monkeypatc
 
 def test_other_members_report_that_they_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     members, _ = _play(monkeypatch)
-    assert members[0].phases == []  # it says so itself, of the store
+    assert members[0].phases == []  # rank 0 reports by itself that it waits for the store
     assert members[1].phases == members[2].phases == [("wait_data", GANG)] * STEPS * PARTS
 
 

@@ -1,4 +1,4 @@
-"""The way of a batch to the trainer, and the share that each member of a gang gets of it."""
+"""How a batch reaches the trainer, and the share of it that each member of a gang gets."""
 
 from __future__ import annotations
 

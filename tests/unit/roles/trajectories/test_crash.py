@@ -1,4 +1,7 @@
-"""Kill the store after every byte that it ever wrote: what had been acknowledged is there, and nothing counts twice."""
+"""The store is killed after every byte that it writes.
+
+All acknowledged data is still there, and nothing counts twice.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def _promised_at(script: Script, size: int) -> Acknowledged:
 
 
 def _cuts(script: Script) -> list[int]:
-    """Before, at and behind every end of a record and of a flush, and bytes in between."""
+    """Return the sizes just before, at and just after every end of a record and of a flush, and some other sizes."""
     content = log_in(script.folder).read_bytes()
     start = script.promised[0].size
     frames = [at for at in range(start, len(content)) if content.startswith(b"rrlT", at)]

@@ -1,4 +1,4 @@
-"""The store is killed, or loses power, at any of its disk calls; or that call fails.
+"""The store is killed or loses power at any of its disk calls, or one of these calls fails.
 
 After a kill or power loss, all acknowledged data is there, repeated requests get the same answers, and nothing is
 trained twice. If a call fails, nothing that depends on it was acknowledged.
@@ -24,20 +24,20 @@ from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
 
 COMPACTS = 900
-"""bytes of log from which it is compacted: several times within the script"""
+"""Size of the log (bytes) from which it is compacted, which the script reaches several times."""
 STALENESS = 1
-"""a group is dropped for it, in one flush with a binding"""
+"""Staleness with which the script drops a group for its age, in one flush with a binding."""
 SPARSE = 3
-"""distance of the crashes and failures that ``make test`` tries; ``make test-long`` tries every one"""
+"""``make test`` tries every ``SPARSE``-th crash and failure, and ``make test-long`` tries each one."""
 STEPS = 10
-"""the script has two less; what is left of any crash is brought to so many"""
+"""Steps to which the run continues after any crash; the script has two less."""
 
 
 Recorded = tuple[Script, FakeDisk]
 
 
 def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script:
-    """Run the script as far as possible. Raises OSError where the disk fails."""
+    """Run the script to its end; raise OSError if the disk fails before that."""
 
     def noted(promise: int) -> None:
         disk.note = promise
@@ -55,7 +55,7 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
 
 
 def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
-    """The whole script on a disk that does not fail, and every moment of it."""
+    """Return the whole script on a disk that does not fail, with every moment of this disk."""
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
         script = _scripted(folder, disk, checkpoint_every)
@@ -69,7 +69,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power cut would leave is reckoned, not tried: nothing has to reach the real disk."""
+    """Skip syncs: the tests compute what a power loss would leave, so that nothing has to reach the real disk."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -86,16 +86,18 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
     assert kinds == set(get_args(Record)) - elsewhere, others
     assert any(reason.startswith("stale") for reason in lived[0].promised[-1].dropped)
     assert {call.split()[0] for call in lived[1].calls} == {"open", "write", "fdatasync", "fsync", "replace"}
-    assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"
+    assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, (
+        "the log was not replaced at its opening and at two compactions"
+    )
 
 
 def _crash_everywhere(
     recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1,
     checkpoint_every: int = 1,
 ) -> int:  # fmt: skip
-    """Open and continue every folder that a crash could leave; return how many there are.
+    """Open and continue every folder that a crash could leave; return the number of folders.
 
-    With ``distance``, the first and each ``distance``-th one after it of each kind of call.
+    With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
     """
     script, disk = recorded
     counts: Counter[str] = Counter()
@@ -170,7 +172,7 @@ def test_failed_system_call_leaves_no_answer_that_is_not_durable(
             while_full = failing
             while_full.full = True
             with pytest.raises(OSError, match=f"Errno {error}"):
-                open_store(folder)  # started again while there is no room yet
+                open_store(folder)  # a restart while the disk is still full
         again = whole.calls[max(0, promised - 1) : promised + 1]
         try:
             check(folder, whole.promised[promised], STEPS, again, staleness=STALENESS, wait_for_late=False)

@@ -1,4 +1,7 @@
-"""The store leases by expected length, knows the same after a restart, and lets running trajectories move."""
+"""The store leases by expected length, and lets running trajectories move to other rollouts.
+
+A restarted store makes the same decisions.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ GROUPS = 4
 LIMIT = 400
 SEGMENT = 20
 TAUGHT = 20
-"""steps after which lengths are known to differ"""
+"""Number of steps after which the store has learned that lengths differ."""
 LENGTHS = (10, 40, 120, 300)
-"""median tokens of the answers to the prompts of item 0, 1, 2, 3, 4 (as 0), …"""
+"""Median numbers of tokens of the answers to items 0, 1, 2 and 3; item 4 is like item 0, and so on."""
 
 
 def kind(item: int) -> int:
@@ -63,14 +66,14 @@ def _length(item: Item) -> int:
 
 
 class Clock:
-    """Virtual time, in which a token takes (1 + b) / 100 s with b answers running."""
+    """A virtual clock; a token takes (1 + b) / 100 s while b answers run."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 def _step(store: Store, number: int, clock: Clock | None = None) -> list[int]:
-    """One step with one rollout that works on two trajectories at the same time. Returns what it leased, in order."""
+    """Return, in order, the trajectories leased in a step of one rollout that works on two of them at a time."""
     clock = clock or Clock()
     held: dict[int, tuple[Item, int]] = {}
     order: list[int] = []
@@ -111,7 +114,9 @@ def _kinds(store: Store, order: list[int]) -> list[int]:
 
 def test_longest_trajectories_are_leased_first_once_lengths_are_known_to_differ(tmp_path: Path) -> None:
     store = _open(tmp_path)
-    assert _kinds(store, _step(store, 1)) == [0, 0, 1, 1, 2, 2, 3, 3], "in the order of creation"
+    assert _kinds(store, _step(store, 1)) == [0, 0, 1, 1, 2, 2, 3, 3], (
+        "trajectories were not leased in the order of their creation"
+    )
     for number in range(2, TAUGHT + 1):
         _step(store, number)
     assert _kinds(store, _step(store, TAUGHT + 1)) == [3, 3, 2, 2, 1, 1, 0, 0]
@@ -126,10 +131,10 @@ def test_order_of_creation_is_kept_if_lengths_do_not_differ(tmp_path: Path) -> N
 
 def test_a_later_batch_is_not_leased_before_an_earlier_one(tmp_path: Path) -> None:
     store = _taught(tmp_path, max_ahead_batches=2)
-    commit(store, bind(store, TAUGHT + 1))  # now two more batches may be begun
+    commit(store, bind(store, TAUGHT + 1))  # two more batches may be begun from here on
     held = [item.trajectory for item in lease(store, ROLLOUT, GROUPS * SIZE - 2)]
-    short = lease(store, OTHER, 2)  # the last two of this batch
-    begun = lease(store, ROLLOUT, 1, held)  # the first of the next batch
+    short = lease(store, OTHER, 2)  # the last two trajectories of this batch
+    begun = lease(store, ROLLOUT, 1, held)  # the first trajectory of the next batch
     assert short[0].group // GROUPS < begun[0].group // GROUPS
     assert _length(short[0]) < _length(begun[0])
     store.update_membership(each for each in ALL if each != OTHER)
@@ -140,7 +145,7 @@ def test_a_later_batch_is_not_leased_before_an_earlier_one(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("compact_from", [2_000, 2**25])
 def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, compact_from: int) -> None:
-    """One store stays open; the other one is reopened after every second step, which rewrites its log."""
+    """One store stays open, and the other one is reopened after every second step, which rewrites its log."""
     one = _open(tmp_path / "one", compact_from=2**25)
     other = _open(tmp_path / "other", compact_from=compact_from)
     decisions = 0
@@ -157,14 +162,17 @@ def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, com
 
 
 def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
-    """One step with two rollouts, of which the second is half as fast. Returns what the store decided, in order."""
+    """Play a step with two rollouts, of which the second is half as fast.
+
+    Return the decisions of the store in order.
+    """
     held: dict[Incarnation, dict[int, tuple[Item, int]]] = {ROLLOUT: {}, OTHER: {}}
     leaving: dict[Incarnation, tuple[int, ...]] = {ROLLOUT: (), OTHER: ()}
     due = {ROLLOUT: clock.now, OTHER: clock.now}
     decided: list[object] = []
     ended = 0
     for who in held:
-        store.lease(who, 0, (), None, clock.now)  # a restarted store does not know yet what is free
+        store.lease(who, 0, (), None, clock.now)  # tells a restarted store that this rollout has no free places yet
     while ended < GROUPS * SIZE:
         who = min(due, key=lambda each: (due[each], str(each)))
         clock.now, mine = due[who], held[who]
@@ -240,7 +248,7 @@ def test_length_limit_of_truncated_answers_is_that_at_the_time_of_truncation(tmp
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _end(store: Store, lengths: dict[int, int], step: int = 0) -> None:
-    """Give each of these trajectories its tokens and its end."""
+    """Append the given number of tokens to each trajectory, and end it."""
     for trajectory, length in lengths.items():
         assert store.append(ROLLOUT, [segment(trajectory, 0, (5,) * length, step)], [trajectory]) == Done()
     store.flush()
@@ -250,7 +258,7 @@ def _end(store: Store, lengths: dict[int, int], step: int = 0) -> None:
 def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path, restarts: bool) -> None:
     store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
     leased = [item.trajectory for item in lease(store, ROLLOUT, 6)]
-    _end(store, dict(zip(leased, (10, 20, 40, 50), strict=False)))  # two groups; the third one runs
+    _end(store, dict(zip(leased, (10, 20, 40, 50), strict=False)))  # two groups end, and the third one continues to run
     score(store)
     if restarts:
         store.close()
@@ -261,7 +269,9 @@ def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path
     assert figures["tokens_aged_0"] == 30
     committed = store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0})
     assert committed == Done(metrics={"loss": 1.0, **figures})
-    assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, "so does the same request"
+    assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, (
+        "a repeated commit got another answer"
+    )
 
 
 def test_running_answers_of_groups_dropped_for_age_count_with_the_tokens_they_had(tmp_path: Path) -> None:
@@ -282,8 +292,10 @@ def test_running_answers_of_groups_dropped_for_age_count_with_the_tokens_they_ha
 def test_recall_and_expected_long_groups_are_reported_once_lengths_are_learned(tmp_path: Path) -> None:
     store = _taught(tmp_path)
     figures = store._state.figures(TAUGHT)
-    assert figures["recall20"] >= 0.5, "a fifth of the groups is shorter than the long quarter of the prompts"
-    assert figures["long_groups"] == figures["longest_expected"] == 0.0, "nothing is begun"
+    assert figures["recall20"] >= 0.5, "fewer than half of the longest groups were expected to be long"
+    assert figures["long_groups"] == figures["longest_expected"] == 0.0, (
+        "groups count as long before any group was begun"
+    )
     lease(store, ROLLOUT, 8)
     figures = store._state.figures(TAUGHT)
     assert figures["long_groups"] >= 1
@@ -300,11 +312,11 @@ def test_window_orders_the_prompts_of_its_batches_and_uses_each_once(tmp_path: P
     for record in map(decode, read_frames(max(tmp_path.glob("log.*")))):
         if isinstance(record, ItemsOrdered):
             windows += 1
-            assert not ordered, "the window before is used up"
+            assert not ordered, "a new window of prompts was ordered before the last one was used up"
             ordered = list(record.items)
             assert sorted(ordered) == list(range(len(created), len(created) + 3 * GROUPS))
             kinds = [kind(item) for item in ordered]
-            assert kinds == sorted(kinds, reverse=True), "the longest first"
+            assert kinds == sorted(kinds, reverse=True), "the longest prompts do not come first"
         elif isinstance(record, GroupCreated):
             created.append(record.item)
             if ordered:
@@ -327,16 +339,19 @@ def test_changed_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
     assert len(created) == 9 * GROUPS
     left = store._state.item_order
     before = set(range(store._state.next_group + len(left))) - created - {*left}
-    assert len(before) == first * GROUPS, "neither was any item left out nor asked twice"
+    assert len(before) == first * GROUPS, "an item was left out, or used twice"
 
 
 # ── moves of running trajectories ────────────────────────────────────────────────────────────────────────────────────
 def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
-    """Rollout 0 works on a whole batch; rollout 1 has four places and nothing to do."""
+    """Let rollout 0 work on a whole batch, while rollout 1 has four free places and no work.
+
+    Return the store, the items of rollout 0, and the time.
+    """
     store, clock = _open(folder), Clock()
     for number in range(1, TAUGHT + 1):
         _step(store, number, clock)
-    for who in (ROLLOUT, OTHER):  # what other steps have shown of the times of both rollouts
+    for who in (ROLLOUT, OTHER):  # times of both rollouts, as earlier steps would have shown them
         shown = tuple((running, (1 + running) / 100) for running in (8, 6, 4, 1) for _ in range(8))
         store._durable.write(TimesObserved(who, Observed(shown)))
     items = list(lease(store, ROLLOUT, 8))
@@ -346,7 +361,7 @@ def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
 
 
 def _grow(store: Store, items: list[Item], made: int, now: float, handed_over: list[int]) -> Done | Denied:
-    """Rollout 0 appends a segment of each; no one ends."""
+    """Append a segment to each trajectory of rollout 0, without ending any."""
     segments = [segment(item.trajectory, made, (5,) * SEGMENT) for item in items]
     answer = store.append(ROLLOUT, segments, (), handed_over, now + SEGMENT * 0.09)
     assert isinstance(answer, Done | Denied)
@@ -360,10 +375,12 @@ def test_a_trajectory_moves_to_an_idle_rollout_with_all_its_tokens(tmp_path: Pat
     assert isinstance(answer, Done)
     moved = answer.hand_back
     assert moved
-    assert lease(store, OTHER, 4) == (), "it is still leased to the first rollout"
+    assert lease(store, OTHER, 4) == (), "a trajectory was leased twice before it was handed over"
     _grow(store, items, SEGMENT, now + 2, list(moved))
     kept = [item.trajectory for item in items if item.trajectory not in moved]
-    assert not set(moved) & {item.trajectory for item in lease(store, ROLLOUT, 8, kept)}, "kept for the other rollout"
+    assert not set(moved) & {item.trajectory for item in lease(store, ROLLOUT, 8, kept)}, (
+        "a trajectory that was handed over was leased to its old rollout"
+    )
     got = {item.trajectory: item for item in lease(store, OTHER, 4)}
     assert set(moved) <= set(got)
     for trajectory in moved:
@@ -380,8 +397,10 @@ def test_rollout_that_ignores_a_hand_over_request_continues_unchanged(tmp_path: 
     assert first.hand_back
     for number in range(1, 5):
         again = _grow(store, items, number * SEGMENT, now + 2 * number, [])
-        assert isinstance(again, Done), "what it makes is accepted"
-        assert set(first.hand_back) <= set(again.hand_back), "the request stands, also if an answer was lost"
+        assert isinstance(again, Done), "a segment of a trajectory that was requested back was refused"
+        assert set(first.hand_back) <= set(again.hand_back), (
+            "a trajectory is no longer requested back, although it was not handed over"
+        )
     assert lease(store, OTHER, 4) == ()
 
 
@@ -393,7 +412,9 @@ def test_nothing_is_requested_back_for_a_rollout_that_has_left(tmp_path: Path) -
     third = Incarnation(ReplicaId("rollout/2"), 1)
     store.update_membership([ROLLOUT, third, REWARD])
     assert lease(store, third, 4) == ()
-    assert _grow(store, items, 2 * SEGMENT, now + 4, []) != Done(), "for the next one it may be"
+    assert _grow(store, items, 2 * SEGMENT, now + 4, []) != Done(), (
+        "no trajectory is requested back for the next rollout with free places"
+    )
 
 
 def test_a_store_that_restarts_after_a_hand_over_gives_the_trajectory_to_another_rollout(tmp_path: Path) -> None:
@@ -416,8 +437,10 @@ def test_handed_over_trajectory_may_go_to_a_third_rollout_if_the_idle_one_is_ful
     assert isinstance(answer, Done)
     store.update_membership([*ALL, third])
     _grow(store, items, SEGMENT, now + 2, list(answer.hand_back))
-    assert not lease(store, third, 4), "it is kept for the rollout for which it was requested back"
-    store.lease(OTHER, 0)  # that one has no place any more
+    assert not lease(store, third, 4), (
+        "a trajectory was leased to another rollout than the one for which it was requested back"
+    )
+    store.lease(OTHER, 0)  # this rollout has no free place any more
     assert {item.trajectory for item in lease(store, third, 4)} == set(answer.hand_back)
 
 
@@ -444,7 +467,7 @@ def test_client_hands_over_requested_trajectories_with_its_next_segment(tmp_path
         gone: list[tuple[int, ...]] = []
         for number in range(4):
             left = [item for item in items if item.trajectory not in {each for those in gone for each in those}]
-            waits = left[:1] if number == 1 else left  # the second append has a segment of one trajectory only
+            waits = left[:1] if number == 1 else left  # the second append has a segment of only one trajectory
             made = [sum(each.trajectory == item.trajectory for r in requests for each in r.segments) for item in waits]
             segments = [
                 segment(item.trajectory, SEGMENT * count, (5,) * SEGMENT)
@@ -466,7 +489,7 @@ def test_single_segment_among_many_running_answers_chooses_no_further_moves(tmp_
     before = _grow(store, items, 0, now, [])
     assert isinstance(before, Done)
     engine = store._work._engines._engine(ROLLOUT)
-    assert engine.tokens == 0, "its moves were chosen"
+    assert engine.tokens == 0, "tokens still count after the moves of the engine were chosen"
     for number in (1, 2):
         answer = store.append(ROLLOUT, [segment(items[0].trajectory, SEGMENT + number - 1, (5,))], (), (), now + number)
         assert answer == before

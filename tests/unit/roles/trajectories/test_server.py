@@ -87,7 +87,10 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
 
 
 class Crew:
-    """A whole run over sockets: remembers all that was acknowledged. ``parts``: the trainer requests steps in parts."""
+    """A whole run over sockets, which records all acknowledged data.
+
+    With ``parts`` the trainer requests steps in parts.
+    """
 
     def __init__(self, steps: int, parts: bool = False) -> None:
         self.steps = steps
@@ -187,7 +190,7 @@ def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_ref
             await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
             process.set_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
             taken: tuple[Item, ...] = ()
-            while not taken:  # until the word has arrived: the heir holds what it was given before
+            while not taken:  # until the store knows the new membership; before that, the successor holds other items
                 taken = tuple(x for x in await heir.lease(9) if x.trajectory == item.trajectory)
             with pytest.raises(Fenced, match="succeeded"):
                 await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
@@ -264,7 +267,7 @@ def test_store_is_found_in_the_membership_and_its_incarnation_is_the_epoch() -> 
 
 # ── rounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Script:
-    """A listener without a socket: it records requests, replies, and the number of flushes between them."""
+    """A listener without a socket, which records requests, replies, and the number of flushes between them."""
 
     def __init__(self, store: Store) -> None:
         self.arrived: deque[Incoming] = deque()
@@ -340,10 +343,12 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
         assert script.flushes == before + 1
         first = script.replies[1]
         assert isinstance(first, Done)
-        assert [item.trajectory for item in first.leased] == [2, 3], "neither what it holds nor what it has finished"
+        assert [item.trajectory for item in first.leased] == [2, 3], (
+            "the rollout was leased an item that it holds or has just finished"
+        )
         script.send_request(2, request)
         await script.until(lambda: 2 in script.replies)
-        assert script.replies[2] == first, "the answer was lost: what it leased is sent again"
+        assert script.replies[2] == first, "a repeated request did not get the items of the lost answer"
 
     _serve(tmp_path, play)
 
@@ -372,7 +377,7 @@ def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories
         (2, (0, 1)),
         (1, (1,)),
     ]
-    assert [item.trajectory for item in lease(store, OTHER, 1)] == [3], "only the second request leased work"
+    assert [item.trajectory for item in lease(store, OTHER, 1)] == [3], "not exactly the second request has leased work"
 
 
 def test_store_is_idle_until_it_is_given_a_request(tmp_path: Path) -> None:
@@ -413,7 +418,7 @@ def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space"):
             await Server(store, cast(Listener, script), on_durable=durable.append).run()
         assert script.replies == {}
-        assert durable == [], "checkpoints would be deleted because of a commit that may be lost"
+        assert durable == [], "a commit that may be lost was reported as durable, after which checkpoints are deleted"
 
     asyncio.run(run())
 
@@ -436,7 +441,7 @@ def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(t
 
 
 def _ready(tmp_path: Path) -> Store:
-    """With a batch for step 1."""
+    """Return a store with a batch for step 1."""
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -459,7 +464,7 @@ def test_batch_requested_by_many_members_is_built_once_per_round(
         for ask in range(16):
             script.send_request(ask, GetBatch(incarnation_of(member_id(TRAINER.replica, ask)), 1))
         await script.until(lambda: len(script.replies) == 16)
-        assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
+        assert len(made) < 16 / 2, "the reply was built more often than once per round"
         assert {bytes(cast(msgspec.Raw, denial)) for denial in script.replies.values()} == {
             msgspec.msgpack.encode(store.batch(TRAINER, 1))
         }
@@ -483,7 +488,7 @@ def test_part_requested_by_many_members_is_built_once_per_round(
         for ask in range(16):
             script.send_request(ask, GetPart(incarnation_of(member_id(TRAINER.replica, ask)), 1, 0))
         await script.until(lambda: len(script.replies) == 16)
-        assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
+        assert len(made) < 16 / 2, "the reply was built more often than once per round"
         assert {bytes(cast(msgspec.Raw, reply)) for reply in script.replies.values()} == {
             msgspec.msgpack.encode(store.part(TRAINER, 1, 0))
         }
@@ -492,7 +497,7 @@ def test_part_requested_by_many_members_is_built_once_per_round(
 
 
 def _decoded(reply: Answer) -> Answer:
-    """What a trainer reads of a reply that was encoded already."""
+    """Return the reply that a trainer decodes from a reply that was encoded already."""
     decoded: Answer = msgspec.msgpack.decode(cast(msgspec.Raw, reply), type=Answer)
     return decoded
 
@@ -590,7 +595,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
 def test_slow_reply_is_accepted_although_the_request_was_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store that needs longer for a batch than a question waits: it would answer each for nothing."""
+    """Without this rule, a store that needs longer than the resend interval would answer each request in vain."""
     monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
 
@@ -614,7 +619,7 @@ def test_slow_reply_is_accepted_although_the_request_was_repeated(
 
 # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Digits:
-    """A task of growing prompts."""
+    """A task whose prompts grow with the item's number."""
 
     def __init__(self, seed: int) -> None:
         del seed
@@ -685,7 +690,7 @@ def test_store_with_evaluations_opens_the_tokenizer_once(tmp_path: Path, monkeyp
 
 
 class InThisProcess:
-    """A dialer to a store in this process. ``asked``: the requests."""
+    """A dialer to a store in this process, which records the requests in ``calls``."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -709,7 +714,7 @@ def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_o
         while len(dialer.calls) < 2:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
-        assert len(dialer.calls) == 2, "the store is not asked again before anything can be otherwise"
+        assert len(dialer.calls) == 2, "the request was repeated although nothing had changed"
         here[0] = 1
         assert len(await waiting) == BATCH * GROUP
         assert [request.weights for request in dialer.calls] == [0, 0, 1]
@@ -740,7 +745,7 @@ def test_missing_newer_weights_are_warned_about_once(
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(
             0, LeaseWork(ROLLOUT, 8, weights=0)
-        )  # the trainer is in its step: that they are old is no wonder
+        )  # the trainer is in its step, so that old weights are normal
         script.send_request(1, LeaseWork(ROLLOUT, 8, weights=0))
         await script.until(lambda: len(script.replies) == 2)
         assert "for newer weights" not in caplog.text
@@ -840,7 +845,10 @@ def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> N
 
 
 def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
-    """Else a store that serves no work would never count as hung: every rollout asks it each few seconds."""
+    """Every rollout requests weight versions every few seconds.
+
+    If the answers counted, a store that serves no work would never count as hung.
+    """
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
@@ -903,15 +911,17 @@ def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        assert not server.data_is_untaken(), "no step is complete"
+        assert not server.data_is_untaken(), "data counts as untaken although no step is complete"
         generate(store)
         score(store)
         assert server.data_is_untaken()
         script.send_request(0, GetBatch(TRAINER, 1))
         await script.until(lambda: 0 in script.replies)
-        assert not server.data_is_untaken(), "the trainer has just taken them"
+        assert not server.data_is_untaken(), "data counts as untaken although the trainer has just taken it"
         monkeypatch.setattr(server_module, "UNTAKEN_AFTER_S", 0.0)
-        assert server.data_is_untaken(), "the trainer has got them, does not commit, and requests nothing more"
+        assert server.data_is_untaken(), (
+            "the trainer neither commits nor requests data, and the data does not count as untaken"
+        )
 
     _serve(tmp_path, play)
 
@@ -922,7 +932,7 @@ def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path
             server._data_requested_at, step = -math.inf, len(script.replies) + 1
             script.send_request(step, GetBatch(TRAINER, step, wait=DEADLINE))
             await script.until(lambda step=step: bool(server._parked) or step in script.replies)  # type: ignore[misc]
-        assert store.has_data(), "the steps before are not committed"
+        assert store.has_data(), "the store has no data, though the steps before are not committed"
         assert not server.data_is_untaken()
 
     _serve(tmp_path, play, store=_ready(tmp_path))
@@ -943,7 +953,7 @@ def test_groups_held_back_by_the_staleness_limit_are_no_untaken_data(tmp_path: P
     last = BATCH * GROUP - 1
     store.append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last)))
     score(store)
-    assert not store.has_data(), f"group {BATCH - 1} may be trained in no later step, and is not complete"
+    assert not store.has_data(), f"the step counts as complete without group {BATCH - 1}, which no later step may train"
     store.append(ROLLOUT, (), (last,))
     score(store)
     assert store.has_data()

@@ -66,7 +66,7 @@ def test_commit_metrics_outlive_store_and_trainer_and_are_returned_in_order(tmp_
     assert isinstance(answer, StoredMetrics)
     assert [one.step for one in answer.commits] == [3, 4, 5, 6]
     assert [one.metrics["reward"] for one in answer.commits] == [0.3, 0.4, 0.5, 0.6]
-    assert all(one.metrics["length_bias"] == 1.0 for one in answer.commits), "with the figures of the store"
+    assert all(one.metrics["length_bias"] == 1.0 for one in answer.commits), "the metrics lack the figures of the store"
     assert _is_fenced(again.metrics(TRAINER, 2))
 
 
@@ -117,9 +117,11 @@ def test_request_without_a_list_of_held_trajectories_gets_only_new_work(tmp_path
     assert [item.trajectory for item in lease(store, ROLLOUT, 1, holding=None)] == [2]
     assert store.append(ROLLOUT, [segment(0)], handed_over=(0,)) == Done()
     assert [item.trajectory for item in lease(store, OTHER, 1, holding=None)] == [0], (
-        "it was not leased to the first again"
+        "the trajectory was leased to the first rollout again"
     )
-    assert lease(store, ROLLOUT, 1, holding=[2]) == first[1:], "an answer that got lost is repeated by a list"
+    assert lease(store, ROLLOUT, 1, holding=[2]) == first[1:], (
+        "a request with a list of held items did not get the items of the lost answer"
+    )
 
 
 def test_lease_of_a_dead_rollout_goes_to_the_next_one_with_all_its_tokens(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def _without(*items: int) -> Callable[[int], Prompt]:
 def test_item_without_a_prompt_is_dropped_and_replaced_by_the_next_one(tmp_path: Path) -> None:
     store = open_store(tmp_path, next_prompt=_without(0, 2, 3))
     items = lease(store)
-    assert len(items) == 2 * BATCH * GROUP, "there is as much to work on as ever"
+    assert len(items) == 2 * BATCH * GROUP, "items without a prompt have reduced the number of leased trajectories"
     assert sorted({item.group for item in items}) == [1, 4, 5, 6]
     assert {item.prompt for item in items} == {prompt(index).tokens for index in (1, 4, 5, 6)}
     store.flush()
@@ -178,14 +180,15 @@ def test_item_without_a_prompt_is_dropped_and_replaced_by_the_next_one(tmp_path:
 
 
 def test_items_without_a_prompt_do_not_make_a_rollout_wait_for_newer_weights(tmp_path: Path) -> None:
-    """A rollout with the newest weights would be told to wait for newer ones, which there are not."""
+    """Without this rule, a rollout with the newest weights would be asked to wait for newer ones, which do not
+    exist."""
     store = open_store(tmp_path, staleness=0, next_prompt=_without(*range(BATCH)))
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert isinstance(answer, Leased)
     assert not answer.outdated
     assert [item.group for item in answer.items] == [BATCH]
     more = lease(store, OTHER, weights=0)
-    assert len(answer.items) + len(more) == BATCH * GROUP, "as much as the step takes"
+    assert len(answer.items) + len(more) == BATCH * GROUP, "the leased trajectories are not as many as the step has"
 
 
 def test_item_without_prompt_is_warned_about_once(tmp_path: Path) -> None:
@@ -342,11 +345,12 @@ def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_pa
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
     store.flush()
-    store = open_store(tmp_path)  # ROLLOUT lost its lease and does not know
+    store = open_store(tmp_path)  # ROLLOUT has lost its lease and does not know it
     lease(store, OTHER)
     store.append(OTHER, [segment(0, 1, (6,))])
-    store.update_membership({ROLLOUT, REWARD, TRAINER})  # OTHER dies: the trajectory is free again
-    late = store.append(ROLLOUT, [segment(0, 2, (9,))])  # it fits by length, yet follows another token at 1
+    store.update_membership({ROLLOUT, REWARD, TRAINER})  # OTHER dies, so that the trajectory is free again
+    # the segment fits by its offset, but follows another token at offset 1
+    late = store.append(ROLLOUT, [segment(0, 2, (9,))])
     assert isinstance(late, Denied)
     assert late.lost == (0,)
 
@@ -413,7 +417,7 @@ def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path
 
 
 def fail_group(store: Store, *, faulty: bool = True) -> int:
-    """Finish the next group, report that one of its answers cannot be scored, and return what the store answers."""
+    """Finish the next group, report that one answer cannot be scored, and return the number of faulty groups."""
     generate(store, at_most=GROUP)
     answer = store.lease_scoring(REWARD, GROUP)
     assert isinstance(answer, Scoring)
@@ -434,7 +438,7 @@ HALF = FAULTS_WINDOW // 2
 def test_scorer_is_at_fault_once_it_has_failed_for_more_than_half_of_the_newest_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
     assert [fail_group(store) for _ in range(HALF)] == [0] * HALF
-    for _ in range(HALF + 1):  # the oldest failure leaves the window
+    for _ in range(HALF + 1):  # removes the oldest failure from the window
         score_group(store)
     assert [fail_group(store) for _ in range(HALF)] == [0] * (HALF - 1) + [0]
     assert fail_group(store) == HALF + 1
@@ -578,7 +582,7 @@ def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path,
     assert not isinstance(store.committed(new) if word == "committed" else store.batch(new, 1), Denied)
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     store.flush()
-    store = open_store(tmp_path, members=ALL)  # a manager that is behind still names the old one
+    store = open_store(tmp_path, members=ALL)  # a manager with an old state still names the old incarnation
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     commit(store, batch, new)
 
@@ -631,7 +635,7 @@ def test_first_message_of_the_next_gang_fences_the_previous_one(tmp_path: Path, 
         assert _is_fenced(store.batch(member, 1))
         assert _is_fenced(store.commit(member, 1, manifest(1), batch.digest))
     store.flush()
-    store = open_store(tmp_path, members=(*ALL, SECOND))  # a manager that is behind still names the old ones
+    store = open_store(tmp_path, members=(*ALL, SECOND))  # a manager with an old state still names the old incarnations
     assert _is_fenced(store.batch(SECOND, 1))
     assert bind(store, 1, incarnation_of("trainer/0.1", 2)) == batch
 
@@ -660,7 +664,7 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         train(store, number)
         assert len(list(tmp_path.iterdir())) == 1
         largest = max(largest, next(tmp_path.glob("log.*")).stat().st_size)
-    assert largest < 50_000  # 120 steps wrote many times that; their metrics are kept
+    assert largest < 50_000  # 120 steps write many times as much; only their metrics are kept
     assert len(store._state.trajectories) <= (2 + 2) * BATCH * GROUP
     for audit in (store.audit(), open_store(tmp_path).audit()):
         assert sorted(audit.steps) == list(range(1, 121))
@@ -714,7 +718,7 @@ def test_flush_syncs_after_writing_and_a_new_log_before_its_rename(
 
         monkeypatch.setattr(os, name, noted)
     store = open_store(tmp_path)
-    assert done == ["fsync", "fsync", "replace", "fsync"]  # the claim's folder, the file, the folder
+    assert done == ["fsync", "fsync", "replace", "fsync"]  # for the claim's folder, the file, and the folder
     done.clear()
     lease(store)
     store.append(ROLLOUT, [segment(0)], [0])
@@ -722,7 +726,7 @@ def test_flush_syncs_after_writing_and_a_new_log_before_its_rename(
     store.flush()
     assert done == ["write", "fdatasync"]
     store.flush()
-    assert done == ["write", "fdatasync"]  # nothing new: the disk is left alone
+    assert done == ["write", "fdatasync"]  # without new records nothing is written
 
 
 # ── logs of other formats ──────────────────────────────────────────────────────────────────────────────────────────

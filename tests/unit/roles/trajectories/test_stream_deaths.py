@@ -1,6 +1,6 @@
-"""Rollouts with due groups, rollouts that were requested to hand over, and stores with moves under way die.
+"""Rollouts with due groups, rollouts that were requested to hand over, and stores with moves in progress die.
 
-The store is a process of its own, and is killed by SIGKILL.
+The store is a process of its own, which is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEGMENT = 20
 LIMIT = 400
 PLACES = 4
 CROWD: dict[str, Any] = {"group_size": 2, "groups_per_batch": 4, "max_ahead_batches": 0, "max_new_tokens": LIMIT}
-"""A batch of eight answers, all of which the first rollout leases."""
+"""Settings for a batch of eight answers, all of which the first rollout leases."""
 
 
 @pytest.fixture
@@ -50,7 +50,10 @@ def processes() -> Iterator[list[StoreProcess]]:
 
 
 def _crowded(tmp_path: Path, processes: list[StoreProcess]) -> StoreProcess:
-    """Start a store that knows enough to let answers move: lengths, and that tokens take longer if more answers run."""
+    """Start a store that has learned enough to move answers.
+
+    It knows lengths of answers, and that tokens take longer while more answers run.
+    """
     process = StoreProcess(tmp_path, **CROWD)
     processes.append(process)
     store = open_store(process.folder, **CROWD)
@@ -67,7 +70,7 @@ def _crowded(tmp_path: Path, processes: list[StoreProcess]) -> StoreProcess:
 
 
 async def _grow(client: TrajectoryClient, made: dict[int, int], trajectories: Sequence[int]) -> tuple[int, ...]:
-    """Append a segment to each; return the trajectories on which the client no longer works."""
+    """Append a segment to each trajectory; return those on which the client no longer works."""
     segments = [segment(each, made[each], (5,) * SEGMENT) for each in trajectories]
     gone = await client.append(segments)
     for each in trajectories:
@@ -76,7 +79,10 @@ async def _grow(client: TrajectoryClient, made: dict[int, int], trajectories: Se
 
 
 async def _begin(first: TrajectoryClient, second: TrajectoryClient) -> dict[int, int]:
-    """The first rollout works on everything, the second has free places; then the first is requested to hand over."""
+    """Let the first rollout work on everything, while the second one has free places.
+
+    Return the lengths of the answers once the first one was requested to hand over some of them.
+    """
     made = {item.trajectory: 0 for item in await first.lease(8)}
     assert len(made) == 8
     assert await second.lease(PLACES, wait=0.0) == ()
@@ -100,7 +106,7 @@ def _length(item: Item) -> int:
 async def _end_step(
     workers: dict[TrajectoryClient, dict[int, int]], reward: TrajectoryClient, trainer: TrajectoryClient
 ) -> set[int]:
-    """End all answers, and train the step; returns its trajectories."""
+    """End all answers and train the step; return the trajectories of the step."""
     for client, made in workers.items():
         assert await client.append([segment(each, made[each], (1,)) for each in made], list(made)) == ()
     scored: set[int] = set()
@@ -143,7 +149,10 @@ def test_rollout_that_dies_after_it_was_requested_to_hand_over_leaves_all_its_to
 def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and_loses_no_token(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
-    """The store is killed when one answer is handed over and not leased again, and another one is requested back."""
+    """The store is killed after one answer was handed over and before it was leased again.
+
+    At this time another answer is requested back.
+    """
 
     async def run() -> None:
         process = _crowded(tmp_path, processes)
@@ -155,7 +164,7 @@ def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and
             await asyncio.to_thread(process.start, ALL)
             kept = {each: length for each, length in made.items() if each not in gone}
             again = await first.lease(0, 1.0, list(kept))
-            assert again == (), "what it holds is leased to it as before"
+            assert again == (), "the first rollout got answers that it already holds"
             moved = {item.trajectory: _length(item) for item in await _leased(second, PLACES, len(gone))}
             assert moved == {each: made[each] for each in gone}
             more = await _grow(first, kept, list(kept))
@@ -173,7 +182,10 @@ def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and
 def test_store_killed_before_an_answer_to_a_hand_over_gives_the_repeated_request_the_same_result(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
-    """The client does not learn whether its hand-over was carried out: it sends the request again to the next store."""
+    """The client does not learn whether its hand-over was carried out.
+
+    It therefore sends the request again to the next store.
+    """
 
     async def run() -> None:
         process = _crowded(tmp_path, processes)
@@ -196,7 +208,10 @@ def test_store_killed_before_an_answer_to_a_hand_over_gives_the_repeated_request
 def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
-    """Step 2 is the last that may train its group: the step waits for the tokens, which another rollout makes."""
+    """Step 2 is the last step that may train the group of the dead rollout.
+
+    The step waits for the group's tokens, which another rollout samples.
+    """
     settings = {"staleness": 1, "groups_per_part": 1}
 
     async def run() -> None:
@@ -225,7 +240,7 @@ def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
                     await reward.post_scores([Score(item.trajectory, 1.0, 1.0) for item in scored])
                     left -= len(scored)
 
-            due = await first.lease(2)  # a group that is begun with the weights of step 0
+            due = await first.lease(2)  # a group that was begun with the weights of step 0
             await first.append([segment(each.trajectory, 0, (7, 8)) for each in due])
             await finish(await second.lease(4), 0)
             batch = await trainer.batch(1)
@@ -236,8 +251,8 @@ def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
             part = await trainer.part(2, 0)
             assert part is not None
             assert not part.last
-            assert await trainer.part(2, 1, wait=0.0) is None, "the other place is kept for the due group"
-            process.set_membership(ALL[1:])  # the rollout is dead, and no successor has started
+            assert await trainer.part(2, 1, wait=0.0) is None, "the place of the due group was given to another group"
+            process.set_membership(ALL[1:])  # the rollout is dead, and no next incarnation has started
             taken = await _leased(second, 2, 2)
             assert {each.trajectory: each.so_far for each in taken} == {
                 each.trajectory: (segment(each.trajectory, 0, (7, 8)),) for each in due

@@ -1,4 +1,7 @@
-"""Which weight version the store names as the newest, which reports it accepts, when it answers a waiting rollout."""
+"""The weight version that the store names as the newest, and the reports that it accepts.
+
+Other tests are about when it answers a waiting rollout.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def test_trainer_announces_the_newest_version_and_rollouts_that_serve_it_become_
     assert newest(store) is None
     assert store.report_version(weight_source(TRAINER, 4)) is None
     assert store.report_version(weight_source(ROLLOUT, 4)) is None
-    assert store.report_version(weight_source(OTHER, 3)) is None  # it serves an older version: nobody is to ask it
+    # it serves an older version, so that no rollout should pull from it
+    assert store.report_version(weight_source(OTHER, 3)) is None
     assert newest(store) == (Version(4, 1), [TRAINER, ROLLOUT])
     assert store.report_version(weight_source(TRAINER, 5)) is None
     assert newest(store) == (Version(5, 1), [TRAINER])
@@ -57,7 +61,7 @@ def test_rollout_cannot_announce_a_version_that_the_trainer_has_not_published(st
 
 def test_superseded_trainer_cannot_announce_a_version(store: Store) -> None:
     store.report_version(weight_source(TRAINER, 8))
-    assert store.report_version(weight_source(NEXT_TRAINER, 5, 2)) is None  # it restarted from an earlier step
+    assert store.report_version(weight_source(NEXT_TRAINER, 5, 2)) is None  # the trainer restarted from an earlier step
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
     refused = store.report_version(weight_source(TRAINER, 9))
     assert isinstance(refused, Denied)
@@ -152,7 +156,7 @@ def test_wait_without_a_new_version_returns_the_current_sources(store: Store) ->
     assert asking.answers(WAIT / 2) == {}
     holders = (weight_source(TRAINER, 4), weight_source(OTHER, 4))
     assert asking.answers(WAIT / 2)[2] == NewestVersion(Version(4, 1), holders)
-    assert asking.followers.due > 1e9, "somebody still waits"
+    assert asking.followers.due > 1e9, "a request still waits"
 
 
 def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> None:

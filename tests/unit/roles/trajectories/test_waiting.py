@@ -1,4 +1,7 @@
-"""``late = "wait"``: no trained token is too old, no group is dropped for its age, and no step waits without end."""
+"""With ``late = "wait"`` no trained token is too old, and no group is dropped for its age.
+
+No step waits without end.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,12 @@ from rrl.tests.support.roles.trajectories.virtual_run import BROKEN, Setting, Vi
 from rrl.transport.messages import WeightSource
 
 SIZE = BATCH * GROUP
-"""trajectories of a step"""
+"""Number of trajectories in a step."""
 MAX_TICKS = 3000
-"""in which the next few steps must come about once nothing goes wrong any more: some 20 times what they take"""
+"""Ticks within which the next few steps must be bound once no more failures happen.
+
+They are about 20 times the usual number.
+"""
 
 
 # ── random runs ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +76,10 @@ _Mishap = st.tuples(
     st.sampled_from(["rollout", "rollout", "trainer", "store", "limit", "size", "parts"]),
     st.integers(0, 4),
 )
-"""ticks until it, what happens, and to which rollout, or with which limit, size of steps or way of requesting them"""
+"""(ticks until the event, kind of event, number).
+
+The number selects a rollout, a limit, a size of steps, or whether steps are requested in parts.
+"""
 
 
 @examples(20, many=500)
@@ -78,7 +87,7 @@ _Mishap = st.tuples(
 def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_is_completed(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting, mishaps: list[tuple[int, str, int]], seed: int
 ) -> None:
-    """``VirtualRun`` checks every batch and part: none changes, no group is in two steps, and no token is too old."""
+    """``VirtualRun`` checks that no batch or part changes, no group is in two steps, and no token is too old."""
     run = VirtualRun(tmp_path_factory.mktemp("run"), setting, seed)
     for ticks, what, n in mishaps:
         for _ in range(ticks):
@@ -96,15 +105,15 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_is_comple
             run.resume(**{"staleness": max(n, setting.publish_every - 1)} if what == "limit" else {"groups": n + 1})
             dropped = _stale(run.store.audit().dropped) - _stale(before.dropped)
             shrank = (run.setting.staleness or 0, run.setting.groups) < (old.staleness or 0, old.groups)
-            assert shrank or not dropped or not setting.waits, "neither the limit nor the steps have shrunk"
+            assert shrank or not dropped or not setting.waits, (
+                "a resume has dropped groups, though neither the limit nor the steps have shrunk"
+            )
     stale = _stale(run.store.audit().dropped)
     target, ticks = run.bound() + setting.groups + 8, 0
     while run.bound() < target:
         run.tick()
         ticks += 1
-        assert ticks < MAX_TICKS, (
-            f"step {run.bound() + 1} does not come about: {run.store.wait_reason(run.bound() + 1)}"
-        )
+        assert ticks < MAX_TICKS, f"step {run.bound() + 1} was not bound: {run.store.wait_reason(run.bound() + 1)}"
     audit = run.store.audit()
     assert not setting.waits or _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
     _check_audit(run, audit)
@@ -114,7 +123,7 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_is_comple
 
 
 def _check_audit(run: VirtualRun, audit: Audit) -> None:
-    """What the records say is what the trainer was given."""
+    """Check that the records agree with the batches and parts that the trainer got."""
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
     assert audit.steps == {number: batch.groups for number, batch in run.batches.items()}
     assert {(number, index): groups for number, parts in audit.parts.items() for index, groups in enumerate(parts)} == {
@@ -122,7 +131,7 @@ def _check_audit(run: VirtualRun, audit: Audit) -> None:
     }
     for (number, index), part in run.parts.items():
         whole = index == 0 and part.last and part.groups == audit.steps[number]
-        assert number in audit.parts or whole, "a part is forgotten"
+        assert number in audit.parts or whole, "the records lack a part that the trainer got"
     trained = sum((ages for number, ages in run.ages.items() if number <= audit.committed), Counter())
     assert audit.ages == trained
     assert audit.max_age == max(trained, default=0)
@@ -136,7 +145,7 @@ def _stale(dropped: dict[str, int]) -> int:
 def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     items = [item.trajectory for item in lease(store, weights=0)]
-    assert items == list(range(SIZE)), "no more groups than step 1 takes"
+    assert items == list(range(SIZE)), "not exactly the trajectories of step 1 were leased"
     assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items], items[:-1]) == Done()
     score(store)
     assert store.batch(TRAINER, 1) == NotReady()
@@ -148,7 +157,11 @@ def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path
 
 
 def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_path: Path) -> None:
-    """Nothing is due at step 2, yet with two complete groups that may wait it would leave four for step 3."""
+    """No group is due at step 2.
+
+    If step 2 trained the two complete groups, four older groups would be left for step 3, which is their last step and
+    has two places.
+    """
     store = open_store(tmp_path, staleness=2, max_ahead_batches=9)
     old = [item.trajectory for item in lease(store, ROLLOUT, weights=0)]
     assert len(old) == 3 * SIZE
@@ -171,7 +184,7 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
 
 
 def test_lease_counts_as_begun_before_its_first_token(tmp_path: Path) -> None:
-    """Trajectories are as old as the weights with which they were leased, whether they have tokens or not."""
+    """Trajectories are as old as the weights with which they were leased, even before their first token."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     assert len(lease(store, ROLLOUT, weights=0)) == 2 * SIZE
     assert lease(store, OTHER, weights=0) == ()
@@ -190,7 +203,7 @@ def test_group_that_cannot_be_scored_occupies_no_place_in_a_step(tmp_path: Path)
 
 
 def test_trajectory_with_a_too_old_append_is_leased_again(tmp_path: Path) -> None:
-    """Its tokens are of older weights than the rollout told when it took the trajectory."""
+    """Its tokens have older weights than those that the rollout named when it leased the trajectory."""
     store = open_store(tmp_path, staleness=0)
     generate(store, weights=0)
     score(store)
@@ -229,12 +242,14 @@ def test_store_opened_with_a_smaller_limit_drops_only_groups_that_no_step_can_ta
     assert store.audit().dropped == {}
     store.close()
     store = open_store(tmp_path, staleness=2, max_ahead_batches=9)
-    assert _stale(store.audit().dropped) == SIZE, "of six groups four are for steps 2 and 3"
+    assert _stale(store.audit().dropped) == SIZE, (
+        "of six groups, not exactly the two without a place in steps 2 and 3 were dropped"
+    )
     assert [bind(store, number).groups for number in (2, 3)] == [(2, 3), (4, 5)]
 
 
 def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> None:
-    """A trainer publishes only once: the store states why no step is possible."""
+    """The trainer has published only once, and the store reports why no further step is possible."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     for number in (1, 2):
         generate(store, at_most=SIZE, weights=0)
@@ -266,7 +281,10 @@ def test_wait_reason_before_the_first_weights_names_the_call_that_is_missing(tmp
 def test_lengths_of_trained_prompts_match_those_asked_for_only_if_steps_wait(
     tmp_path: Path, waits: bool, parts: bool, low: float, high: float
 ) -> None:
-    """Answers are log-normal, sigma 1, 65 % of the variance the prompt's; the trainer is as fast as half of them."""
+    """Lengths of answers are log-normal with sigma 1, and the prompt causes 65 % of the variance.
+
+    A step of the trainer takes about as long as a typical answer.
+    """
     biases = []
     for seed in range(3):
         median, length = _long_tailed(seed)
@@ -294,7 +312,7 @@ def test_lengths_of_trained_prompts_match_those_asked_for_only_if_steps_wait(
 
 
 def _long_tailed(seed: int) -> tuple[Callable[[int], float], Callable[[int], int]]:
-    """The median length of an item's answers, and the length of another answer of it; in ticks, median 4 of all."""
+    """Return functions for the median length of an item's answers and the length of one answer, in ticks (median 4)."""
     answers = random.Random(seed)
 
     def median(item: int) -> float:

@@ -1,4 +1,4 @@
-"""The scene in which workers are tested."""
+"""A fixture with the scene in which workers are tested."""
 
 from __future__ import annotations
 

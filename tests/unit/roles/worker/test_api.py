@@ -1,4 +1,4 @@
-"""Workers against a manager that only listens, and a real store; each worker in a thread of its own."""
+"""Workers with a manager that only listens and a real store; each worker has a thread of its own."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_finished_worker_sends_goodbye_and_heartbeats_until_its_stop(scene: Scen
         async with scene.manager() as manager:
             role = scene.start(scene.worker(crew.REWARD))
             await manager.wait_for(Goodbye)
-            for _ in range(3):  # one heartbeat may have been sent before
+            for _ in range(3):  # one heartbeat may have been sent before the phase changed
                 manager.received.clear()
                 await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
             assert not role.ended
@@ -134,7 +134,7 @@ def test_stopped_role_does_not_wait_for_a_store_that_has_stopped(scene: Scene) -
             role = scene.start(me, score)
             await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.waits_for == STORE.replica)
             await manager.stop(crew.REWARD)
-            await role.end()  # the Stopping raised by its store request ends the with block
+            await role.end()  # the store request raises Stopping, which ends the with block
         assert not worked.is_set()
 
     play(story)
@@ -255,7 +255,7 @@ def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) ->
         connection, received = me._connection, list[int]()
         connection.peers = Peers(1, 1, {})
         me.on_peers(lambda peers: received.append(peers.seq))
-        connection._update_peers(Peers(1, 2, {}))  # before the loop runs the scheduled callback
+        connection._update_peers(Peers(1, 2, {}))  # before the event loop runs the scheduled callback
         connection._loop.run_until_complete(asyncio.sleep(0))
         assert received == [2, 2]
 
@@ -323,7 +323,10 @@ def test_clock_is_not_reported_with_every_heartbeat(scene: Scene) -> None:
 
 
 def test_commit_is_preceded_by_the_clock_and_waits_of_the_thread_at_work_are_idle(scene: Scene) -> None:
-    """A commit in the thread of the phase waits for the store; one in a thread beside it does not make it idle."""
+    """A commit in the thread of the phase waits for the store, which counts as idle.
+
+    A commit in another thread does not make the phase idle.
+    """
 
     async def story() -> None:
         store = scene.open_store()
@@ -382,7 +385,7 @@ def test_next_manager_receives_the_current_state_and_no_old_messages(scene: Scen
         over = threading.Event()
 
         async def outlast(seconds: float) -> None:
-            """Wait for ``seconds`` of the loop's time, in which heartbeats are sent and phases reported."""
+            """Wait for ``seconds`` of the loop's time, while heartbeats are sent and phases are reported."""
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), me._connection._loop))
 
         async with scene.manager() as first:
@@ -416,7 +419,7 @@ def test_next_manager_receives_the_current_state_and_no_old_messages(scene: Scen
 
 
 def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Scene) -> None:
-    """The commit may be the last one of the run, after which no later commit would report it."""
+    """The commit may be the last one of the run, so that no later commit would report it."""
 
     async def story() -> None:
         store = scene.open_store()
@@ -457,7 +460,7 @@ def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene,
             threads = []
             for batch in me.batches():
                 given.append(batch.number)
-                if batch.number == 2:  # the first step is finished and not committed
+                if batch.number == 2:  # the first step is complete, but not committed
                     threads = [threading.Thread(target=commit, args=(number,)) for number in (1, 2)]
                     threads[0].start()
                     threads[0].join()
@@ -478,7 +481,9 @@ def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene,
             await manager.wait_for(Goodbye)
             commits = [message for message in manager.received if isinstance(message, Committed)]
             assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in commits] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
-            assert [m.metrics["token_age_max"] for m in commits] == [0.0, 1.0], "all tokens are of step 0's weights"
+            assert [m.metrics["token_age_max"] for m in commits] == [0.0, 1.0], (
+                "the ages are not those of tokens of step 0's weights"
+            )
             await manager.stop(crew.TRAINER)
             await role.end()
         assert given == [1, 2]
@@ -558,7 +563,7 @@ def test_trajectory_leased_by_a_lost_answer_is_leased_again(scene: Scene) -> Non
         store, given = scene.open_store(), list[int]()
         crew.lease(
             store, crew.ROLLOUT, at_most=2
-        )  # 0 and 1: leased to this incarnation by an answer that it never received
+        )  # trajectories 0 and 1 are leased to this incarnation, in an answer that it has not received
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
@@ -587,12 +592,12 @@ def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene) -> N
             me.lease(2)
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT]
-            )  # the manager took it for dead ...
+            )  # the manager concluded that ROLLOUT is dead ...
             crew.lease(store, crew.OTHER, at_most=1)
             assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.OTHER]
-            )  # ... and now takes the other one for dead
+            )  # ... and now concludes that OTHER is dead
             results.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
             crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # the answer gets lost
             results.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
@@ -653,7 +658,8 @@ def test_waiting_lease_gets_no_trajectory_that_an_append_has_leased(scene: Scene
             waiting = me.start_lease(2)
             pending = me.start_append([crew.segment(first.trajectory)], [first.trajectory], lease=3)
             items = [item.trajectory for item in (*waiting.finish(), *pending.finish().leased)]
-            # The append may lease again what the store had already leased to the request that waits: 3, not 5.
+            # The append may lease again the items that the store has already leased to the waiting request: then 3
+            # items, not 5.
             results.append((len(items) in (3, 5), len(items) == len(set(items)), sorted(items) == me._leased.ids))
             results.append(me.append([crew.segment(trajectory) for trajectory in items], items))
 
@@ -705,7 +711,7 @@ class Publisher:
 
 
 class Receiver:
-    """A rollout that records each version that it receives, with its content."""
+    """A rollout that records each version that it receives, with the version's content."""
 
     def __init__(self, me: Worker) -> None:
         self._me = me
@@ -724,7 +730,7 @@ class Receiver:
 
 @asynccontextmanager
 async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
-    """A trainer and rollouts whose manager never names a version or a source of one."""
+    """Yield (manager, publisher, receivers); the manager never names a version or a source."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
     workers = [scene.worker(incarnation) for incarnation in rollouts]
     receivers = [Receiver(worker) for worker in workers]
@@ -768,7 +774,7 @@ def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -> None
 
 
 def test_restarted_store_receives_the_newest_version_again(scene: Scene) -> None:
-    """The trainer publishes no further version; a later rollout receives the version from the new store."""
+    """The trainer publishes no further version, and a later rollout receives the version from the new store."""
 
     async def story() -> None:
         store = scene.open_store()
@@ -807,7 +813,7 @@ def test_rollout_pulls_from_another_one_if_the_trainer_died_early(
             assert store.report_version(dead) is None
             relay._connection.weights.offer(
                 held.manifest, held.flat
-            )  # the version that it pulled before the trainer died
+            )  # the version that this rollout had pulled before the trainer died
             roles = [scene.start(relay, lambda: over.wait(TIMEOUT_S)), scene.start(me, late.play)]
             await eventually(lambda: late.has(7), "the version that only another rollout has")
             over.set()
@@ -842,7 +848,8 @@ def test_reward_role_reports_progress_while_it_scores_and_counts_each_item_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (scene.at.run.path / "task_of_test_worker.py").write_text(TASK)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # restored afterwards, with the entries that load_task adds
+    # the monkeypatch restores it, without the entries that load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task_of_test_worker", raising=False)
     me = scene.worker(crew.REWARD)
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
@@ -877,7 +884,7 @@ def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene
         def score() -> None:
             work = next(me.scoring())
             me.progress(2)
-            for item in work.items:  # two are reported before the first post, the others by their posts
+            for item in work.items:  # two items are reported before the first post, the others by their posts
                 work.post([], {item.trajectory: "no reason"})
 
         async with scene.serve(store) as endpoint, scene.manager() as manager:
@@ -919,7 +926,7 @@ def test_publish_each_takes_tensors_one_after_another(scene: Scene) -> None:
     buffer = bytearray(4)
 
     def gathered() -> Iterator[memoryview]:
-        for value in (1, 2, 3):  # each reuses the memory of the version before
+        for value in (1, 2, 3):  # each tensor reuses the memory of the one before
             buffer[:] = bytes([value]) * 4
             yield memoryview(buffer)
 
@@ -932,7 +939,7 @@ def test_publish_each_takes_tensors_one_after_another(scene: Scene) -> None:
 
 
 def test_publishing_allocates_no_memory_that_is_filled_under_the_gil(scene: Scene) -> None:
-    """tracemalloc counts only Python's own allocations, which are filled under the GIL."""
+    """tracemalloc counts only allocations by Python itself, which are filled under the GIL."""
     data = memoryview(bytearray(2**24))
     with not_started(scene.worker(crew.TRAINER)) as me:
         tracemalloc.start()
@@ -944,7 +951,7 @@ def test_publishing_allocates_no_memory_that_is_filled_under_the_gil(scene: Scen
 
 
 def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread observes a version that is copied in part."""
+    """The test passes once another thread has observed a version of which only a part was copied."""
     data, step = memoryview(b"\1" * 2**26), 2**20
     memory: list[memoryview] = []
     make = WeightStore.allocate
@@ -969,7 +976,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         with not_started(scene.worker(crew.TRAINER)) as me:
             deadline, number = time.monotonic() + TIMEOUT_S, 0
             while not results - {0, len(data) // step}:
-                assert time.monotonic() < deadline, "no thread ever ran in between"
+                assert time.monotonic() < deadline, "no other thread ran while weights were copied"
                 me.publish(number := number + 1, [("w", "uint8", (len(data),), data)])
     finally:
         over.set()

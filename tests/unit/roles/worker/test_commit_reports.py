@@ -16,7 +16,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 class Trainer:
-    """A trainer that commits to a store with the metrics of some steps, and reports to changing managers."""
+    """A trainer that commits to a store with the metrics of some steps, and reports to a sequence of managers."""
 
     def __init__(self) -> None:
         self.sent_reports: list[tuple[int, dict[str, float], int]] = []

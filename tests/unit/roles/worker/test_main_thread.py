@@ -1,4 +1,4 @@
-"""Probes of a suspected role: which thread answers them, and when there is no answer."""
+"""Probes of a suspected role: which thread answers them, and when no thread answers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
     assert responses.answers == [ProbeReply(ME, 7, ProbeResult.WORKS)]
     assert ran_in == [threading.get_ident()]
     responses.probes.answer()
-    assert len(responses.answers) == 1, "a probe is answered once"
+    assert len(responses.answers) == 1, "a probe was answered twice"
 
 
 def test_exception_of_a_handler_is_the_answer_and_the_role_continues() -> None:
@@ -146,7 +146,7 @@ def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Sce
 
 
 async def _wait_for_heartbeats(manager: Manager, more: int) -> None:
-    """Wait for ``more`` further heartbeats, within which a role that answers would have answered."""
+    """Wait for ``more`` heartbeats, in whose time a role that answers would have answered."""
     before = sum(isinstance(message, Heartbeat) for message in manager.received)
     async with asyncio.timeout(30):
         while sum(isinstance(message, Heartbeat) for message in manager.received) < before + more:

@@ -31,7 +31,7 @@ with rrl.join() as me:
 
 
 def size_of(pid: int) -> int:
-    """Return the bytes of a process's address space, to which the agent limits it."""
+    """Return the bytes of a process's address space, which the agent limits for the fault ``out_of_memory``."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 

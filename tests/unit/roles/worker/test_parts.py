@@ -1,4 +1,4 @@
-"""A trainer that receives its steps in parts, from a real store whose groups are scored one after another."""
+"""A trainer that receives its steps in parts, from a real store in which one group after the other is scored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rrl.tests.support.roles.worker_scene import JOB, Scene, play
 from rrl.transport.messages import Committed, Goodbye
 
 GROUPS = 3
-"""Groups of a step in these tests."""
+"""Number of groups in a step."""
 SECOND = crew.incarnation_of("trainer/0", 2)
 
 
@@ -33,7 +33,7 @@ def _worker(scene: Scene, who: Incarnation = crew.TRAINER, *, stream: bool = Tru
 
 @contextmanager
 def _store(scene: Scene) -> Iterator[Store]:
-    """A store with the answers of two steps, none of which is scored."""
+    """Yield a store with the unscored answers of two steps."""
     store = crew.open_store(scene.at.run.store, groups_per_batch=GROUPS)
     crew.generate(store)
     try:
@@ -55,8 +55,10 @@ def _commit(me: Worker, number: int) -> None:
 async def _play(
     scene: Scene, store: Store, me: Worker, work: Callable[[Callable[[int], None]], None]
 ) -> list[Committed]:
-    """Run ``work`` as the trainer ``me``. It is given a function that scores so many groups more; the commits reported
-    to the manager are returned."""
+    """Run ``work`` as the trainer ``me``; return the commits that were reported to the manager.
+
+    ``work`` gets a function that scores a number of further groups.
+    """
     loop = asyncio.get_running_loop()
 
     async def score(groups: int) -> None:
@@ -86,7 +88,9 @@ def test_a_step_comes_in_parts_as_its_groups_are_scored_and_is_committed_after_t
             def work(more: Callable[[int], None]) -> None:
                 for part in me.parts(after=me.committed):
                     given.append((part.number, part.index, len(part.trajectories), part.last))
-                    assert me._connection.status.done == len(given) - 1, "each part is progress once it is trained"
+                    assert me._connection.status.done == len(given) - 1, (
+                        "the progress is not the number of trained parts"
+                    )
                     if part.last:
                         _commit(me, part.number)
                     else:
@@ -122,7 +126,7 @@ def test_without_stream_each_step_is_one_part(scene: Scene) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_successor_gets_the_same_parts_or_all_of_their_groups_as_a_batch(scene: Scene, stream: bool) -> None:
-    """The run may have been resumed with another ``stream``, while a step had one part."""
+    """While a step had one part, the run may have been resumed with another value of ``stream``."""
     before: list[str] = []
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""Standby processes: real connections and launchers against a manager that only listens."""
+"""Standby processes: real connections and launchers, with a manager that only listens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def standby_worker(scene: Scene) -> Worker:
 
 
 def follows(me: Worker) -> bool:
-    """Tell whether a rollout pulls the newest versions."""
+    """Return whether a rollout pulls the newest versions."""
     return any("_follow" in repr(task) for task in me._connection._tasks)
 
 
@@ -85,7 +85,7 @@ def promotion(scene: Scene, incarnation: Incarnation = MEMBER) -> Promote:
 
 
 class Ranks(Manager):
-    """A manager that welcomes members with their ranks."""
+    """A manager whose Welcome gives each member its rank."""
 
     async def serve(self) -> None:
         while True:
@@ -120,10 +120,12 @@ def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ran
                     Heartbeat,
                     lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby",
                 )
-            assert not begun.is_set(), "the welcome of a standby must not start its work"
+            assert not begun.is_set(), "the work began with the Welcome of the standby process, before its promotion"
             await manager.send(STANDBY_PROCESS, promotion(scene))
             now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
-            assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), "the same step and process"
+            assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), (
+                "the member is not the same step and process"
+            )
             await eventually(begun.is_set)
             assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
             assert me.options == {}
@@ -214,13 +216,15 @@ def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
     async def story() -> None:
         launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
         me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
-        assert me.job.role(me.launch.role).replicas == 2, "the role that it may be promoted to"
+        assert me.job.role(me.launch.role).replicas == 2, (
+            "the standby process does not have the role of the rollout that it may become"
+        )
         async with scene.manager() as manager:
             role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
             hello = await manager.wait_for(Hello)
             assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
             assert hello.weight_address, "the weight transport must be open before the promotion"
-            assert not follows(me), "and nothing comes in by it yet"
+            assert not follows(me), "the standby process pulls weights before its promotion"
             rollout = Incarnation(ReplicaId("rollout/1"), 2)
             await manager.send(engine, Promote(engine, rollout, launch.tag))
             assert (
@@ -300,14 +304,14 @@ def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene:
 
 # ── leaving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _first_process(scene: Scene, manager: Manager, launch: Launch) -> subprocess.Popen[bytes]:
-    """Start a standby in a real step; provides it once it waits for its promotion."""
+    """Start a standby process in a real step; return the first process once the standby process waits."""
     child = scene.at.start(launch)
     await manager.wait_for(Hello, lambda hello: hello.phase == "standby")
     return child
 
 
 class Admits(Manager):
-    """A manager that also admits first processes."""
+    """A manager that also admits the first processes of steps."""
 
     async def serve(self) -> None:
         while True:
@@ -365,7 +369,7 @@ def test_standby_stopped_by_the_manager_exits_cleanly(scene: Scene) -> None:
 
 @pytest.mark.parametrize("how", ["worker", "first", "first, the worker stopped"])
 def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: str) -> None:
-    """The grace of 1000 s is not used. The launch file of its step names the standby."""
+    """The process ends without the grace of 1000 s, although the launch file of its step names the standby process."""
 
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", WAITS)
@@ -384,7 +388,9 @@ def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: s
                 await manager.listener.send(manager.first, Fenced(MEMBER, "its gang restarts", launch.tag))
             await scene.at.end_of(child)
             exit = await manager.wait_for(StepExit)
-            assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), "the manager knows whose step it is"
+            assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), (
+                "the exit must name the standby process: the manager knows which member the step became"
+            )
             assert (exit.code, exit.signal) == ((FENCED_EXIT, None) if how == "worker" else (None, 9))
 
     play(story)

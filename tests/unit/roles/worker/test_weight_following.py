@@ -1,4 +1,4 @@
-"""The version and the sources that a rollout pulls from when newer versions appear."""
+"""The version and the sources from which a rollout pulls when newer versions appear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRANSPORT = TransportSpec("tcp", chunk=CHUNK, chunk_deadline=TIMEOUT_S, chain=8)
 
 
 class Rollout:
-    """The part of a connection that follows weight versions; ``receive`` passes it the manager's peers."""
+    """The part of a connection that follows weight versions; ``receive`` passes it a peer directory of the manager."""
 
     def __init__(self, connection: ManagerConnection, spy: SpyTransport) -> None:
         self.connection, self.spy = connection, spy
@@ -52,7 +52,7 @@ Play = Callable[[Story], None]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Run a test with a rollout; no source counts as too slow."""
+    """Return a function that runs a test with a rollout for which no source counts as too slow."""
     monkeypatch.setattr(link_module, "AdaptiveTimeout", calm)
     monkeypatch.setattr(pull, "FIRST_CHUNK_TIMEOUT_S", TIMEOUT_S)
 

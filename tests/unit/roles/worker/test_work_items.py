@@ -18,7 +18,7 @@ def segment(trajectory: int, offset: int, *tokens: int) -> Segment:
 
 @pytest.fixture
 def leased() -> LeasedTrajectories:
-    """Trajectory 4 is new, and 7 has two tokens of an earlier incarnation; each may have five tokens."""
+    """Return leases: trajectory 4 is new, and 7 has two tokens of an earlier incarnation; each may have five tokens."""
     leased = LeasedTrajectories()
     leased.add([Item(4, 1, (9,), (), 5), Item(7, 2, (9,), (segment(7, 0, 3, 4),), 3)])
     return leased
@@ -67,7 +67,7 @@ def test_mistake_in_an_append_is_one_line_that_names_the_trajectory(
         leased.check([wrong], finished)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
-    leased.check([segment(4, 0, 2), segment(7, 2, 3)], [4])  # nothing of the refused append counts
+    leased.check([segment(4, 0, 2), segment(7, 2, 3)], [4])  # the refused append has changed nothing
 
 
 def test_second_segment_of_one_append_continues_the_first(leased: LeasedTrajectories) -> None:
@@ -92,7 +92,8 @@ def test_trajectory_with_all_its_tokens_may_be_listed_as_complete_later(leased: 
 def test_tokens_for_a_lost_trajectory_are_left_to_the_store_to_refuse(leased: LeasedTrajectories) -> None:
     leased.appended([segment(4, 0, 2), segment(7, 2, 3)], [4], [4, 7])
     leased.check([segment(4, 1, 2), segment(7, 0, 1)], [7])
-    leased.add([Item(7, 2, (9,), (segment(7, 0, 3, 4), segment(7, 2, 8)), 2)])  # leased to this process once more
+    # the trajectory was leased to this process once more
+    leased.add([Item(7, 2, (9,), (segment(7, 0, 3, 4), segment(7, 2, 8)), 2)])
     with pytest.raises(Misuse, match="its offset is 2, expected 3"):
         leased.check([segment(7, 2, 5)], [])
 

@@ -21,7 +21,7 @@ from rrl.transport.control.endpoints import Address, Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import PROTOCOL_VERSION
 
-SOON = 20.0  # s; deadline of whatever a test waits for
+SOON = 20.0  # time limit of a test's waits (s)
 
 
 class Ping(Struct, frozen=True, tag=True):
@@ -112,7 +112,7 @@ def port_of(listener: Listener) -> int:
 
 
 def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = KEYS) -> zmq.Socket[bytes]:
-    """A member of the run (or a client without keys) that violates the protocol above ZeroMQ."""
+    """Return a socket of a member of the run (or of a client without keys) that can violate rrl's own protocol."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     if keys is not None:
@@ -196,7 +196,7 @@ def test_closed_dialer_fails_open_requests_and_sends_its_last_messages() -> None
             task = asyncio.create_task(dialer.run())
             asked = asyncio.create_task(dialer.request(Ping(1), SOON))
             assert (await receive(listener)).message == Ping(1)
-            for n in range(20):  # more than leaves in the moment between send and close
+            for n in range(20):  # more than can be sent between this loop and close()
                 await dialer.send(Ping(n, bytes(2**16)))
             await dialer.close()
             with pytest.raises(ConnectionError):
@@ -388,7 +388,8 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
 def test_silent_listener_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_HEARTBEAT_MS", 100)
     monkeypatch.setattr(sockets, "_HEARTBEAT_TIMEOUT_MS", 1000)
-    monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 10 * SOON)  # so that only the silence can make it look
+    # so that only the missing heartbeats can make the dialer look up the address
+    monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 10 * SOON)
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second, Proxy(port_of(first)) as proxy:
@@ -432,7 +433,7 @@ def test_long_absence_drops_the_oldest_messages_and_no_request(monkeypatch: pyte
             ready = threading.Event()
             async with dialling(lambda: listener.address if ready.is_set() else None) as dialer:
                 asked = asyncio.create_task(dialer.request(Ping(-1), SOON))
-                await asyncio.sleep(0)  # its place is before all others
+                await asyncio.sleep(0)  # so that the request comes before the messages
                 for n in range(15):
                     await dialer.send(Ping(n))
                 assert dialer.dropped == 6
@@ -488,7 +489,7 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped_silently() -> None:
 
 def test_several_endpoints_in_one_loop_leave_nothing_behind() -> None:
     def things() -> set[tuple[str, str]]:
-        """The open descriptors but that of this listing, and the threads, each by its number."""
+        """Return the threads and the open descriptors by number, without the descriptor of this listing."""
         files = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
         return {("thread", number) for number in os.listdir("/proc/self/task")} | {("file", number) for number in files}
 
@@ -516,5 +517,5 @@ def test_several_endpoints_in_one_loop_leave_nothing_behind() -> None:
     assert failures == []
     end = time.monotonic() + SOON
     while things() - before and time.monotonic() < end:
-        time.sleep(0.01)  # join() returns a moment before the kernel has let go of the thread
-    assert not things() - before  # what earlier tests left may have ended meanwhile
+        time.sleep(0.01)  # join() returns a moment before the kernel removes the thread
+    assert not things() - before  # threads and descriptors of earlier tests may have ended in the meantime

@@ -20,7 +20,7 @@ def test_lines_put_into_the_backlog_are_taken_once_in_order() -> None:
     backlog.put(b"")
     assert backlog.all() == line(1) + line(2) + line(3)
     assert backlog.pop_oldest(2 * SIZE + 1) == line(1) + line(2)
-    assert backlog.pop_oldest(1) == line(3), "one line at least"
+    assert backlog.pop_oldest(1) == line(3), "pop_oldest() must return at least one line"
     assert backlog.empty
 
 
@@ -40,6 +40,6 @@ def test_chunk_larger_than_the_bound_keeps_its_end() -> None:
     assert backlog.pop_oldest(10**9).splitlines()[0][:STAMP_BYTES] == stamp(97)
     backlog.put(line(100, b"y" * 10 * SIZE))
     assert not backlog.size
-    assert not backlog.empty, "what went is still to be told"
+    assert not backlog.empty, "the notice about the dropped lines was not kept"
     assert backlog.pop_oldest(10**9) == stamp(100) + b" " + missing_notice(len(line(100, b"y" * 10 * SIZE))) + b"\n"
     assert backlog.empty

@@ -1,4 +1,4 @@
-"""Fixtures of the tests over real weight transports: each kind of transport, and an event loop for it."""
+"""Fixtures of the tests with real weight transports: each kind of transport, and an event loop for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.select import open_transport
 
 collect_ignore = [f"test_{kind}.py" for kind in ("nixl", "ucx") if kind not in KINDS]
-"""each of these opens pipes of its kind by name"""
+"""Test files that open one kind of transport by its name, which is not among the tested kinds."""
 
 
 @pytest.fixture(params=KINDS, scope="module")
@@ -26,7 +26,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
-    """Runs each test in one loop per pipe: UCX's runtime belongs to a loop and takes 1 s to stop."""
+    """Return a function that runs a test in the event loop of its transport.
+
+    Each transport has only one loop, because UCX's runtime belongs to a loop and takes 1 s to stop.
+    """
 
     async def bounded(test: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(2 * TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The sources that a receiver requests: properties of their order, for any run and any knowledge of the receivers."""
+"""Properties of the order of the sources from which a receiver pulls, whatever the receivers know."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches
     assert first["trainer/0"] == min(len(there), 2) if chain == 1 else first["trainer/0"] <= 2
     assert all(plan[-1] == "trainer/0" for plan in plans.values())
     assert all(times <= (2 if one == "trainer/0" else 3) for one, times in first.items())
-    for index in there:  # the way that the bytes take
+    for index in there:  # follows the way of the bytes back to the trainer
         hops, at = 0, f"rollout/{index}"
         while at != "trainer/0":
             hops, at = hops + 1, plans[int(at.partition("/")[2])][0]

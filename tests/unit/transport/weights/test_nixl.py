@@ -1,4 +1,4 @@
-"""Properties of the nixl transport alone: slots that peers read, NIXL's ports, and frames. Needs NIXL."""
+"""Properties of the nixl transport alone: slots that peers read, NIXL's ports, and frames. These tests need NIXL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def until(what: Callable[[], bool]) -> None:
 # ── reads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlRuntime]:
-    """Over TCP, as between machines: within one, memory is read without its owner's doing anything."""
+    """Yield a runtime that reads over TCP, as between machines.
+
+    Within a machine, memory would be read without any action of its owner.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     made = NixlRuntime("127.0.0.1")
     try:
@@ -63,7 +66,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlRuntime]:
 
 
 class Other:
-    """A process whose slot can be read."""
+    """A process with a slot that can be read."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -98,7 +101,7 @@ def refused(reads: NixlRuntime, remote: Remote, address: int) -> bool:
 
 
 def came(slot: nixl_memory.Slot) -> bool:
-    """The fragment that was under way when its read was given up."""
+    """Return whether the slot has the fragment that was on its way when the read was abandoned."""
     return slot.view[: nixl_memory._FRAGMENT_BYTES] == content(nixl_memory._FRAGMENT_BYTES)
 
 
@@ -125,14 +128,16 @@ def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) ->
             return reads._slots[0] in reads._free
 
         until(swept)
-        assert came(reads._slots[0])  # it went on, and went where nobody else looks
+        assert came(reads._slots[0])  # the read continued, into a slot that no other read uses
         assert into == bytes(SLOT_BYTES)
         assert reads._remotes == {}
 
 
 class Landing:
-    """A thread that reads from a peer that stands still, and looks at its read once; then it sleeps until it is to go
-    on."""
+    """A thread that reads from a stopped peer, and polls its read once.
+
+    It then sleeps until the test lets it continue.
+    """
 
     def __init__(self, reads: NixlRuntime, remote: Remote, address: int) -> None:
         self.polls, self.goes_on = threading.Event(), threading.Event()
@@ -172,7 +177,7 @@ def swept(reads: NixlRuntime) -> bool:
 
 
 def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: NixlRuntime) -> None:
-    """The order in which a line does it: it leaves its peer while the thread that reads sleeps between two looks."""
+    """As with a real connection, the reader releases its peer while the thread that reads sleeps between two polls."""
     with stopped(reads) as (still, remote, landing):
         landing.claim.revoke()
         reads.release_remote(remote)
@@ -190,7 +195,7 @@ def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: N
 
 
 def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: NixlRuntime) -> None:
-    """The reader leaves its peer during a registration that takes long; its thread continues."""
+    """The reader releases its peer during a registration that takes long, and its thread continues."""
     with stopped(reads) as (still, remote, landing):
         leaving = threading.Thread(target=reads.release_remote, args=(remote,))
         with reads._remotes_lock:
@@ -230,7 +235,7 @@ def test_killed_peer_fails_one_read_and_the_next_peer_is_read(reads: NixlRuntime
             remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
-            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
+            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - bytes on their way may still arrive
             reads.release_remote(remote)
             with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
@@ -261,7 +266,7 @@ land()
 
 
 def test_reader_killed_while_its_holder_is_stopped_does_not_affect_the_holder(reads: NixlRuntime) -> None:
-    """UCX ends a holder whose answer of several segments meets a closed connection."""
+    """UCX would end a holder that sent an answer of several segments to a closed connection."""
     with other() as holder:
         argv = [sys.executable, "-c", READER, holder.name.decode(), holder.replies.hex(), str(holder.address)]
         for _ in range(2):
@@ -297,7 +302,7 @@ def test_unreachable_peer_does_not_delay_other_reads(reads: NixlRuntime) -> None
     try:
         near.set_ports_open(True)
         slot = far.fill(content(10))
-        away = reads.add_remote(far.name, far.local_metadata()[1])  # whatever is sent to its ports is dropped
+        away = reads.add_remote(far.name, far.local_metadata()[1])  # all bytes that are sent to its ports are dropped
         claim, into = BufferClaim(), memoryview(bytearray(10))
         landing = threading.Thread(target=reads.read_into, args=(away, slot.address, into, claim))
         landing.start()
@@ -325,7 +330,7 @@ def test_metadata_of_another_peer_is_refused(reads: NixlRuntime) -> None:
 
 # ── ports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def deaf(reads: NixlRuntime) -> bool:
-    """No process can connect to any port of NIXL's UCX."""
+    """Return whether no process can connect to the first port of NIXL's UCX."""
     ports = [at for at in attacks.ports_of(os.getpid()) if at[1] in reads.ports]
     assert ports
     return all(attacks.deaf(at) for at in ports[:1])

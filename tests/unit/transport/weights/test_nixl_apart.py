@@ -1,4 +1,7 @@
-"""Everything that is tested over nixl, in processes of their own: NIXL brings a UCX that must not meet ucxx's."""
+"""All tests over nixl run in processes of their own.
+
+NIXL brings a UCX library that must not be in one process with ucxx's.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ MODULES = ("test_nixl.py", "test_pull.py", "test_seam.py", "test_swarm.py", "tes
            "../../../security/test_ports.py")  # fmt: skip
 MAIN = ("test_nixl.py", "test_pull.py", "-k", "connection_abandoned or moment_of_an_abort or reader_killed or "
         "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks")  # fmt: skip
-"""Tests of a few seconds: versions are read, corrupt chunks are refused, and aborted connections and dead peers leave
-nothing behind."""
+"""Arguments that select tests of a few seconds.
+
+In them versions are read, corrupt chunks are refused, and aborted connections and dead peers leave nothing behind.
+"""
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
 pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this is that process")

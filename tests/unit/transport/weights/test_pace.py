@@ -1,4 +1,4 @@
-"""The time after which the silence of a source is not normal."""
+"""The time after which a source that sends nothing counts as faulty."""
 
 from __future__ import annotations
 

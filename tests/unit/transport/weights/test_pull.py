@@ -234,12 +234,15 @@ async def connected(transport: WeightTransport, at: str, version: Version = VERS
         try:
             await transport.manifest(at, version, TIMEOUT_S)
             return
-        except TransportError as error:  # on a busy machine a connection may take more than its second
+        except TransportError as error:  # on a busy machine a connection may take more than the limit of 1 s
             assert "no reply within 1 s" in str(error)  # noqa: PT017
 
 
 async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: memoryview) -> bool:
-    """Fetch everything into `into`, stop the source on the first byte: whether the fetch was given up for it."""
+    """Fetch everything into ``into``, and stop the source at the first byte.
+
+    Return whether the fetch was abandoned because of the stop.
+    """
     fetching = asyncio.create_task(transport.fetch(at, VERSION, range(len(into)), into, 0.5))
     while into[0] == 0:
         await asyncio.sleep(0)
@@ -253,8 +256,10 @@ async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: m
 
 
 def test_stopped_source_without_a_connection_costs_one_timeout(kind: str, run: Run) -> None:
-    """The number of requested chunks does not matter: connections are accepted, as the kernel does for a stopped
-    process."""
+    """The cost does not depend on the number of requested chunks.
+
+    A listening socket accepts the connections, as the kernel does for a stopped process.
+    """
 
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=16) as stopped:
@@ -281,7 +286,7 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
             await connected(pipe, at)
             into = memoryview(bytearray(size))
             while not await stopped_halfway(pipe, at, pid, into):
-                os.kill(pid, signal.SIGCONT)  # all of it had come before the signal: try again
+                os.kill(pid, signal.SIGCONT)  # all bytes had arrived before the signal, so the test tries again
                 await connected(pipe, at)
                 into = memoryview(bytearray(size))
             left = bytes(into)
@@ -289,9 +294,9 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
             os.kill(pid, signal.SIGCONT)
             again = memoryview(bytearray(size))
             while 0 in again:
-                try:  # once it has come, the first answer has gone wherever it went
+                try:  # after this fetch, the bytes of the first answer have been received, too
                     await pipe.fetch(at, VERSION, range(size), again, TIMEOUT_S)
-                except TransportError as error:  # on a busy machine a connection may take more than its second
+                except TransportError as error:  # on a busy machine a connection may take more than the limit of 1 s
                     assert "no reply within 1 s" in str(error)  # noqa: PT017
             assert again == content(size)
             assert into == left
@@ -349,7 +354,7 @@ def test_only_source_is_requested_again_after_one_corrupt_chunk(kind: str, run: 
 
 
 def test_slow_source_is_kept_while_it_sends_chunks(kind: str, run: Run) -> None:
-    """The duration of the version and of each chunk does not matter; only silence ends a source."""
+    """Neither the time for the version nor that for a chunk matters: only a source that sends nothing is left."""
 
     class Slow(SpyTransport):
         one_at_a_time = asyncio.Lock()
@@ -459,7 +464,8 @@ def test_cancelled_pull_can_be_continued(kind: str, run: Run) -> None:
             spy = SpyTransport(pipe)
             await pull(mine, VERSION, lambda: [weight_source(at)], spy)
             assert complete(mine)
-            assert spy.came[at] <= CHUNKS - 2  # the third was in, its verification may have been cancelled
+            # the third chunk had arrived, and its verification may have been cancelled
+            assert spy.came[at] <= CHUNKS - 2
 
     run(test())
 
@@ -507,7 +513,8 @@ def test_death_of_a_receiver_during_a_send_is_detected_at_once(
             at = await pipe.serve(publisher.store, "127.0.0.1")
             with publisher.publishing():
                 async with child(kind, upstream=at) as (_, pid):
-                    await until(lambda: publisher.store._waiting != {})  # it is there, and asks for more than there is
+                    # the receiver waits for chunks that the publisher does not have yet
+                    await until(lambda: publisher.store._waiting != {})
                     os.kill(pid, signal.SIGSTOP)
                     publisher.feed()
                     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""Which versions the weight store keeps and evicts, and which errors a manifest detects, without a network."""
+"""The versions that the weight store keeps and evicts, without a network.
+
+Other tests are about the errors that a manifest detects.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
     for place in range(0, len(data), 7):
         changed = bytearray(data)
         changed[place] ^= 1
-        with pytest.raises(ValueError):  # noqa: PT011 (unreadable or unsigned: both are right)
+        with pytest.raises(ValueError):  # noqa: PT011 (unreadable or unsigned: both are correct)
             manifests.decode(changed, V1, SECRET)
 
 
@@ -80,7 +83,7 @@ def test_digests_of_filled_parts_are_computed_while_the_rest_still_changes() -> 
 
 
 def test_digests_are_computed_concurrently() -> None:
-    """Each waits until the other one is under way."""
+    """Each of two digests waits until the other one has begun."""
     meeting = threading.Barrier(2)
 
     def met(data: memoryview) -> bytes:
@@ -282,7 +285,7 @@ def test_version_being_read_stays_and_the_next_is_evicted(monkeypatch: pytest.Mo
     store.offer(*made(V2))
     store.offer(*made(V3))
     assert store.versions() == (V1, V3)
-    store.read(V1, range(300, 1000), "slow")  # it has all of it now
+    store.read(V1, range(300, 1000), "slow")  # the reader has the whole version now
     store.offer(*made(Version(4, 1)))
     assert store.versions() == (V3, Version(4, 1))
 
@@ -337,13 +340,13 @@ def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists() -
     reading, left = first.flat[10:20], bytes(first.flat)
     del first
     manifest, flat = made(V3)
-    store.begin(manifest)  # V1 goes, and is still being read
+    store.begin(manifest)  # evicts V1, which is still being read
     fill(store, manifest, flat, [0, 1, 2, 3])
     assert reading == left[10:20]
     store.commit(V3)
     del second
     manifest, flat = made(Version(4, 1))
-    store.begin(manifest)  # V2 goes, and nobody reads it
+    store.begin(manifest)  # evicts V2, which no process reads
     fill(store, manifest, flat, [0, 1, 2, 3])
     held = store.commit(Version(4, 1))
     assert address(held.flat) == pages[1]

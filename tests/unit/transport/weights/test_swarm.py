@@ -1,6 +1,6 @@
 """Receivers in a chain over every transport: which source serves which receiver, and the cost of a faulty one.
 
-The publisher is fed chunk by chunk, so that each fault comes at a known place: some chunks have passed, others not yet.
+The publisher gets its chunks one by one, so that each fault comes at a known place, between two chunks.
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed
 from rrl.transport.weights.store import WeightStore
 
 HALF = 5
-"""chunks that pass before something happens"""
+"""Number of chunks that pass before the fault."""
 NEWER = Version(4, 1)
 
 
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow for a busy machine: no source counts as dead before a connection, unless the kernel reports it."""
+    """Allow for a busy machine: before a connection, a source counts as dead only if the kernel reports so."""
     for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
 
 def quick() -> AdaptiveTimeout:
-    """Return a timeout of half a second once the connection is established."""
+    """Return a timeout of 0.5 s after the connection is established."""
     return AdaptiveTimeout(TIMEOUT_S, 0.5)
 
 
 class Chain:
-    """A publisher and three receivers, of which the test itself plays the middle one."""
+    """A publisher and three receivers, of which the test itself acts as the middle one."""
 
     def __init__(self, publisher: Publisher, at: WeightSource, first: Receiver, last: Receiver) -> None:
         self.publisher, self.at, self.first, self.last = publisher, at, first, last
         self.middle = weight_source("", "rollout/1", None)
         self.named = True
-        """True if the middle receiver is announced."""
+        """Whether the middle receiver is announced."""
         self._begun = False
 
     def holders(self) -> list[WeightSource]:
         return [self.at, self.first.source, *([self.middle] if self.named else []), self.last.source]
 
     def _last_known(self) -> list[WeightSource]:
-        """Return the holders that the last receiver knows: until it begins, only the middle one, if announced."""
+        """Return the sources that the last receiver knows: until it has begun, only an announced middle receiver."""
         return self.holders() if self._begun or not self.named else [self.middle]
 
     async def half(
         self, stack: AsyncExitStack, last: AdaptiveTimeout
     ) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
-        """Let some chunks arrive at the last receiver through all the others."""
+        """Let some chunks arrive at the last receiver, through all others."""
         stack.enter_context(self.publisher.publishing())
         self.publisher.feed(HALF)
         first = asyncio.create_task(
@@ -86,7 +86,7 @@ class Chain:
         return first, pulling
 
     async def rest(self, first: asyncio.Task[Manifest], last: asyncio.Task[Manifest]) -> None:
-        """Publish the rest: both receivers get everything, and the publisher sends each chunk once."""
+        """Publish the other chunks; both receivers then have everything, and the publisher has sent each chunk once."""
         self.publisher.feed()
         await asyncio.gather(first, last)
         assert complete(self.first.store)
@@ -198,7 +198,7 @@ def test_receiver_skips_a_dead_or_hung_neighbour(kind: str, run: Run, fault: sig
 async def _complete_past(
     chain: Chain, stack: AsyncExitStack, kind: str, store: WeightStore, timeout: AdaptiveTimeout
 ) -> Receiver:
-    """Let the chain complete past a receiver in its middle that serves from ``store``; return that receiver."""
+    """Let the chain complete past a middle receiver that serves from ``store``; return that receiver."""
     middle = await stack.enter_async_context(receiver(kind, 1, store))
     chain.middle = middle.source
     passing = asyncio.create_task(middle.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
@@ -214,7 +214,7 @@ def test_corrupt_chunks_are_fetched_again_and_their_source_is_dropped(kind: str,
             chain = await chained(kind, stack)
             liar = await _complete_past(chain, stack, kind, Liar(HALF * CHUNK), calm())
             wrong = chain.last.chunks_from(liar.source) - HALF
-            assert 1 <= wrong <= 8  # what was in flight, or being verified
+            assert 1 <= wrong <= 8  # chunks that were on their way, or being verified
             assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
 
     run(test())

@@ -17,14 +17,16 @@ from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.base import WeightTransport
 
 _HELD_UP = RECEIVERS * NBYTES
-"""bytes: a reader that hangs keeps the version that it was reading, for up to 30 s (calls._SEND_BY)"""
+"""Bytes of the versions that hung readers keep, for up to 30 s (calls._SEND_BY)."""
 _LEAKED = 16 * 2**20
-"""bytes: less than a version for every fortieth of 250 faults, from the mean of the earlier looks to that of the later;
-what readers keep comes and goes"""
+"""Bytes by which the mean memory may grow from the earlier to the later measurements.
+
+A leak of one version at every 40th of 250 faults would exceed them. The memory that readers keep varies.
+"""
 _DESCRIPTORS = 24
-"""a connection or two to and from each of the others, each a few"""
+"""Limit for new descriptors: one or two connections to and from each other process, with some descriptors each."""
 _THREADS = (os.cpu_count() or 1) + 4
-"""asyncio's pool, if it was not full yet"""
+"""Limit for new threads: asyncio's pool, if it was not full before."""
 
 
 def check(tally: Tally, faults: int, memory: int) -> None:
@@ -44,8 +46,10 @@ def test_committed_versions_are_correct_after_kills_stops_and_restarts_of_any_pr
 
 
 async def broken_off(kind: str, transport: WeightTransport, pages: mmap.mmap) -> bool:
-    """Kill the source in the middle of a fetch into these pages. Returns False when it was too late for that, or when a
-    busy machine did not connect in time."""
+    """Kill the source in the middle of a fetch into these pages.
+
+    Return False if the kill came too late, or if a busy machine did not connect in time.
+    """
     into = memoryview(pages)
     async with child(kind, len(pages), len(pages)) as (at, pid):
         try:
@@ -67,7 +71,7 @@ def test_interrupted_fetch_releases_its_buffer(kind: str, run: Run) -> None:
             while not await broken_off(kind, pipe, pages):
                 pages = mmap.mmap(-1, 64 * 2**20)
             gc.collect()
-            pages.close()  # BufferError while anybody has a view of them
+            pages.close()  # raises BufferError if a view of the pages still exists
 
     run(test())
 

@@ -1,4 +1,4 @@
-"""The settings of UCX that docs/sources.md requires. Its transfers are tested over all transports."""
+"""The settings of UCX that docs/sources.md requires. The tests over all transports test its transfers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ucxx_is_here() -> None:
 
 
 def opened(**env: str) -> str:
-    """What a process says that opens a pipe."""
+    """Return the output of a process that opens a transport."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     child = subprocess.run([sys.executable, "-c", OPEN], env=rest | env, capture_output=True, text=True, timeout=SOON)
     assert child.returncode == 0, child.stderr
@@ -57,13 +57,13 @@ def test_every_ucx_setting_is_known_to_ucx_and_the_environment_overrides_it() ->
     expected = SETTINGS | {"UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_LOG_LEVEL": "warn", "UCX_TCP_KEEPIDLE": "7s"}
     assert str(expected) in output
     unused = [line for line in output.splitlines() if "unused environment variable" in line]
-    assert unused, "it warns of none"
+    assert unused, "UCX warns of no unused variable"
     assert all("UCX_NOT_A_SETTING" in line for line in unused)
     assert not any(name in line for line in unused for name in SETTINGS)
 
 
 def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
-    """Everything else keeps a core busy (measured)."""
+    """Every other way to make progress keeps a CPU core busy (measured)."""
 
     async def test() -> None:
         pipe = UcxTransport(b"s" * 32, "127.0.0.1")
@@ -77,7 +77,10 @@ def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
 
 
 def test_version_is_pulled_without_tcp_and_no_ucx_port_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over RDMA, where TCP is off too: here through shared memory. The environment asks for TCP all the same."""
+    """The version goes through shared memory, as it goes over RDMA, where TCP is off, too.
+
+    The environment requests TCP, but without effect.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
 
     async def test() -> None:
@@ -88,7 +91,7 @@ def test_version_is_pulled_without_tcp_and_no_ucx_port_is_open(monkeypatch: pyte
         assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
         await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
         assert complete(mine)
-        assert len(pipe._workers) == 2, "it did not come over UCX"
+        assert len(pipe._workers) == 2, "the version was not pulled over UCX"
         assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
         await pipe.close()
         await source.close()

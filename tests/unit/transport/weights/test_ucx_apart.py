@@ -1,7 +1,7 @@
 """The tests of weights over UCX's TCP transport, in a network namespace of their own.
 
-UCX authenticates nobody on the TCP ports it opens (docs/security.md). In a namespace of their own, nobody else on this
-machine reaches them: neither another user nor a test that attacks every port it finds.
+UCX authenticates nobody on the TCP ports that it opens (docs/security.md). In this namespace nobody else on the machine
+reaches these ports: neither another user nor a test that attacks every port that it finds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
 STRANGERS = "../../../security/test_ports.py"
 WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
-"""What make test runs over UCX without exception, as pytest's ``-k`` selects it."""
+"""Tests that ``make test`` runs over UCX completely, for pytest's option ``-k``."""
 REPRESENTATIVE = (
     "pull_transfers_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "source_of_corrupt_chunks",
     "death_of_a_receiver_during_a_send", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
     "receiver_skips_a_dead_or_hung_neighbour",
 )  # fmt: skip
-"""Parts of the names of tests that make test also runs over UCX: transfers, deaths, late joiners and relays."""
+"""Parts of the names of other tests that ``make test`` runs over UCX: transfers, deaths, late joiners and relays."""
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.skipif(KINDS == ("ucx",), reason="this is that process"
 
 
 def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Run pytest with these arguments over ucx, in a new namespace that has a loopback interface only."""
+    """Run pytest with these arguments over ucx, in a new namespace that has only a loopback interface."""
     if installed_package("ucx") is None:
         pytest.skip("ucxx is not installed")
     if shutil.which("ip") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("needs iproute2, and the right to make a network namespace")
+        pytest.skip("this test needs iproute2, and the right to make a network namespace")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
         [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole],
@@ -50,11 +50,11 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def test_representative_tests_of_weight_transports_pass_over_ucx() -> None:
-    """All in one process, because each start of pytest takes seconds of CPU."""
+    """All these tests run in one process, because each start of pytest takes seconds of CPU time."""
     passes(*MODULES, STRANGERS, "-k", " or ".join((*WHOLE, *REPRESENTATIVE)))
 
 
-@pytest.mark.long  # the same tests over TCP run in make test
+@pytest.mark.long  # make test runs these tests over TCP
 def test_all_tests_of_weight_transports_pass_over_ucx() -> None:
     passes(*MODULES)
 

@@ -1,5 +1,7 @@
-"""The settings given to UCX: its TCP transport stays off unless an address is trusted, whatever the environment
-contains."""
+"""The settings given to UCX: its TCP transport stays off unless an address is trusted.
+
+This does not depend on the environment.
+"""
 
 from __future__ import annotations
 

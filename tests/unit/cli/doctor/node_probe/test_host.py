@@ -1,4 +1,4 @@
-"""The readers of a machine: they end in time and report what they could not read."""
+"""The readers of a machine end within their deadlines, and report what they could not read."""
 
 from __future__ import annotations
 

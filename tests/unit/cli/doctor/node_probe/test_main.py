@@ -1,4 +1,4 @@
-"""The probe on a node, as a process of its own, and the login node that it reports to."""
+"""The probe on a node, as a process of its own, and the process on the login node that receives its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __version__ = "9.9"
 class cuda:
     is_available = staticmethod(lambda: False)
 """
-"""A substitute for torch, whose import takes two seconds of two cores each time."""
+"""A replacement for torch, whose import would take two seconds on two cores each time."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def probe(folder: Path, nonce: str, *addresses: str) -> subprocess.CompletedProc
 def received_report(login: ReportListener) -> NodeReport:
     deadline = time.monotonic() + TIMEOUT_S
     while login.report is None:
-        assert time.monotonic() < deadline, "no report came"
+        assert time.monotonic() < deadline, "the probe sent no report in time"
         login.wait(1.0)
     return login.report
 
@@ -128,7 +128,7 @@ def test_peer_without_the_nonce_is_disconnected(login: ReportListener, expected_
             foreign.sendall(expected_text)
             assert foreign.recv(100) == b""
     assert login.report is None
-    connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
+    connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # the next connection is served
 
 
 def test_silent_foreign_connections_do_not_block_the_node(login: ReportListener) -> None:

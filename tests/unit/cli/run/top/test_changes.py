@@ -1,4 +1,4 @@
-"""The effects that the confirmations of ``rrl top`` announce."""
+"""The changes by ``rrl top`` have the effects that its confirmations announce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rrl top`` as a command: its requirements, and that it can always be quit."""
+"""``rrl top`` as a command: its requirements, and that a key quits it in any state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_key_quits_top_and_restores_the_terminal(root: Path) -> None:
 
 def test_top_can_be_quit_while_the_storage_hangs(root: Path) -> None:
     run = Story("quick-1").works().written(root)
-    os.mkfifo(run.journal / "000009-000001.seg")  # whoever opens it waits for ever
+    os.mkfifo(run.journal / "000009-000001.seg")  # an open() of this pipe never returns
     with Terminal(PROGRAM, {}, 80, 24) as terminal:
         eventually(lambda: "Quit" in "\n".join(terminal.lines))
         terminal.press("q")

@@ -1,4 +1,4 @@
-"""The views of one replica and one node show what the state contains about them."""
+"""The views of a replica and of a node show what the run's state contains about them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_replica_shows_how_its_newest_incarnation_has_spent_its_time() -> None:
     assert "time        generate 100 %" in replica_text(story, "rollout/0")
     story.loses("rollout/0")
     story.fences("rollout/0").launches("rollout/0")
-    assert "generate" not in replica_text(story, "rollout/0"), "of the incarnation before"
+    assert "generate" not in replica_text(story, "rollout/0"), "the time of the incarnation before is shown"
 
 
 def test_replica_shows_the_gpus_of_its_node() -> None:
@@ -46,7 +46,9 @@ def test_replica_shows_the_gpus_of_its_node() -> None:
     )
     story.state = msgspec.structs.replace(story.recorded(), job=msgspec.structs.replace(job, roles=roles))
     assert "gpus        2 for this process; all 4 of n4: 93 % busy, 61 of 80 GiB" in replica_text(story, "rollout/1")
-    assert "gpus        2 for this process\n" in replica_text(story, "rollout/0"), "its node has not reported"
+    assert "gpus        2 for this process\n" in replica_text(story, "rollout/0"), (
+        "other figures are shown although the node has not reported"
+    )
 
 
 def test_rank_of_a_gang_names_the_others() -> None:

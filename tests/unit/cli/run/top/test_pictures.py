@@ -1,6 +1,6 @@
 """The screens of ``rrl top`` equal stored pictures, on small and large terminals, dark and light.
 
-``RRL_SNAPSHOTS=write pytest tests/unit/cli/run/top/test_pictures.py`` writes them again, docs/top.svg too.
+``RRL_SNAPSHOTS=write pytest tests/unit/cli/run/top/test_pictures.py`` writes these pictures and docs/top.svg.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = [(80, 24), (200, 60)]
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set what a picture depends on: the time zone, and the theme and the colours that a user has chosen."""
+    """Fix the settings on which a picture depends: the time zone, and the user's theme and colours."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     for name in ("NO_COLOR", "TEXTUAL_THEME", "COLORTERM"):
@@ -51,7 +51,8 @@ def with_gpus(story: Story) -> Story:
 
 def written(story: Story, root: Path) -> RunDir:
     run = managed(story.written(root))
-    submitted_at = time.time() - sum(run.id.encode())  # runs of one clock tick have no order
+    # runs that were submitted within one clock tick would have no order
+    submitted_at = time.time() - sum(run.id.encode())
     os.utime(run.resolved, (submitted_at, submitted_at))
     lines = [f"2027-01-15T08:00:{second:02}.250000Z batch {second - 7}: 64 answers\n" for second in range(8, 48)]
     (run.logs / f"{run.id}.rollout-1.1.log").write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""The use of ``rrl top``: sorting, filtering, opening, explaining, changing."""
+"""``rrl top`` sorts, filters, opens and explains runs, and changes them after a confirmation."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
 
 
 def names(top: Top) -> list[str]:
-    """Return the first word of each row of the table that has the keyboard."""
+    """Return the first word of each row of the table that has the focus."""
     table: DataTable[Any] = top.app.screen.query("DataTable:focus").first(DataTable)
     return [table.get_row_at(row)[0].plain for row in range(table.row_count)]
 
 
 LAST = ["down"] * 4
-"""The keys to the last replica of the usual run"""
+"""The keys that move to the last replica of the usual run."""
 
 
 # ── the table of runs ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,7 +79,7 @@ def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
         assert "run ▼" in top.text()
         await top.press("s", "s", "s")
         assert "reward ▲" in top.text()
-        assert names(top)[-1] == "aaa-1", "a run without a reward comes last"
+        assert names(top)[-1] == "aaa-1", "the run without a reward is not the last one"
         await top.press("s", "s", "s", "s")
         assert "▲" not in top.text()
         assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
@@ -228,7 +228,8 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path) -> None:
     pipe = run.journal / "000009-000001.seg"
 
     def reader_hangs() -> bool:
-        """Open the pipe for writing once the thread waits for that; it then waits for what is never written."""
+        """Open the pipe for writing once the thread waits in open(); the thread then waits for data that never
+        comes."""
         try:
             writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         except OSError:  # nobody reads yet
@@ -311,7 +312,7 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
         with log.open("a") as file:
             file.write("2026-11-20T09:01:00.000000Z \x1b]0;owned\x07 a new line\n")
         shown = await top.shows("a new line")
-        assert "\\x1b]0;owned" in shown, "what a role prints cannot control the terminal"
+        assert "\\x1b]0;owned" in shown, "a control sequence of a role has reached the terminal"
 
     play(scene, story.now, (100, 30), run)
 
@@ -358,7 +359,7 @@ def test_restart_is_requested_only_once_it_is_confirmed(root: Path) -> None:
         await top.press(*LAST, "r")
         shown = await top.shows("Restart rollout/1?", "rrl restart quick-7 rollout/1")
         assert "rollout/1#1 on n4 is ended, and rollout/1#2 is started." in shown
-        await top.press("enter")  # the button that changes nothing has the keyboard
+        await top.press("enter")  # the focus is on the button that changes nothing
         await top.until(lambda: "Restart rollout/1?" not in top.text())
         assert commands(run) == []
         await top.press("r")
@@ -455,7 +456,7 @@ def test_request_that_fails_is_shown_with_its_reason(root: Path) -> None:
         await top.shows("Restart trajectories/0?")
         run.mailbox.rmdir()
         await top.pilot.click("#confirm")
-        await top.shows("such", "file", "directory")  # a long folder name before it wraps the lines
+        await top.shows("such", "file", "directory")  # words of the message, which may wrap after a long folder name
 
     play(scene, story.now, (160, 40), run)
 

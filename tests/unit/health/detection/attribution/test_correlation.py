@@ -36,7 +36,7 @@ def stalls(index: int, since: float = 0.0) -> Finding:
 
 
 class Run:
-    """A run with roles on all of its nodes, and its clock."""
+    """A run with roles on all of its nodes, and a clock."""
 
     def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
         occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
@@ -46,7 +46,7 @@ class Run:
         self.state, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
-        """Correlate findings; return verdicts by node or replica, and that of the run under ``run``."""
+        """Correlate findings; return the verdict of each node or replica, and the run's own verdict under ``run``."""
         self.now += after
         reported, self.state, self.next_check = correlate(findings, self.context, self.state, self.now)
         self.published = reported
@@ -156,15 +156,17 @@ def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: b
 def test_nodes_silent_at_once_are_held_back_for_a_while_and_only_once() -> None:
     run, every = Run(), [lost(1), lost(2, 991.0), lost(3, 992.0)]
     run.context = replace(run.context, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
-    assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "the others are not heard either, and will be condemned"
+    assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "n1 must be held back: two more nodes are silent, too"
     (shared,) = [one for one in run.published if one.node is None]
     assert (shared.cause, shared.key) == (Cause.NODE, "correlated:run:node:node_lost")
     assert "n1, n2, n3" in shared.evidence[0].text
     assert set(run.finds(*every, after=1.0).values()) == {WARN}
     assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
     assert run.finds(*every, after=SILENCE_GRACE_S) == {"n1": FAIL, "n2": FAIL, "n3": FAIL, "run": WARN}
-    assert run.finds(after=1.0) == {}, "all are back"
-    assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, "another time"
+    assert run.finds(after=1.0) == {}, "findings remain although all nodes are back"
+    assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, (
+        "a later loss of all nodes was not held back again"
+    )
 
 
 @pytest.mark.parametrize("began", [(990.0, 990.0), (990.0, 970.0, 990.0), (990.0, 975.0, 960.0)])
@@ -218,7 +220,7 @@ def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
 
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Let workers be silent since the given times while their nodes are not; each member has its own node."""
+    """Let workers send no heartbeats since the given times, each on a node of its own that still sends messages."""
     run.context = replace(run.context, silent_workers={
         Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip
@@ -234,7 +236,9 @@ def test_workers_silent_on_three_nodes_are_held_back_for_a_while_and_only_once()
     run, names = Run(), ("rollout/0", "rollout/1", "trainer/0.0")
     _without_heartbeats(run, dict.fromkeys(names, 990.0))
     every = [silence(name, 990.0) for name in names]
-    assert run.finds(every[0]) == {"rollout/0": WARN, "run": WARN}, "the others are silent too, and will be condemned"
+    assert run.finds(every[0]) == {"rollout/0": WARN, "run": WARN}, (
+        "rollout/0 must be held back: two more workers are silent, too"
+    )
     assert set(run.finds(*every, after=1.0).values()) == {WARN}
     assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
     assert set(run.finds(*every, after=SILENCE_GRACE_S).values()) == {FAIL, WARN}
@@ -302,7 +306,9 @@ def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
     assert set(verdicts.values()) == {WARN}
     (shared,) = [one for one in run.published if one.node is None]
     assert "a rule of the site" in shared.evidence[0].text
-    assert all(Flag.ON_MOST_NODES in finding.flags for finding in run.published), "history then blames no node"
+    assert all(Flag.ON_MOST_NODES in finding.flags for finding in run.published), (
+        "a finding lacks the flag by which the history blames no node"
+    )
 
 
 @pytest.mark.parametrize(
@@ -321,7 +327,9 @@ def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
     assert shared in shared_finding.evidence[0].text
     assert "rule" not in shared_finding.evidence[0].text
     run.state = restore_state(run.published, run.now)
-    assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
+    assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, (
+        "the next manager has not restored that most nodes have this finding"
+    )
 
 
 def test_next_manager_restores_shared_causes_and_starts_of_failures() -> None:

@@ -1,4 +1,4 @@
-"""A trainer that waits for data is charged if the store has data for it and gets no request, and only then."""
+"""A trainer that waits for data is blamed if the store has data for it and gets no request, and only then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHARGED = {fail("data_untaken", TRAINER)}
 
 
 def job(loads: tuple[float, float | None, float | None] | None = IDLE) -> Trace:
-    """Return a trainer that waits for data, a store that has some for it, and rollouts at work."""
+    """Return a trace of a trainer that waits for data, a store that has data for it, and rollouts at work."""
     trace = Trace().node("n1", TRAINER, phase=WAIT_DATA).node("n2", *ROLLOUTS).node("n3", STORE, phase="serve")
     trace.still.add(TRAINER)
     trace.data_untaken = True

@@ -1,4 +1,4 @@
-"""Wait-for blame: which replica is blamed when replicas wait for each other."""
+"""Blame along wait chains: which replica is blamed when replicas wait for each other."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rrl.tests.support.health.traces import (
 )
 
 LONG = 900 + LIMITS.first_pass + 5
-"""Time (s) longer than any allowed wait."""
+"""A time (s) that is longer than any permitted wait."""
 
 
 def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
-    """Return a trainer, a store, a reward role and three rollouts on two nodes, none of which makes progress."""
+    """Return a trace of a trainer, a store, a reward role and three rollouts, none of which makes progress."""
     trace = Trace().node("n1", TRAINER, phase=trainer).node("n2", *ROLLOUTS, phase=rollouts)
     trace.node("n3", STORE, phase="serve").node("n4", REWARD, phase=reward)
     trace.still |= {TRAINER, STORE, REWARD, *ROLLOUTS}
@@ -119,14 +119,17 @@ def test_trainer_hung_in_wait_data_is_blamed_once_rollouts_are_out_of_work() -> 
     trace.still -= {STORE, REWARD}
     for second in range(0, int(ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest), 10):
         assert trace.found() == set(), f"after {second} s"
-        trace.done[STORE] = trace.done.get(STORE, 0) + 9  # it serves the reward role, which works a backlog off
+        trace.done[STORE] = trace.done.get(STORE, 0) + 9  # the store serves the reward role, which works off a backlog
         trace.enter(REWARD, "score" if second % 20 else "wait_work")
         trace.play(10)
     assert trace.found() == {fail("standstill", TRAINER)}
 
 
 def mutual_wait(*rollouts: Incarnation) -> Trace:
-    """Return rollouts that have waited for weights for 5 min when the trainer begins to wait, and a working store."""
+    """Return a trace in which a trainer begins to wait for data after its rollouts have waited for weights for 5 min.
+
+    The store works.
+    """
     trace = Trace().node("n3", STORE, phase="serve").node("n2", *rollouts, phase="wait_weights")
     trace.still |= set(rollouts)
     play_served(trace, 300)
@@ -137,7 +140,7 @@ def mutual_wait(*rollouts: Incarnation) -> Trace:
 
 
 def play_served(trace: Trace, seconds: float) -> None:
-    """Advance the clock while the store serves some replica, which explains shorter waits."""
+    """Advance the clock while the store serves some replica, which would explain a short wait."""
     for _ in range(int(seconds / 10)):
         trace.done[STORE] = trace.done.get(STORE, 0) + 1
         trace.play(10)

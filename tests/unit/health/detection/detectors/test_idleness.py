@@ -37,7 +37,7 @@ ROBUSTRL = 300.0
 
 
 def training(ranks: int = 1) -> Trace:
-    """Return a gang, one member per node, that completed five training passes of 20 s and works in the next one."""
+    """Return a trace of a gang on one node per member, in its sixth training step after five passes of 20 s."""
     trace = Trace()
     gang = RANKS[:ranks]
     for rank, incarnation in enumerate(gang):
@@ -56,7 +56,7 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """Set the loads of the ranks; ``r0`` is the first."""
+    """Set the loads of the ranks; ``r0`` is the load of rank 0."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 
@@ -73,7 +73,7 @@ def test_idle_trainer_hangs_in_a_third_of_robustrls_time() -> None:
     assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU has worked for 90 s"
     found = trace.findings()
     trace.play(300)
-    assert trace.findings() == found, "it says nothing that runs"
+    assert trace.findings() == found, "the finding changes while nothing new happens"
 
 
 def test_cpu_load_decides_without_a_gpu() -> None:
@@ -155,7 +155,7 @@ def test_rank_idle_in_its_first_step_has_twice_as_long() -> None:
 
 
 def loading(*idle: Incarnation) -> Trace:
-    """Return three rollouts with several loads of 5 s, of which the given ones load again and are idle."""
+    """Return a trace of three rollouts after several loads of 5 s, of which ``idle`` load again and are idle."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):
@@ -228,7 +228,7 @@ def test_hung_first_load_is_found_once_others_have_completed_theirs() -> None:
 
 
 def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Incarnation]:
-    """Return the next incarnation, in its first step, of a trainer whose tensor cores were observed at work."""
+    """Return (trace, next incarnation in its first step) of a trainer whose tensor cores were observed at work."""
     trace = training()
     second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n0")
@@ -262,7 +262,7 @@ def test_working_evaluation_of_forty_minutes_is_no_hang(phase: str) -> None:
     trace.play(2400)
     assert trace.found() == set()
     trace.play(1201)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}, "but not for ever"
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "a CPU evaluation is accepted without end"
 
 
 def test_cpu_evaluation_of_a_trainer_without_a_gang_is_no_hang() -> None:
@@ -349,7 +349,7 @@ def test_first_rank_resuming_after_a_cpu_evaluation_is_not_inactive(
     loads(trace, r0=COMPILING, r1=stored, r2=stored, r3=stored)
     trace.play(180)
     assert trace.found() == set()
-    loads(trace, r0=SPINNING)  # what is known of its tensor cores is older than what is known of its kernels
+    loads(trace, r0=SPINNING)  # the sample of its tensor cores is older than the sample of its kernels
     trace.play(16)
     assert trace.found() == set()
     loads(trace, r0=IDLE)

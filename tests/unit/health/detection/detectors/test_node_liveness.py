@@ -1,4 +1,4 @@
-"""``silent_nodes``: the nodes without messages, which distinguish a failed node from a network loss."""
+"""``silent_nodes`` returns the nodes that send no messages, which distinguishes a failed node from a network loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nodes_silent_with_a_lost_one_are_returned_before_they_are_lost() -> Non
     found = trace.findings()
     assert [one.key for one in found] == ["node_lost:n1"]
     assert silent_nodes(found, trace.monitor, LIMITS, trace.now) == {"n1": last - 1, "n2": last}, (
-        "on n3 its rollout is heard"
+        "n3 is not silent: its rollout sends heartbeats"
     )
 
 

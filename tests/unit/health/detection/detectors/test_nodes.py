@@ -76,7 +76,9 @@ def test_silent_agent_and_silent_replicas_fail_the_node() -> None:
     trace.play(9)
     due = last + LIMITS.silence
     assert trace.found(nextafter(due, 0)) == set()
-    assert trace.found(due) == {fail("node_lost", "n1")}, "the silence of its replicas is folded into it"
+    assert trace.found(due) == {fail("node_lost", "n1")}, (
+        "the silence of the replicas on the lost node has findings of its own"
+    )
     finding = trace.only(due)
     assert (finding.since, finding.remedy, finding.proof) == (last, Remedy.EXCLUDE, False)
     assert [one.text for one in finding.evidence] == [
@@ -247,7 +249,7 @@ def test_silent_agent_of_a_suspended_spare_does_not_fail() -> None:
 
 # ── the cluster as the witness of a step's end ───────────────────────────────────────────────────────────────────────
 def lost_with_unlisted_step() -> Trace:
-    """Return two nodes, of which the first sends nothing; the cluster no longer lists the step of its rollout."""
+    """Return a trace in which n1 sends nothing, and the cluster no longer lists the step of its rollout."""
     trace = Trace().node("n1", ROLLOUT).node("n2", ROLLOUTS[2])
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUT}
     trace.play(2 * LIMITS.silence)

@@ -1,4 +1,4 @@
-"""The deadline of a pass: how it follows from what is known of the phase, from loads, and from storage stalls."""
+"""The deadline of a pass: how the phase, the loads and storage stalls change it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BLIND = (1.0, 1.0, None)
 Load = tuple[float, float | None, float | None]
 MINUTE = 60.0
 PASS_S = 20.0
-"""Duration of the passes that end."""
+"""Duration of each completed pass (s)."""
 
 
 def trainer_in(phase: str, load: Load | None, ended_passes: int) -> Trace:
-    """Return a trainer in a phase of which it has completed ``ended_passes`` passes."""
+    """Return a trace of a trainer in a phase of which it has completed ``ended_passes`` passes."""
     trace = Trace().node("n1", TRAINER, phase="wait_data")
     trace.learn(TRAINER, phase, PASS_S, passes=ended_passes, between="wait_data")
     if load is not None:
@@ -32,7 +32,7 @@ def trainer_in(phase: str, load: Load | None, ended_passes: int) -> Trace:
 
 
 def minutes_until_found(phase: str, load: Load | None, ended_passes: int) -> float:
-    """Return after how many minutes a trainer without progress fails, to half a minute."""
+    """Return the minutes until a trainer without progress fails, rounded up to half a minute."""
     trace = trainer_in(phase, load, ended_passes)
     began = trace.now
     while not any(observed[2] == "FAIL" for observed in trace.found()):
@@ -146,7 +146,7 @@ def test_storage_stall_of_its_node_extends_a_phase_that_uses_storage(phase: str)
     trace.play(most - 180 - 1)
     assert trace.found() == set()
     trace.play(1)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}, "a stall does not explain more"
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "a storage stall extends the deadline beyond its limit"
 
 
 def test_deadline_starts_again_when_the_stall_has_ended() -> None:

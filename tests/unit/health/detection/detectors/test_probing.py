@@ -1,4 +1,4 @@
-"""Probing: the effect of an answer, of a missing answer, and of loads."""
+"""Probing: the effect of an answer, of a missing answer and of loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROBUSTRL = 60.0
 
 
 def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
-    """Return a rollout that makes tokens, with a baseline of one per second."""
+    """Return a trace of two rollouts that generate tokens, with a baseline of one token per second."""
     trace = Trace().node("n1", *ROLLOUTS[:2])
     if probes:
         trace.answers = {}
@@ -72,7 +72,9 @@ def test_dead_engine_in_a_live_idle_process_fails_within_half_a_minute() -> None
     stop_heartbeats(trace, IDLE)
     delay = until_found(trace, 40)
     assert trace.found() == {fail("no_answer", ROLLOUT)}
-    assert delay <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4, "and the time that loads take to show it"
+    assert delay <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4, (
+        "the delay is longer than the probe limit and the 4 s until loads show idleness"
+    )
     assert delay <= (ROBUSTRL + LIMITS.probe) / 3
     finding = trace.only()
     assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
@@ -169,13 +171,13 @@ def test_replica_waiting_for_a_tool_answers_probes_and_has_no_finding() -> None:
         assert trace.found() == set()
     gaps = [later - at for (at, _), (later, _) in zip(trace.probed_at, trace.probed_at[1:], strict=False)]
     assert gaps[0] == LIMITS.probe / 2
-    assert gaps[:4] == sorted(gaps[:4]), "asked again and again, less and less often"
+    assert gaps[:4] == sorted(gaps[:4]), "the time between two probes does not grow"
     assert max(gaps) == MAX_PROBE_INTERVAL_S
     trace.still.clear()
     trace.loads[ROLLOUT] = BUSY
     count = len(trace.probed_at)
     trace.play(300)
-    assert len(trace.probed_at) == count, "who makes tokens is not asked"
+    assert len(trace.probed_at) == count, "a replica that generates tokens was probed"
 
 
 def test_long_prefill_that_delays_the_answer_is_no_hang() -> None:
@@ -205,7 +207,9 @@ def test_probe_of_a_first_pass_is_not_overdue_when_the_first_tokens_come() -> No
     assert trace.probed_at != []
     trace.still.clear()
     trace.play(1)
-    assert trace.found() <= {warn("suspected", ROLLOUT)}, "its newest load is from before the first token"
+    assert trace.found() <= {warn("suspected", ROLLOUT)}, (
+        "a replica failed by a load that is older than its first token"
+    )
     trace.answers, trace.loads = {}, {ROLLOUT: BUSY}
     trace.play(60)
     assert trace.found() == set()
@@ -293,7 +297,7 @@ def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None
 
 # ── waiting replicas ─────────────────────────────────────────────────────────────────────────────────────────────────
 def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
-    """Return two idle, healthy rollouts without work that answer probes as given."""
+    """Return a trace of two idle, healthy rollouts without work, which answer probes as given."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
     trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
     trace.loads = dict.fromkeys(ROLLOUTS[:2], IDLE)
@@ -321,7 +325,9 @@ def test_waiting_replica_that_works_may_answer_late() -> None:
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(BUSY_ANSWER_FACTOR * LIMITS.probe - 5)
     assert all(observed[2] != "FAIL" for observed in trace.found())
-    assert until_found(trace, 200) <= MAX_PROBE_INTERVAL_S + 5, "it polls for ever"
+    assert until_found(trace, 200) <= MAX_PROBE_INTERVAL_S + 5, (
+        "a waiting replica whose CPU is busy is accepted without end"
+    )
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
@@ -330,7 +336,7 @@ def test_waiting_replica_has_the_probe_limit_from_the_end_of_its_work() -> None:
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
-    trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # it is asked once in this time, and long ago
+    trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # long enough for a probe and for its limit to pass
     trace.loads[ROLLOUT] = IDLE
     trace.play(LIMITS.probe - 5)
     assert all(observed[2] != "FAIL" for observed in trace.found())
@@ -357,7 +363,7 @@ def test_replica_waiting_in_a_thread_without_probe_handler_does_not_fail(
         trace.enter(ROLLOUT, "generate")
         trace.enter(ROLLOUT, "wait_work")
         trace.play(2)
-    assert len(trace.probed_at) <= MAX_WAIT_PROBES + 1, "it is not asked for ever whether it does"
+    assert len(trace.probed_at) <= MAX_WAIT_PROBES + 1, "a waiting replica is probed without end"
 
 
 def test_working_replica_without_probe_handler_has_a_longer_deadline() -> None:
@@ -419,20 +425,22 @@ def test_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
     trace.play(EARLY_PROBE_S + LIMITS.probe - 1)
     assert fail("no_answer", ROLLOUT) not in trace.found()
     trace.play(1)
-    assert fail("no_answer", ROLLOUT) in trace.found(), "after all the time of whom nobody knows to be idle"
+    assert fail("no_answer", ROLLOUT) in trace.found(), (
+        "a replica with unknown load must fail after the whole probe limit"
+    )
 
 
 def test_restarted_agent_leaves_a_gap_without_idleness() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2])
     trace.answers = {}
-    trace.play(1)  # how often tokens come is not known
+    trace.play(1)  # too short for a baseline of the time between tokens
     stop_heartbeats(trace, IDLE)
     trace.play(6)
     trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(20)
     trace.heartbeat_missing.clear()
     trace.play(6)
-    assert trace.probed_at == [], "idle for 6 s before and 6 s after it"
+    assert trace.probed_at == [], "idle times before and after the gap were added up"
 
 
 def test_probe_answered_after_new_tokens_is_ignored() -> None:

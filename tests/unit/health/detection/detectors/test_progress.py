@@ -1,4 +1,4 @@
-"""Detectors of replicas: each fires at its deadline, and not where silence or standstill is normal."""
+"""Detectors of replicas fire at their deadlines, and not where silence or standstill is normal."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_replica_that_does_not_end_after_goodbye_fails() -> None:
     assert trace.found(before(due)) == set()
     assert trace.found() == {fail("stop_overdue", ROLLOUT)}
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
-    assert trace.found() == set(), "asked to stop: the manager sees to its end"
+    assert trace.found() == set(), "a replica that was asked to stop is still overdue"
 
 
 def test_end_for_invalid_configuration_has_its_flag_and_only_its_message() -> None:
@@ -297,7 +297,7 @@ def test_worker_silent_with_its_whole_node_is_unknown() -> None:
     trace.play(5.0)
     trace.monitor.on_agent_message(
         NodeName("n1"), agent_of("n1"), trace.now + 0.9
-    )  # the last beats differ by up to one
+    )  # the last heartbeats may differ by up to one interval (1 s)
     assert trace.found(trace.now + LIMITS.silence) == {unknown("worker_silence", ROLLOUT)}
 
 
@@ -326,7 +326,9 @@ def test_missing_heartbeats_lists_other_workers_once_one_is_silent() -> None:
     began = trace.now
     trace.heartbeat_missing |= {ROLLOUTS[1], ROLLOUTS[2], agent_of("n2")}
     trace.play(6)
-    assert missing_heartbeats([], trace.monitor, LIMITS, trace.now) == {}, "nobody asks before"
+    assert missing_heartbeats([], trace.monitor, LIMITS, trace.now) == {}, (
+        "silent replicas are listed although there is no finding about one"
+    )
     silent = {ROLLOUTS[0]: (NodeName("n0"), began - 4), ROLLOUTS[1]: (NodeName("n1"), began)}
     assert missing_heartbeats(trace.findings(), trace.monitor, LIMITS, trace.now) == silent
 
@@ -358,7 +360,7 @@ def promoted() -> Trace:
     """Return a trace in which the standby process of n1 is promoted to the trainer."""
     trace = Trace().node("n1", STANDBY_PROCESS, phase="standby")
     trace.play(2 * PHASES["generate"].longest)
-    assert trace.found() == set(), "it may do nothing for ever"
+    assert trace.found() == set(), "a standby process has a finding because it does nothing"
     trace.monitor.on_launched(TRAINER, NodeName("n1"), trace.now, STANDBY_PROCESS, PROMOTE)
     return trace
 
@@ -371,7 +373,9 @@ def test_promoted_standby_without_hello_fails_long_before_a_launch() -> None:
     assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
     (finding,) = trace.findings()
     assert finding.evidence[0].text == "standby/n1#3 on n1 was promoted to it, but sent no Hello within 4 s"
-    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the standby process is removed"
+    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, (
+        "the promoted standby process is still in the table"
+    )
 
 
 def test_running_step_does_not_extend_the_deadline_of_a_promotion() -> None:
@@ -396,7 +400,7 @@ def test_promoted_standby_with_hello_is_judged_as_any_replica() -> None:
     trace.monitor.restart(trace.now)
     trace.heartbeat_missing.add(TRAINER)
     trace.play(2 * PROMOTE)
-    assert trace.found() == set(), "after a manager's pause it has as long to be heard as any"
+    assert trace.found() == set(), "a promoted replica failed early after a pause of the manager"
 
 
 def alive(trace: Trace, seconds: float) -> None:
@@ -472,7 +476,7 @@ def test_agent_that_never_joins_fails_itself() -> None:
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_rollout_without_tokens_hangs_after_the_adaptive_deadline() -> None:
     trace = one_rollout()
-    trace.play(20)  # usual gap 1 s: the deadline is the phase's shortest
+    trace.play(20)  # usual gap between tokens 1 s: the deadline is the phase's shortest one
     last = trace.now
     trace.still.add(ROLLOUT)
     trace.play(299)
@@ -638,8 +642,8 @@ def test_overdue_undeclared_phase_only_warns() -> None:
         ("between", 1.0, 360.0),  # or outside of every phase
         ("checkpoint", 2.0, 180.0),  # shared storage stalls
         ("publish", 2.0, 180.0),
-        ("score", 1.0, 180.0),  # a backlog, scored as a whole
-        ("serve", 1.0, 180.0),  # the store's fsync stalls, and everybody with it
+        ("score", 1.0, 180.0),  # a backlog that is scored as a whole
+        ("serve", 1.0, 180.0),  # the store's fsync stalls, and all other roles wait for it
     ],
 )
 def test_pass_of_minutes_that_usually_takes_seconds_is_no_hang(phase: str, usual: float, once: float) -> None:
@@ -664,13 +668,13 @@ def test_job_settings_move_the_bounds_of_a_phase() -> None:
     began = trace.now
     trace.play(100)
     assert trace.found(before(began + 100)) == set()
-    assert trace.found() == {fail("phase_overdue", TRAINER)}, "nothing usual yet: the longest"
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "without a baseline, the deadline must be `longest`"
     trace.learn(TRAINER, "train", 2.0, passes=6)
     trace.enter(TRAINER, "train")
     began = trace.now
     trace.play(30)
     assert trace.found(before(began + 30)) == set()
-    assert trace.found() == {fail("phase_overdue", TRAINER)}, "five times the usual is shorter than the shortest"
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "the deadline must be at least `shortest`"
 
 
 def test_job_defined_phase_fails_at_its_declared_limit() -> None:
@@ -688,7 +692,7 @@ def test_job_defined_phase_can_require_progress() -> None:
     trace.play(500)
     assert trace.found() == set()
     assert trace.monitor.replicas[ROLLOUT.replica].usual_duration == pytest.approx(1.0), (
-        "the gap between two rises is usual"
+        "the usual duration is not the time between two rises of the progress"
     )
     trace.still.add(ROLLOUT)
     trace.play(60)
@@ -719,14 +723,16 @@ def test_time_blocked_by_another_replica_does_not_count_afterwards(phase: str, d
     assert trace.found() == set()
     del trace.waiting[TRAINER]
     trace.play(1)
-    assert trace.found() == set(), "the first beat after the store is back"
-    assert trace.monitor.replicas[TRAINER.replica].heartbeats == 0, "no beat has shown it standing still by itself"
+    assert trace.found() == set(), "a finding at the first heartbeat after the store is back"
+    assert trace.monitor.replicas[TRAINER.replica].heartbeats == 0, (
+        "a heartbeat of its wait counts as its own standstill"
+    )
     freed, deadline = trace.now, PHASES[phase].shortest
     trace.done[STORE] += 1
     trace.play(deadline)
     suspected = {warn("suspected", TRAINER)} if detector == "no_progress" else set()
     assert trace.found(before(freed + deadline)) == suspected
-    assert trace.found() == {fail(detector, TRAINER)}, "from then on its time is its own"
+    assert trace.found() == {fail(detector, TRAINER)}, "its deadline must run from the end of its wait"
 
 
 def test_replacement_has_the_full_start_time_despite_short_phases_before() -> None:
@@ -765,8 +771,8 @@ def test_every_detector_is_in_the_ladder_by_strength_of_evidence() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
     proofs_first = ["exit_record", "step_gone", "stop_overdue", "promotion_overdue", "never_joined", "worker_silence"]
     assert names[:6] == proofs_first
-    assert names[7:9] == ["engine_dead", "no_answer"], "what it says of itself comes before what time says"
-    assert names[-2:] == ["suspected", "straggler"], "warnings come last"
+    assert names[7:9] == ["engine_dead", "no_answer"], "reports of the replica itself must come before deadlines"
+    assert names[-2:] == ["suspected", "straggler"], "detectors that only warn must come last"
     assert set(names[6:]) == {
         "agent_silence", "engine_dead", "no_answer", "no_progress", "phase_overdue", "computes_nothing", "load_stalled",
         "wait_overdue", "wait_long", "idle", "suspected", "straggler",
@@ -790,7 +796,9 @@ def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     trace.play(59)
     assert trace.found() == set()
     trace.play(LIMITS.join - 59)
-    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, "observed since the restart"
+    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, (
+        "the replica's time must count from the restart"
+    )
     assert trace.found() == {
         fail("never_joined", ROLLOUTS[0]), warn("suspected", ROLLOUTS[1]), fail("node_lost", "n2"),
     }  # fmt: skip

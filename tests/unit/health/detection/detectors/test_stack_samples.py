@@ -1,4 +1,4 @@
-"""When stacks of a trainer are sampled, and what equal samples do to the deadline of a pass."""
+"""When the stacks of a trainer are sampled, and how equal samples shorten the deadline of a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANG = "wait (c10d.py:7)"
 
 
 def training(load: tuple[float, float | None, float | None] = BLIND) -> Trace:
-    """Return a gang of four in its first training step, of which no pass is known."""
+    """Return a trace of a gang of four ranks in its first training step, without a completed pass."""
     trace = Trace()
     for number, rank in enumerate(RANKS):
         trace.node(f"n{number}", rank, phase="train")
@@ -25,7 +25,10 @@ def training(load: tuple[float, float | None, float | None] = BLIND) -> Trace:
 
 
 def play(trace: Trace, seconds: float, *stacks: str | None) -> int:
-    """Play, and answer each sample that is due with the next of ``stacks``, then again from the first; count them."""
+    """Advance the clock, and answer each sample that is due with the next one of ``stacks``, in a circle.
+
+    Return the number of samples.
+    """
     count, until = 0, trace.now + seconds
     while trace.now < until:
         trace.play(1)
@@ -48,8 +51,8 @@ def test_gang_that_stands_at_one_line_with_busy_gpus_fails_long_before_a_blind_s
     "stacks",
     [
         ("step (train.py:4)", "step (train.py:5)"),  # it moves on
-        (None,),  # the ranks are at different places, or cannot be read
-        (HANG, HANG, None),  # it is seldom at the same place
+        (None,),  # the ranks are at different lines, or their stacks cannot be read
+        (HANG, HANG, None),  # the ranks are at one line for two samples at most
     ],
 )
 def test_gang_that_does_not_stand_at_one_line_has_its_deadline(stacks: tuple[str | None, ...]) -> None:

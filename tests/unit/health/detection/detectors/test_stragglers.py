@@ -19,7 +19,7 @@ SLOW = ROLLOUTS[4]
 
 
 class Paced(Trace):
-    """Rollouts with given tokens per second (7 by default)."""
+    """A trace of rollouts that make a given number of tokens per second (7 by default)."""
 
     rates: dict[Incarnation, float]
 
@@ -54,7 +54,7 @@ def test_rollout_with_a_third_of_its_peers_tokens_is_a_straggler() -> None:
     assert trace.findings() == found
     trace.rates[SLOW] = 100.0
     trace.play(2 * THROUGHPUT_WINDOW_S + 1)
-    assert trace.found() == set(), "and is none any more"
+    assert trace.found() == set(), "a rollout that is no longer slow is still a straggler"
 
 
 def test_node_of_a_straggler_is_excluded_only_if_the_job_says_so() -> None:
@@ -133,7 +133,10 @@ def test_rounds_start_again_after_a_manager_restart() -> None:
 
 
 def gang(slow: float, passes: int, reported: bool) -> Trace:
-    """Play passes of 20 s in which the last rank takes ``slow``; ``reported``: ranks report progress when done."""
+    """Play passes of 20 s in which the last rank takes ``slow`` seconds.
+
+    With ``reported``, ranks report progress when they have completed the pass.
+    """
     trace = Trace()
     for rank, incarnation in enumerate(RANKS):
         trace.node(f"n{rank}", incarnation, phase="publish")

@@ -28,7 +28,7 @@ from rrl.tests.support.health.readers import place
 
 P = ParamSpec("P")
 TIMEOUT_S = 60.0
-"""s; nothing here takes as long, on a loaded machine neither"""
+"""Time limit in seconds, which no test reaches, not even on a busy machine."""
 _POLL_INTERVAL_S = 0.02
 
 
@@ -50,7 +50,7 @@ def nobody_is_left() -> Iterator[None]:
 def until(done: Callable[[], object]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not done():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, f"the condition does not hold after {TIMEOUT_S:.0f} s"
         time.sleep(_POLL_INTERVAL_S)
 
 
@@ -79,12 +79,12 @@ def count(reading: Reading) -> int:
 
 
 def noted(notes: Path, what: str) -> list[int]:
-    """Pids of those that left this note."""
+    """Return the pids of the processes that left this note."""
     return [int(note.suffix[1:]) for note in notes.glob(f"{what}.*")]
 
 
 def resident(pid: int) -> int:
-    """KiB"""
+    """Return the resident memory of a process in KiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
@@ -135,7 +135,7 @@ async def test_hung_reader_is_reported_once_and_again_when_it_returns(tmp_path: 
         assert {reading.reader for reading in others} == {"good"}
         (tmp_path / "hang").unlink()
         assert count(await first(client, reader="hangs")) == 1
-        assert len(noted(tmp_path, "hangs-made")) == 1  # it is still the same process
+        assert len(noted(tmp_path, "hangs-made")) == 1  # the same process continues
 
 
 @story
@@ -233,7 +233,7 @@ async def test_client_that_takes_no_readings_causes_no_growing_queue(tmp_path: P
     async with isolated_reader(tmp_path, readers.Floods) as client:
         assert client.pid is not None
         await first(client, reader="floods")
-        await asyncio.sleep(0.5)  # it reads without a pause, so this is time for hundreds
+        await asyncio.sleep(0.5)  # the reader reads without a pause, so that hundreds of readings pass in this time
         assert resident(client.pid) < 60_000
         assert count(await first(client, reader="floods")) == 2  # and none is missing
 
@@ -305,7 +305,7 @@ def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> Non
         assert agent.stdout is not None
         client = int(agent.stdout.readline().split()[0])
         (reader,) = noted(tmp_path, "good-made")
-        os.kill(agent.pid, signal.SIGSTOP)  # or it would start a new one
+        os.kill(agent.pid, signal.SIGSTOP)  # a running agent would start a new process
         os.kill(client, signal.SIGKILL)
         until(lambda: read_process(reader) is None)
         agent.kill()

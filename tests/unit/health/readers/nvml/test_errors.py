@@ -1,4 +1,4 @@
-"""The NVML reader when the driver fails: a missing value has its reason, and the reader never crashes."""
+"""If the driver fails, the NVML reader gives the reason for each missing value, and never crashes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TREATED_APART = {
     "UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH",  # end the session
     "GPU_IS_LOST", "RESET_REQUIRED", "UNKNOWN",  # tell of the GPU
     "NOT_SUPPORTED", "FUNCTION_NOT_FOUND",  # have another function asked
-    "NO_PERMISSION", "NOT_READY",  # cost the value only: with a text of ours, with one of NVML's
+    "NO_PERMISSION", "NOT_READY",  # cost only the value, with a reason of rrl's or of NVML's
 }  # fmt: skip
-"""Errors that stand for all: the reader treats each other one as it treats one of these."""
+"""Errors that stand for all errors: the reader treats each other error like one of these."""
 EACH_ERROR = [
     name if name.removeprefix("NVML_ERROR_") in TREATED_APART else pytest.param(name, marks=pytest.mark.long)
     for name in ERRORS
 ]
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
-"""but those without which there is nothing to tell"""
+"""All functions except those without which there is no value to report."""
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 
@@ -46,10 +46,13 @@ def read_fresh() -> tuple[Gpu, ...]:
 def test_error_of_any_nvml_function_loses_only_its_value_and_states_the_reason(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
-    """Check the first GPU with a new reader and with one that has read before; the second GPU keeps its values."""
+    """The first GPU is read by a new reader and by one that has read before.
+
+    The second GPU keeps its values.
+    """
     for often in ("MEDIUM_EVERY", "SLOW_EVERY", "FIXED_EVERY"):
         monkeypatch.setattr(queries, often, 1)
-    driver.set(None, "memory_reserved", 0)  # an older function tells it, too
+    driver.set(None, "memory_reserved", 0)  # an older function reports this value, too
     healthy = read_fresh()
     for function in (*CALLED, *FIELDS):
         reader = NvmlReader(ReaderOptions())
@@ -85,7 +88,7 @@ def test_error_that_prevents_all_reads_is_one_line(driver: FakeDriver, reader: N
         with pytest.raises((NotInstalled, PermissionDenied, RuntimeError), match=r"^[^\n]{10,}$"):
             reader.read()
         driver.heal()
-        assert len(reader.read().gpus) == 2, "it is back with the next read"
+        assert len(reader.read().gpus) == 2, "the reader does not recover at its next read"
 
 
 def test_unsupported_and_forbidden_fields_are_reported_as_such(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -145,14 +148,14 @@ def test_gpu_lost_before_the_first_read_is_listed_without_a_uuid(driver: FakeDri
 
 
 def test_a_lost_gpu_that_was_reset_is_found_again(driver: FakeDriver, reader: NvmlReader) -> None:
-    driver.set(None, "recovery_action", None)  # else its change would have everything read
+    driver.set(None, "recovery_action", None)  # otherwise a change of this value would make the reader read all fields
     reader.read()
     driver.lose(0)
     assert reader.read().gpus[0].lost
     driver.heal().set(0, "temperature", 30).set(0, "remapped_uncorrected", 1)
     gpu = reader.read().gpus[0]
     assert (gpu.lost, gpu.temperature, gpu.name) == ("", 30, "NVIDIA H100 80GB HBM3 (stand-in)")
-    assert gpu.remapped_uncorrected == 1, "of before the reset"
+    assert gpu.remapped_uncorrected == 1, "the value from before the reset is missing"
     assert "temperature" not in gpu.unread
 
 
@@ -174,7 +177,7 @@ def test_unknown_error_of_one_function_does_not_mark_the_gpu_lost(driver: FakeDr
 
 
 def test_gpu_of_another_allocation_is_not_lost(driver: FakeDriver, reader: NvmlReader) -> None:
-    """NVML counts what the job's cgroup forbids, and refuses the handle."""
+    """NVML counts a GPU that the job's cgroup forbids, but refuses its handle."""
     driver.fail("nvmlDeviceGetHandleByIndex_v2", "NO_PERMISSION", 0)
     forbidden, ours = reader.read().gpus
     assert (forbidden.lost, forbidden.uuid, forbidden.temperature) == ("", "", None)
@@ -185,7 +188,7 @@ def test_gpu_of_another_allocation_is_not_lost(driver: FakeDriver, reader: NvmlR
 # ── Xid events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_xids_are_reported_once_in_order_and_by_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.xid(0, 13)
-    assert reader.read().xids == (), "before we listened"
+    assert reader.read().xids == (), "an Xid from before the first read was reported"
     driver.xid(1, 79).xid(0, 31).xid(1, 45)
     zero, one = driver.uuid(0), driver.uuid(1)
     data = reader.read()
@@ -237,7 +240,7 @@ def test_reason_for_missing_xids_is_reported_until_they_arrive(
 def test_xids_of_other_gpus_are_read_if_one_gpu_has_no_events(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "xid_events", None)
     assert reader.read().xid_events == f"{driver.uuid(0)}: not supported"
-    for code in range(30):  # longer than the time until it tries again
+    for code in range(30):  # more reads than pass before the reader tries the events of GPU 0 again
         driver.xid(1, code).xid(0, 99)
         assert [xid.xid for xid in reader.read().xids] == [code]
 
@@ -304,7 +307,7 @@ def test_gpus_that_appear_or_disappear_change_the_list(driver: FakeDriver, reade
 
 # ── calls that hang ──────────────────────────────────────────────────────────────────────────────────────────────────
 SHORT = 1.0
-"""s: many times what a read takes, and little enough to wait for in a test"""
+"""A time limit (s) that is many times the duration of a read, and short enough for a test."""
 
 
 def query(process: subprocess.Popen[str]) -> None:
@@ -314,7 +317,7 @@ def query(process: subprocess.Popen[str]) -> None:
 
 
 def awaited(process: subprocess.Popen[str], seconds: float) -> str:
-    """What it says within this time; nothing where it says nothing."""
+    """Return the next line of the process, or an empty string if none comes within ``seconds``."""
     assert process.stdout
     return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else ""
 
@@ -327,7 +330,7 @@ def test_hung_call_blocks_only_its_process_and_continues_on_return(driver: FakeD
     driver.hang(function)
     process = start(driver.env())
     query(process)
-    assert awaited(process, SHORT) == "", "it came back"
+    assert awaited(process, SHORT) == "", "the hung call has returned"
     assert process.poll() is None
     driver.heal()
     assert awaited(process, SECONDS).startswith('{"type":"nvml"')
@@ -339,7 +342,7 @@ def test_process_blocked_in_a_hung_nvml_call_can_be_ended(driver: FakeDriver) ->
     driver.hang("nvmlDeviceGetUtilizationRates", gpu=1)
     process = start(driver.env())
     query(process)
-    assert awaited(process, SHORT) == "", "it came back"
+    assert awaited(process, SHORT) == "", "the hung call has returned"
     process.terminate()
     process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGTERM

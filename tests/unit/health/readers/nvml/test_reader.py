@@ -1,4 +1,4 @@
-"""The NVML reader through the real nvidia-ml-py: its values when the driver answers."""
+"""The values of the NVML reader, through the real nvidia-ml-py, when the driver answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ VALUES: dict[str, Value] = {
     "pcie_gen": 3, "pcie_gen_max": 4, "pcie_width": 8, "pcie_width_max": 16, "fabric_state": "in_progress",
     "mig": True, "uuid": "GPU-1", "name": "NVIDIA H100", "serial": "123", "vbios": "96.00",
 }  # fmt: skip
-"""of one GPU, no two alike where it matters"""
+"""Fields of one GPU, with different values in all fields that could be confused."""
 
 
 def after(reader: NvmlReader, reads: int) -> Gpu:
-    """The first GPU, as the last of so many reads reports it."""
+    """Return the first GPU as the last one of ``reads`` reads reports it."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
 
@@ -54,7 +54,7 @@ def test_each_field_has_the_value_that_the_driver_reports(driver: FakeDriver, re
     ]
     assert gpu.unread == {}
     checked = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
-    assert checked == set(Gpu.__struct_fields__), "a field that this test forgot"
+    assert checked == set(Gpu.__struct_fields__), "this test does not check all fields of a GPU"
 
 
 def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -78,7 +78,7 @@ def test_recovery_action_is_reported_by_name(driver: FakeDriver, reader: NvmlRea
 def test_links_and_fabric_that_changed_are_read_with_each_of_the_next_reads(
     driver: FakeDriver, reader: NvmlReader
 ) -> None:
-    """Else three looks of a check would be one of the reader."""
+    """Without this rule, three samples of a check could come from a single read of the links."""
     reader.read()
     driver.link(0, 5, "active", 0)
     while (links := reader.read().gpus[0].nvlinks) and links[5].active:
@@ -127,7 +127,10 @@ def test_no_clock_reason_is_not_the_same_as_an_unread_one(driver: FakeDriver, re
 
 
 def test_temperature_limits_given_as_margins_become_temperatures(driver: FakeDriver, reader: NvmlReader) -> None:
-    """As on Ada and later, where nvmlDeviceGetTemperatureThreshold has none: 40 degrees now and 47 to go are 87."""
+    """Ada and later GPUs give limits as margins, where nvmlDeviceGetTemperatureThreshold returns none.
+
+    At 40 °C now, with a margin of 47 K, a margin of 0 means 87 °C.
+    """
     driver.set(None, "temperature", 40).set(None, "temperature_margin", 47)
     driver.set(None, "temperature_slowdown", None).set(None, "temperature_slowdown_tlimit", -2)
     driver.set(None, "temperature_shutdown", None).set(None, "temperature_shutdown_tlimit", -8)
@@ -151,7 +154,7 @@ def test_counters_of_nvlink_before_hopper_are_read_by_function(driver: FakeDrive
     driver.set(None, "nvlink_fields", None).set(None, "nvlinks", 12).link(0, 5, "replay", 9).link(0, 5, "crc_data", 8)
     driver.link(0, None, "crc_data", 0).link(0, 0, "active", 0)
     for counter in ("replay", "recovery", "crc_flit", "crc_data"):
-        driver.link(0, 0, counter, None)  # a link that is down need not tell
+        driver.link(0, 0, counter, None)  # a link that is down may have no counters
     links = reader.read().gpus[0].nvlinks
     assert links is not None
     assert len(links) == 12
@@ -212,7 +215,7 @@ def test_xid_triggers_a_full_read_of_its_gpu(driver: FakeDriver, reader: NvmlRea
 def test_read_of_urgent_fields_makes_four_nvml_calls_per_gpu(
     driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is a call into the driver: that is what the reader costs on a real node."""
+    """Each call goes into the driver, and these calls are the cost of the reader on a real node."""
     calls: Counter[str] = Counter()
 
     class Counting:
@@ -231,8 +234,10 @@ def test_read_of_urgent_fields_makes_four_nvml_calls_per_gpu(
     assert calls["nvmlDeviceGetTemperature"] == calls["nvmlDeviceGetUtilizationRates"] == 8 * SLOW_EVERY
     assert calls["nvmlDeviceGetComputeRunningProcesses_v3"] == 8 * SLOW_EVERY // MEDIUM_EVERY
     assert calls["nvmlDeviceGetNvLinkState"] == 8 * 18
-    assert calls.total() / SLOW_EVERY < 8 * 8, "calls a read, of eight GPUs"
-    assert whole > calls.total() / SLOW_EVERY * 4, "the first read is the one that asks everything"
+    assert calls.total() / SLOW_EVERY < 8 * 8, "a read of eight GPUs makes 64 or more calls on average"
+    assert whole > calls.total() / SLOW_EVERY * 4, (
+        "the first read, which reads all fields, makes few more calls than others"
+    )
 
 
 def test_old_driver_reports_the_fields_that_it_supports(tmp_path: Path) -> None:

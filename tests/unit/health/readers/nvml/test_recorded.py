@@ -1,6 +1,6 @@
-"""Recordings of real GPUs (``rrl.tests.support.nvml.record``): what the stand-in says of them is what the driver said.
+"""Recordings of real GPUs (``rrl.tests.support.nvml.record``) read the same from the fake driver.
 
-The program that makes them is tried on the stand-in.
+The program that makes recordings is tested with the fake driver, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def recorded(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def same(recording: Recording, folder: Path) -> None:
-    """The reader, told by the stand-in what the recording says, gives the recorded reading."""
+    """Check that the reader gets the recorded reading from a fake driver that replays the recording."""
     folder.mkdir()
     replayed = read_in_child(play(recording, folder).env())
     assert replayed.driver == recording.reading.driver

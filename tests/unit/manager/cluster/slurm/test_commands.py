@@ -1,4 +1,7 @@
-"""Slurm's commands: which errors mean "certainly not done", the environment, deadlines, and the budget of reads."""
+"""Slurm's commands: their environment, deadlines, and budget of reads.
+
+Other tests are about the errors that mean "certainly not done".
+"""
 
 from __future__ import annotations
 
@@ -155,6 +158,6 @@ def test_managers_of_a_user_share_one_budget_by_their_number() -> None:
     assert budget.per_minute == 20
     assert sum(budget.spend(3) for _ in range(20)) == 6
     now = 60.0
-    assert sum(budget.spend(3) for _ in range(20)) == 6  # never more than a minute's share
-    budget.share(0)  # nobody is seen, not even we ourselves
+    assert sum(budget.spend(3) for _ in range(20)) == 6  # at most the share of one minute
+    budget.share(0)  # no manager is listed, not even this one
     assert budget.per_minute == 60

@@ -66,7 +66,8 @@ def test_components_have_own_ids_tags_and_nodes_and_are_addressed_by_their_leade
 def test_job_that_never_starts_by_itself_has_its_reason() -> None:
     assert jobs("jobs")["41"].unsatisfiable_reason == ""  # PartitionConfig may clear
     assert jobs("jobs")["40"].unsatisfiable_reason == ""
-    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, but cancelled and so not pending
+    # PartitionNodeLimit, but the job is cancelled and so not pending
+    assert jobs("jobs")["13"].unsatisfiable_reason == ""
 
 
 @pytest.mark.parametrize(

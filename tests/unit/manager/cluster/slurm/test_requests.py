@@ -1,4 +1,4 @@
-"""Partitions as sinfo describes them, and what a job may request of them."""
+"""Partitions as sinfo describes them, and the requests that they permit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that salloc cannot serve at once, with scripts that print what Slurm's commands print."""
+"""Requests that salloc cannot serve at once, with scripts that print the output of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_failed_salloc_does_not_end_the_job_that_sbatch_submits(
     async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="salloc")
         await slurm.request(REQUEST)
-        early = await slurm.observe()  # squeue lists it before sbatch's job
+        early = await slurm.observe()  # squeue lists salloc's attempt before sbatch's job
         assert early.allocations == {}, early
         commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
         allocations = (await slurm.observe()).allocations

@@ -1,4 +1,4 @@
-"""Totals of the processes' clocks survive restarts, repeated reports and replays."""
+"""Totals of the processes' clocks stay correct over restarts, repeated reports and replays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ S = 10**9
 
 
 def reading(began: int = 1, done: int = 0, **seconds: float) -> ClockReading:
-    """Seconds by phase; of ``wait_data`` and ``wait_work`` idle."""
+    """Return a reading with these seconds by phase; ``wait_data`` and ``wait_work`` are idle."""
     causes = {"wait_data": "rollouts", "wait_work": "work"}
     times = tuple(PhaseTime(phase, causes.get(phase, ""), int(spent * S)) for phase, spent in seconds.items())
     return ClockReading(began, done, times)
@@ -83,7 +83,7 @@ def test_outdated_report_changes_nothing(number: int, late: ClockReading) -> Non
 
 
 def test_replay_with_repeated_and_grouped_records_gives_the_same_totals() -> None:
-    """The next manager hears the newest totals again; which of them were recorded together does not matter."""
+    """A replay gets the newest totals again; it does not matter which readings were recorded together."""
     chance = random.Random(5)
     history: list[tuple[Incarnation, ClockReading]] = []
     for number in range(1, 5):

@@ -1,4 +1,4 @@
-"""The rewards of a run: bounded in memory, and the same in whatever order they are reported."""
+"""The rewards of a run take bounded memory, and are the same in whatever order they are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
     assert list(rewards.last) == list(range(591, 601))
     assert (rewards.mean_first, rewards.mean_last, rewards.latest) == (5.5, 595.5, 600.0)
     assert len(rewards.points) <= MAX_CURVE_POINTS
-    assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 594.5, 598.5], "each the mean of four steps"
+    assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 594.5, 598.5], (
+        "a point of the curve is not the mean of four steps"
+    )
 
 
 def test_steps_without_a_reported_reward_leave_no_figures() -> None:

@@ -1,4 +1,4 @@
-"""The ages of trained tokens: which are kept, and when a warning is raised."""
+"""The ages of trained tokens: the figures that are kept, and the condition for a warning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int
 @pytest.mark.parametrize(("medians", "warned"), [
     ([1.0] * 10, False),
     ([3.0] * 10, False),  # old, but not past three
-    ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, as on a busy machine
-    ([4.0] * 10, False),  # past three, but it does not grow
+    ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, the usual age on a busy machine
+    ([4.0] * 10, False),  # above three, but it does not grow
     ([0.0, 1.0, 2.0, 3.0, 4.0], False),  # too few steps to tell
     ([*[1.0] * 9, 20.0], True),
     ([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0], True),
@@ -39,7 +39,7 @@ def test_warning_stays_the_same_until_the_median_is_young_again() -> None:
     assert first is not None
     assert (first.verdict, first.key) == (Verdict.WARN, "token_age:run")
     ages = reported([5.0] * 20, ages, 11)
-    assert token_age_finding(ages, SamplingSpec()) == first, "one record in the journal, however long it lasts"
+    assert token_age_finding(ages, SamplingSpec()) == first, "the finding changes while the condition lasts"
     ages = reported([1.0] * 10, ages, 31)
     assert token_age_finding(ages, SamplingSpec()) is None
 

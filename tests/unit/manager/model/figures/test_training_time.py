@@ -1,4 +1,4 @@
-"""Effective training time of the state: by hand, as in the summary, over the last hour, and across a resume."""
+"""Effective training time: computed by hand, in the summary, over the last hour, and after a resume."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_seconds_of_a_step_are_the_median_of_the_newest_steps() -> None:
         time = with_commit(time, step, at)
     assert len(time.commits) == MAX_COMMITS
     assert time.seconds_per_step == 2.0
-    assert with_commit(time, 39, at + 50) == time, "a step that is reported again"
+    assert with_commit(time, 39, at + 50) == time, "a step that was reported again counts twice"
     reported_late = with_commit(with_commit(TrainingTime(), 1, 10.0), 5, 18.0)
-    assert reported_late.seconds_per_step == 2.0, "four steps were committed while no manager ran"
+    assert reported_late.seconds_per_step == 2.0, "steps that were committed while no manager ran do not count"
 
 
 def test_sixteen_rollouts_of_eight_gpus_weigh_as_much_as_a_trainer_of_128_gpus() -> None:
@@ -88,7 +88,9 @@ def test_members_without_gpus_are_weighted_by_their_nodes() -> None:
     assert member_weights(gang) == ("node", {"trainer": 0.5, "rollout": 1.0})
     assert effective_share(gang, {"rollout": 3}, committed=True) == 3 / 5
     assert effective_share(job(rollouts=2), {"rollout": 1}, committed=True) == 1 / 3
-    assert effective_share(wide(), {"rollout": 2}, committed=True) == 8 / 16, "two of four GPUs against one of eight"
+    assert effective_share(wide(), {"rollout": 2}, committed=True) == 8 / 16, (
+        "the share must be that of the rollouts: 2 x 4 of 16 GPUs"
+    )
 
 
 @pytest.mark.parametrize("replica", ["rollout/0", "trainer/0", "trajectories/0"])

@@ -1,4 +1,4 @@
-"""Runs whose nodes come in groups: a job per replica, or one heterogeneous job; and allocations that end early."""
+"""Runs whose nodes come in groups (one job per replica, or one heterogeneous job), and allocations that end early."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_next_manager_makes_the_remaining_first_requests() -> None:
     resumed = World(in_node_groups())
     resumed.events = []
     resumed._state = None
-    for stamped in world.events:  # what was durable: the intent of two
+    for stamped in world.events:  # the journal's durable part ends with the intent of the second request
         resumed.record(stamped.event)
         if isinstance(stamped.event, ev.Intended) and stamped.event.action.tag == SECOND:
             break
@@ -343,7 +343,9 @@ def test_unsatisfiable_first_request_ends_the_run_with_the_clusters_message(form
     world = World(in_node_groups(form))
     world.hopeless["trainer"] = "PartitionConfig: no partition of this site has such nodes"
     world.wait(170.0)
-    assert world.decided(Finish) == [], "while slurmdbd is away it is said of any"
+    assert world.decided(Finish) == [], (
+        "the request was given up early: without slurmdbd, Slurm calls every request unsatisfiable"
+    )
     world.play(timeout_s=60.0)
     tag = TRAIN if form == "replica" else COMPONENTS[2]
     assert world.decided(Finish)[0].why.evidence == (f"{tag}: {world.hopeless['trainer']}",)
@@ -372,7 +374,9 @@ def test_unsatisfiable_replacement_is_released_and_its_replica_retired() -> None
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(170.0)
-    assert world.decided(Release) == [], "while slurmdbd is away it is said of any"
+    assert world.decided(Release) == [], (
+        "the request was given up early: without slurmdbd, Slurm calls every request unsatisfiable"
+    )
     world.play(timeout_s=60.0)
     assert [release.allocation for release in world.decided(Release)] == [f"{RUN}.rollout-2"]
     assert world.state.replica(R0).status is Status.RETIRED
@@ -385,7 +389,7 @@ def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
-    assert len(requests(world)) - 4 == 3  # at once, and twice after a window of 600 s
+    assert len(requests(world)) - 4 == 3  # at once, and once after each of two windows of 600 s
     world.hopeless = {}
     world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=700.0)
     assert world.incarnations() == ONCE | {R0: 2}
@@ -456,7 +460,7 @@ def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
     assert not any(status is not None and status.detail == "TIMEOUT" for status in ended)
     assert all(ask.walltime <= 3 * HOUR for ask in world.requests.values() if ask.node_group != "shared")
     last = [ask for ask in world.requests.values() if ask.node_group == "trainer"][-1]
-    assert last.walltime < 2 * HOUR  # what was left of the run
+    assert last.walltime < 2 * HOUR  # the rest of the run's walltime
 
 
 def test_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes() -> None:
@@ -488,7 +492,7 @@ def test_late_successor_takes_replicas_that_ended_with_their_allocation() -> Non
     world.closed["trainer"] = "Priority"
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=5 * HOUR)
     assert world.state.replica(TRAINER).status is Status.WANTED
-    world.wait(800.0)  # the deadline counts from when the node was first lacking, not from the request
+    world.wait(800.0)  # the deadline counts from the time at which the node was missing, not from the request
     world.open("trainer")
     world.steady()
     assert len(requests(world)) == 5

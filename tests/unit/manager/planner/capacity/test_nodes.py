@@ -1,4 +1,4 @@
-"""Plans for single nodes in virtual time: drains, releases, readmissions and user commands about nodes."""
+"""Plans for single nodes in virtual time: drains, releases, readmissions, and user commands about nodes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort
     assert w.incarnations() == before
     w.happen(lost(w.node_of(R1), w.now))
     w.play(w.works)
-    assert w.node_of(R1) == spares[1], "the first spare is a suspect"
+    assert w.node_of(R1) == spares[1], "a suspected spare was used before a healthy one"
 
 
 def test_suspect_node_is_used_if_no_other_node_is_free() -> None:
@@ -128,7 +128,7 @@ def test_straggler_leaves_its_node_only_if_configured_and_a_spare_exists(wish: s
     moves = wish == "exclude" and spares > 0
     assert (w.node_of(R0) != node) == moves
     assert w.incarnations() == (before | {R0: before[R0] + 1} if moves else before)
-    assert not w.tags(Drain), "it works, if slowly"
+    assert not w.tags(Drain), "a slow node that works was drained"
     assert w.works()
 
 
@@ -260,7 +260,7 @@ def test_node_being_released_gets_no_replica_even_if_a_user_undrains_it(later: f
     assert w.state.nodes[node].allocation
     w.send_command("undrain", node)
     w.wait(30.0)
-    assert node not in w.state.nodes, "it is the cluster's"
+    assert node not in w.state.nodes, "the node is still in the run, though its release had begun"
     assert w.state.replica(replica_id(AGENT, node)).incarnation_number == 1
 
 

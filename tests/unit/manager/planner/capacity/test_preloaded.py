@@ -30,7 +30,7 @@ from rrl.tests.support.manager.world import World, rungs
 
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
 N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(3, 7))
-"""The rollouts are on n3 to n5, n6 is a spare."""
+"""The rollouts are on n3 to n5, and n6 is a spare."""
 
 
 def small(per_node: Resources = NODE, policy: str = "role", warm: bool = False, gpus: int = 0) -> RunSpec:
@@ -97,7 +97,7 @@ def test_no_preloaded_process_is_started_while_a_rollout_restarts() -> None:
 def test_used_preloaded_process_is_replaced_while_another_rollout_waits_for_a_node() -> None:
     world = World(small()).steady().warmed()
     world.lose_node(N6)
-    world.lose_node(N4)  # rollout/1 has no node until another is granted
+    world.lose_node(N4)  # rollout/1 has no node until another one is granted
     world.wait(60.0)
     assert world.state.replica(R1).status is Status.WANTED
     world.kill(R0)
@@ -142,7 +142,7 @@ def test_preloaded_process_of_a_drained_node_ends_and_the_new_node_gets_one() ->
 
 def test_rollout_that_moves_to_the_spare_leaves_no_preloaded_process_behind() -> None:
     world = World(small()).steady().warmed()
-    for _ in range(3):  # the third failure on the node moves it
+    for _ in range(3):  # a third failure on the node moves the rollout
         world.kill(R1)
         world.steady().wait(30.0)
         world.warmed()

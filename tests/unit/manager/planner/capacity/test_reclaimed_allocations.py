@@ -1,4 +1,4 @@
-"""Allocations that the cluster takes back before a run is over: preempted, suspended, cancelled, out of walltime."""
+"""Allocations that the cluster takes back before a run ends: preempted, suspended, cancelled, or out of walltime."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_status(world: World, tag: str, **changes: object) -> None:
 
 
 def preempt(world: World, tag: str) -> None:
-    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows it."""
+    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows the end."""
     nodes = world.held[tag]
     for step, (incarnation, node) in list(world.steps.items()):
         if node in nodes:
@@ -69,7 +69,9 @@ def test_replica_on_a_preempted_node_leaves_uncharged_and_gets_a_replacement() -
     assert fence.why.evidence == (f"its allocation {FIRST} is preempted, and ends in 30 s",)
     assert requests(world)[4:] == [f"{RUN}.rollout-2"]
     world.wait(5 * HOUR)
-    assert (world.state.replica(R0).status, requests(world)[5:]) == (Status.WANTED, []), "it waits for the queue"
+    assert (world.state.replica(R0).status, requests(world)[5:]) == (Status.WANTED, []), (
+        "a second request was made while the first one is in the queue"
+    )
     world.commit(2)
     world.open("rollout")
     world.steady()
@@ -83,7 +85,7 @@ def test_nothing_is_launched_on_reclaimed_nodes() -> None:
     world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
     assert [launch.allocation for launch in world.decided(Launch)[before:]] == []
     assert [release.allocation for release in world.decided(Release)] == [FIRST], (
-        "left, it is given back before its time"
+        "an allocation without replicas was not released before its end"
     )
 
 
@@ -139,7 +141,7 @@ def test_process_ended_with_the_walltime_has_not_failed_before_the_cluster_repor
     with_status(world, POOL, time_left_s=-1.0)
     incarnation, step = world.state.replica(R0).incarnation, world.state.replica(R0).step
     assert step is not None
-    assert fences(world) == [], "it may go on for a while"
+    assert fences(world) == [], "the replica was fenced although it may still work for a while"
     del world.steps[step]
     world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
     (fence,) = fences(world)
@@ -236,14 +238,16 @@ def test_requests_before_the_reason_hide_no_cancellation_and_several_count_once(
         for tag in old:
             with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
         world.play(timeout_s=1.5)
-        assert len(world.state.allocations) > len(old), "nodes are asked for at once"
-        for tag in old:  # one node after the other leaves it
+        assert len(world.state.allocations) > len(old), "no nodes were requested when the allocation began to end"
+        for tag in old:  # its nodes leave the allocation one after the other
             with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
         for tag in old:
             nodes = world._give_back(tag)
             status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
             world.happen(ev.AllocationChanged(tag, status))
-        assert len(world.state.external_cancellations) == incarnation, "all that ended together was one deed"
+        assert len(world.state.external_cancellations) == incarnation, (
+            "allocations that were cancelled together do not count as one cancellation"
+        )
         if incarnation == 1:
             world.steady()
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
@@ -305,18 +309,20 @@ def test_expiring_pool_is_replaced_with_its_spares_and_left_role_by_role() -> No
     assert world.now == ends - small.limits.rotate
     follow = world.decided(Request)[1].request
     assert (asked.may_reuse_own_nodes, follow.may_reuse_own_nodes) == (False, True), (
-        "our own nodes may serve it, once they are free"
+        "the successor may not reuse nodes of the run that become free"
     )
     assert (follow.count, follow.walltime) == (asked.count, 4 * HOUR)
     while world.state.replica(R0).incarnation_number == 1 or not world.works():
         down = [r.role for r in world.state.replicas.values() if r.role != AGENT and r.status is not Status.JOINED]
-        assert len(down) == len(set(down)), "two of a role were away at the same time"
+        assert len(down) == len(set(down)), "two replicas of a role were down at the same time"
         world.wait(0.25)
     world.play(lambda: POOL not in world.state.allocations, timeout_s=HOUR)
     assert world.now < ends
     assert world.incarnations() == dict.fromkeys(world.incarnations(), 2)
     world.wait(13 * HOUR)
-    assert max(world.incarnations().values()) == 5, "and so on until the run itself ends"
+    assert max(world.incarnations().values()) == 5, (
+        "the replicas were not moved once per allocation until the end of the run"
+    )
     assert all(replica.failures == () for replica in workers(world.state))
 
 
@@ -338,7 +344,7 @@ def test_end_moved_forward_is_prepared_for_and_a_postponed_one_is_not() -> None:
 
 
 def test_trainer_killed_with_its_allocation_continues_from_its_last_commit() -> None:
-    limits = Limits(rotate=1.0)  # far too late to move in time
+    limits = Limits(rotate=1.0)  # too late to move a replica in time
     world = World(msgspec.structs.replace(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), limits=limits), 30)
     world.steady()
     world.commit(41)

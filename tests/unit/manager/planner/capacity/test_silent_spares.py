@@ -1,4 +1,4 @@
-"""Spare nodes that do not answer: the agent is restarted, then the node is excluded and replaced."""
+"""If a spare node does not answer, its agent is restarted; after that the node is excluded and replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 
 def with_spare(nodes: int = 6) -> World:
-    """Return a run that works, with the spare node n5; the cluster has ``nodes`` nodes in all."""
+    """Return a run that works, with the spare node n5, on a cluster of ``nodes`` nodes."""
     world = World(job(spares=1), nodes=nodes).steady()
     assert SPARE not in {world.node_of(replica) for replica in world.incarnations()}
     return world

@@ -1,4 +1,4 @@
-"""Standby processes: on which nodes they run, when they start and stop, and how one is promoted."""
+"""Standby processes: the nodes on which they run, when they start and stop, and how one is promoted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost,
 M0, M1 = (member_id(TRAINER, rank) for rank in range(2))
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
 N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
-"""the store and the reward role are on n1, the trainer on n2 and n3, the rollouts on n4 to n6, n7 is a spare"""
+"""The store and the reward role are on n1, the trainer is on n2 and n3, the rollouts are on n4 to n6; n7 is a spare."""
 SMALL = gang_job(2, 1, standbys=1)
 
 
@@ -35,7 +35,7 @@ def launches(world: World, role: str = STANDBY_ROLE) -> list[Launch]:
 
 
 def promotions(world: World) -> dict[str, str]:
-    """Return the new incarnation by promoted standby process."""
+    """Return the new incarnation of each promoted standby process."""
     return {
         str(launch.standby): str(launch.incarnation)
         for launch in launches(world, "trainer")
@@ -158,7 +158,10 @@ def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
 
 
 def test_promoted_member_is_treated_like_any_other() -> None:
-    """It is fenced with its step, which is stopped as an orphan; reports of the step count as the member's."""
+    """The member is fenced with its step, which is stopped as an orphan step.
+
+    Reports of the step count as reports of the member.
+    """
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
@@ -169,7 +172,7 @@ def test_promoted_member_is_treated_like_any_other() -> None:
     assert world.state.orphan_steps == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     end = ev.StepEnded(standby(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
-    world.record(end)  # its exit record names the standby process
+    world.record(end)  # the exit record names the standby process
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 
 
@@ -181,8 +184,8 @@ def test_standby_dead_at_promotion_restarts_the_gang() -> None:
     world.steady()
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     assert [world.node_of(id) for id in (M0, M1)] == [N2, N3]
-    assert world.state.replica(M1).promoted_from is None  # there was none left on n3
-    assert world.state.replica(M0).promoted_from is None  # that of n2 was used up
+    assert world.state.replica(M1).promoted_from is None  # n3 had no standby process any more
+    assert world.state.replica(M0).promoted_from is None  # the standby process of n2 was promoted before
     assert world.state.orphan_steps == {}
     assert world.state.intents == {}
 
@@ -351,7 +354,7 @@ def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken
     assert (world.state.finish, set(world.incarnations().values())) == (None, {1})
     world.broken.clear()
     world.wait(700.0)
-    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # their failures have left the window
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # the failures are older than the window
 
 
 def test_failed_standby_affects_no_replica() -> None:

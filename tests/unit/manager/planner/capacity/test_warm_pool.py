@@ -1,5 +1,7 @@
-"""Standby processes of rollouts on spare nodes: when they start and stop, which are promoted, and which replica gets
-the node."""
+"""Standby processes of rollouts on spare nodes: when they start and stop, and which of them are promoted.
+
+Other tests are about which replica gets a spare node.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,18 @@ def launched(world: World, replica: ReplicaId) -> list[Launch]:
 
 
 def promotions(world: World, role: str = "rollout") -> dict[str, str]:
-    """Return the new incarnation by promoted standby process."""
+    """Return the new incarnation of each promoted standby process."""
     return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
             if launch.standby is not None and launch.incarnation.replica.startswith(role)}  # fmt: skip
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
-    """Return the replicas that had more than one incarnation, apart from these."""
+    """Return the number of incarnations of all replicas that had more than one, except ``but``."""
     return {id: number for id, number in world.incarnations().items() if number > 1 and id not in but}
 
 
 def lose_at_once(world: World, *nodes: NodeName) -> None:
-    """Lose several nodes before anything is decided, then play until all replicas work."""
+    """Lose several nodes before the planner decides anything, then play until all replicas work."""
     for node in nodes:
         world.record(lost(node, world.now))
         world.dead.add(node)
@@ -84,7 +86,8 @@ def test_standby_engine_starts_on_each_spare_after_a_commit_beside_the_trainers(
     assert world.engines() == []
     world.warmed()
     assert world.engines() == [N6, N7]
-    assert world.ready_standbys() == {N2: 1, N6: 2, N7: 1}  # the trainer's wait on as many spares as it has nodes
+    # the trainer has a standby process on one spare, because it has one node
+    assert world.ready_standbys() == {N2: 1, N6: 2, N7: 1}
     assert set(world.incarnations().values()) == {1}
     assert world.decided(Fence) == []
     assert len(requests(world)) == 1
@@ -133,7 +136,7 @@ def test_no_standby_is_started_where_a_step_is_still_ending() -> None:
         world.play(lambda n=incarnation: world.incarnations()[R1] == n and world.works())  # type: ignore[misc]
     assert (world.node_of(R1), world.engines()) == (N6, [])
     assert tag_of(RUN, Incarnation(R1, 2)) in world.state.orphan_steps
-    world.wait(30.0)  # the world itself looks whether there is room
+    world.wait(30.0)  # World asserts that launched steps have the memory that they need
     assert world.engines() == [N4]
 
 
@@ -143,7 +146,10 @@ def test_no_more_standby_nodes_than_rollouts() -> None:
 
 
 def shared(rollouts: int = 4) -> RunSpec:
-    """Return a job in which two rollouts share a node, one of them with the store and the reward role; one spare."""
+    """Return a job with one spare, in which two rollouts share each node.
+
+    One rollout shares the node of the store and the reward role.
+    """
     job = small(rollouts=rollouts)
     half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
     roles = tuple(
@@ -252,7 +258,7 @@ def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
 
 def test_two_lost_rollouts_get_a_standby_each() -> None:
     world = World(small(spares=2)).steady().warmed()
-    world.happen(lost(N4, world.now))  # both are found in one look
+    world.happen(lost(N4, world.now))  # one poll finds both losses
     world.lose_node(N4)
     world.lose_node(N5)
     world.play(lambda: world.incarnations()[R2] == 2 and world.works())
@@ -425,7 +431,7 @@ def test_restart_of_the_whole_run_promotes_no_standby() -> None:
     world = World(small()).steady().warmed()
     world.kill(TRAINER)
     world.play(world.works)
-    world.kill(TRAINER)  # before it has done a step
+    world.kill(TRAINER)  # before the new incarnation has trained a step
     world.play(lambda: bool(world.state.full_restarts))
     world.play(world.works)
     assert set(world.incarnations().values()) == {2, 3}
@@ -463,7 +469,7 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
 
 # ── a manager that dies ──────────────────────────────────────────────────────────────────────────────────────────────
 def _hurt(die_before: int = 0) -> World:
-    """Lose one node after the other: a rollout's, the trainer's, another rollout's."""
+    """Lose three nodes one after the other: the nodes of a rollout, the trainer, and another rollout."""
     world = World(small(spares=3), nodes=12).steady().warmed()
     world.die_before = world.planned + die_before if die_before else 0
     for node in (N4, N2, N5):

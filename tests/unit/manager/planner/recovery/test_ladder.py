@@ -132,7 +132,7 @@ def test_donors_warm_node_is_preferred_to_a_cold_spare() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
     spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in workers(world.state)}]
     for node in spares:
-        fail(world, ReplicaId(f"standby/{node}"))  # it is not ready for the moment
+        fail(world, ReplicaId(f"standby/{node}"))  # this standby process is not ready until it has restarted
     stands = next(
         replica.node
         for replica in workers(world.state)
@@ -264,7 +264,7 @@ def test_gang_is_retired_as_a_whole() -> None:
         ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
     ]  # fmt: skip
     assert world.state.finish is None
-    for _ in range(2):  # the other gang of the role cannot be spared, whatever its members count
+    for _ in range(2):  # the role needs its other gang; single members do not count as replicas
         world.kill(ReplicaId("crew/0"))
         world.play(timeout_s=30.0)
     assert world.state.finish is not None
@@ -403,7 +403,7 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     stopped = {action.incarnation for action in world.decided(StopStep)}
     assert set(standbys) - {launch.standby for launch in world.decided(Launch)} <= stopped
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
-    assert len(adopted) == 4  # at the first failure; a full restart promotes none
+    assert len(adopted) == 4  # promoted at the first failure; a full restart promotes no standby process
     world.steady()
     assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
@@ -618,7 +618,7 @@ def test_requested_restart_ends_a_backoff() -> None:
 def test_requested_restart_in_backoff_keeps_the_preferred_node() -> None:
     world = World(job(spares=2, recovery=Recovery(backoff=60.0, per_node=9))).steady()
     left = world.node_of(R0)
-    for command_ in ("drain", "undrain"):  # an earlier node than the one that it is on is free
+    for command_ in ("drain", "undrain"):  # a free node with a lower number than the rollout's present node
         world.happen(ev.CommandReceived(command_, "ada", command_, target=left))
         world.play(timeout_s=10.0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Failures that would recur on any node end a run early, with their own message."""
+"""Failures that would recur on any node end a run early, with a message of their own."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_replacements_for_unfit_nodes_are_requested_without_them() -> None:
     world.steady()
     more = [world.requests[tag] for tag in requests(world)[1:]]
     assert [(ask.count, ask.exclude) for ask in more] == [(2, (N1, N2))]
-    assert len(world.decided(Exclude)) == 2  # the breaker lets both go once the run knows six nodes
+    assert len(world.decided(Exclude)) == 2  # the breaker permits both exclusions once the run has six nodes
     assert {world.node_of(r.id) for r in workers(world.state)} == {N3, N4, N5, N6}
 
 
@@ -317,7 +317,7 @@ def test_invalid_configuration_rejects_the_run_under_every_policy(policy: str) -
 
 
 def test_configuration_with_which_the_role_has_worked_is_not_rejected() -> None:
-    """One node may lack what the configuration names; the ladder moves the replica away."""
+    """A single node may lack something that the configuration names; the ladder then moves the replica away."""
     world = World(job(spares=1)).steady()
     world.happen(ev.FirstWorkDone(world.state.replica(R1).incarnation))
     world.broken_nodes[N3] = INVALID

@@ -1,4 +1,4 @@
-"""A role whose own code raises or returns in each start ends the run within three starts, and the run says why."""
+"""A role whose own code raises or returns in each start ends the run within three starts, with the reason."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_budget_of_differing_exceptions_is_never_reported_as_refused_launches() 
 
 
 def test_role_with_a_spent_budget_is_started_again_by_the_restart_of_the_run() -> None:
-    """The run used to end at once after this restart, with refused launches as its reason."""
+    """An older planner ended the run at once after this restart, and gave refused launches as the reason."""
     world = World(job(rollouts=1, recovery=Recovery(per_replica=2, per_node=99))).steady()
     world.commit(1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Failures of the trainer that suggest a fault of its software restart the whole run; explained ones do not."""
+"""Trainer failures that suggest a fault of its software restart the whole run; failures with another cause do not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_step_committed_before_a_failure_is_not_held_against_the_restart() -> No
 
 
 def _publishes(world: World, step: int) -> None:
-    """Publish the weights of a step that is not committed yet."""
+    """Publish the weights of a step that has not been committed yet."""
     incarnation = world.state.replica(TRAINER).incarnation
     world.record(ev.VersionAvailable(incarnation, Version(step, incarnation.number)))
 

@@ -1,4 +1,7 @@
-"""The time of committed steps: which attempt counts, at most how long, and the estimate beside the strict ETTR."""
+"""The time of committed steps: which attempt counts, and up to which duration.
+
+The estimate is compared with the strict ETTR.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def test_steps_since_the_snapshot_of_a_step_between_two_commits_are_training_don
     restored: int, again_s: float
 ) -> None:
     story = failed(trained_in_threes(begun(), 1, 8).wait(0.5 * STEP_S), "trainer/0")
-    restart = story.stamped.pop()  # it publishes the weights that it has restored before it trains
+    restart = story.stamped.pop()  # the successor publishes the restored weights before it trains
     trainer = story.incarnation("trainer/0")
     story.record(ev.VersionAvailable(trainer, Version(restored, trainer.number)), restart.event)
     steps = accounted(trained_in_threes(story, restored + 1, 12)).steps
@@ -90,7 +93,8 @@ def test_kept_work_is_lost_if_the_snapshot_is_lost_in_the_next_failure() -> None
     restart = story.stamped.pop()
     second = story.incarnation("trainer/0")
     story.record(ev.VersionAvailable(second, Version(8, second.number)), restart.event)
-    story = failed(story.wait(0.5 * STEP_S), "trainer/0")  # goes back to the commit of step 6, and publishes it
+    # the next successor restores the commit of step 6, and publishes its weights
+    story = failed(story.wait(0.5 * STEP_S), "trainer/0")
     restart = story.stamped.pop()
     third = story.incarnation("trainer/0")
     story.record(ev.VersionAvailable(third, Version(6, third.number)), restart.event)
@@ -160,7 +164,7 @@ def test_strict_ettr_compares_equal_numbers_of_steps() -> None:
 
 
 def killing(replica: ReplicaId, after_s: float) -> Callable[[Site], None]:
-    """Return what kills the current process of a replica some seconds after a commit."""
+    """Return a function that kills the current process of a replica ``after_s`` seconds after a commit."""
 
     async def kill(site: Site) -> None:
         await asyncio.sleep(after_s)
@@ -173,7 +177,7 @@ def killing(replica: ReplicaId, after_s: float) -> Callable[[Site], None]:
 
 
 def played(at_step: dict[int, Callable[[Site], None]]) -> Account:
-    """Play a run of the real manager in virtual time, with steps of two seconds."""
+    """Play a run of the real manager in virtual time, with steps of 2 s."""
     script = Script(Outcome.COMPLETED, 1, job=job(spares=0, steps=40, limits=LIMITS), at_step=at_step)
     site, outcome, _ = run_to_end(script)
     assert outcome is Outcome.COMPLETED
@@ -187,5 +191,5 @@ def test_estimate_is_within_3_percent_of_the_strict_ettr_of_a_run_of_the_real_ma
     assert [one.replica for one in run.interruptions.all] == [TRAINER, ROLLOUTS[0], TRAINER]
     found = strict_ettr(run.steps, clean.steps)
     assert found is not None
-    assert found[0] < 0.95, "the failures cost nothing"
+    assert found[0] < 0.95, "the failures cost less than 5 % of the time"
     assert run.steps.estimate == pytest.approx(found[0], abs=0.03)

@@ -18,7 +18,7 @@ from rrl.tests.support.manager.jobs import commands, role
 
 
 def lost(report: RunReport) -> dict[str, dict[str, float]]:
-    """Return the lost seconds, which must add up to the time that does not count."""
+    """Return the lost seconds by cause and stage; check that they add up to the time that does not count."""
     assert report.ettr_estimate is not None
     total = sum(one.seconds for one in report.lost)
     assert total == pytest.approx((1 - report.ettr_estimate) * report.wall_s, abs=0.01)
@@ -39,7 +39,7 @@ def test_delay_by_a_failed_rollout_is_divided_in_proportion_to_its_stages() -> N
     story = trained(begun(), 1, 5)
     story.loses("rollout/0")
     story.wait(1).fences("rollout/0").wait(2).launches("rollout/0").wait(1)
-    report = accounted(trained(story, 6, 6)).report()  # it took 7 s instead of 3 s
+    report = accounted(trained(story, 6, 6)).report()  # the step took 7 s instead of 3 s
     stages = {"decide": 4 / 7, "queue": 8 / 7, "start": 16 / 7}
     assert lost(report) == {"process": pytest.approx(stages, abs=0.001)}
 
@@ -65,7 +65,9 @@ def test_gpu_hours_add_up_and_nodes_count_without_gpus() -> None:
     assert hours.unit == "node"
     assert hours.useful + hours.redone + hours.idle == pytest.approx(hours.reserved, abs=0.001)
     assert hours.redone == pytest.approx(2 / 3600, abs=0.0001)
-    assert hours.reserved == pytest.approx(5 * story.at / 3600, abs=0.001), "five nodes from the begin on"
+    assert hours.reserved == pytest.approx(5 * story.at / 3600, abs=0.001), (
+        "the run did not reserve five nodes from its beginning on"
+    )
 
 
 def test_gpu_hours_are_those_of_the_granted_nodes() -> None:
@@ -73,7 +75,9 @@ def test_gpu_hours_are_those_of_the_granted_nodes() -> None:
     hours = account([*story.stamped, ev.Stamped(10**6, story.now, 1, ev.ManagerStopped("x"))]).report().gpu_hours
     assert hours.unit == "gpu"
     assert hours.reserved == pytest.approx(5 * 8 * story.at / 3600, rel=0.001)
-    assert hours.useful == pytest.approx(2 * 4 * (story.at - 7) / 3600, rel=0.01), "the trainer waits for data"
+    assert hours.useful == pytest.approx(2 * 4 * (story.at - 7) / 3600, rel=0.01), (
+        "the useful GPU-hours must be those of the rollouts while the trainer waits for data"
+    )
 
 
 def test_report_of_a_running_run_reaches_to_its_newest_event() -> None:
@@ -93,7 +97,9 @@ def test_lane_has_incarnations_and_phases() -> None:
         Activity("launching", Use.STARTS), Activity("starting", Use.LOADS), Activity("generate", Use.WORKS),
     ]  # fmt: skip
     assert lane.seconds["down"] == pytest.approx(STAGES["detect"] + STAGES["decide"] + STAGES["queue"], abs=0.1)
-    assert sum(lane.seconds.values()) == pytest.approx(story.at - 2, abs=0.2), "from the first launch on"
+    assert sum(lane.seconds.values()) == pytest.approx(story.at - 2, abs=0.2), (
+        "the lane does not reach from the first launch to the end"
+    )
 
 
 def test_lane_of_many_intervals_shows_the_prevailing_phases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,7 @@ def test_curves_have_reward_throughput_and_versions() -> None:
     curves = accounted(story.wait(STEP_S)).report().curves
     assert [point.step for point in curves.reward] == [1, 2, 3, 4, 5]
     assert [point.value for point in curves.oldest_version] == [0, 1, 2, 3, 4, 5][1:]
-    assert curves.tokens_per_second == []  # no time has passed since the commit before
+    assert curves.tokens_per_second == []  # no time has passed since the previous commit
 
 
 def test_doubts_about_a_clean_run_are_named() -> None:
@@ -124,7 +130,7 @@ def test_doubts_about_a_clean_run_are_named() -> None:
     strict = run.report(clean).strict
     assert strict is not None
     assert strict.ettr == pytest.approx(8 * STEP_S / (8 * STEP_S + 2 + OUTAGE_S), abs=0.001)
-    assert strict.ft_overhead is None, "this run was interrupted"
+    assert strict.ft_overhead is None, "an overhead of fault tolerance was computed for an interrupted run"
     words = " ".join(strict.doubts)
     assert all(part in words for part in ("was interrupted 1 times", "snapshots", "different numbers of steps"))
     bare = msgspec.structs.replace(clean.job, trainer=TrainerSettings(snapshots=False), seed=clean.job.seed + 1)

@@ -1,4 +1,4 @@
-"""The newest lines of every incarnation that a manager keeps, and when it writes them."""
+"""The newest lines of every incarnation, which a manager buffers, and the times at which it writes them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_buffers_of_current_or_complete_incarnations_are_not_written(tmp_path: P
     at.add(LogLines(B, line(2), is_last=True), 1.0)
     at.write_due(LATER)
     assert written(tmp_path, A) == written(tmp_path, B) == b""
-    assert at.size == len(line(1)), "a log that is over and saved is not kept"
+    assert at.size == len(line(1)), "the buffer still has a log that is complete and saved"
 
 
 def test_buffer_of_a_failed_incarnation_is_written_after_a_grace_period(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real steps send lines to a real collector: which lines are kept when a step, its file or the manager is gone."""
+"""Real steps send lines to a real collector: which lines survive the loss of a step, of its file or of the manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INCARNATION = Incarnation(ReplicaId("rollout/0"), 1)
 
 
 def _unused(*_: Any) -> Any:
-    raise AssertionError("the log collector neither records events nor sends messages to peers")
+    raise AssertionError("the log collector has recorded an event or sent a message to a peer")
 
 
 @asynccontextmanager
@@ -64,10 +64,10 @@ def test_last_lines_of_a_killed_step_are_kept_without_its_file(tmp_path: Path) -
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
-            os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
+            os.mkfifo(at.run.log_file(launch.tag))  # an open() of it hangs, as on storage that does not answer
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
-            assert shipped(at, launch) == [], "written only when it is needed"
+            assert shipped(at, launch) == [], "lines were written before they were needed"
             step.kill()  # its node is gone
             collector.on_event(ev.StepEnded(launch.incarnation, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
@@ -86,7 +86,7 @@ def test_lines_of_a_promoted_step_are_kept_under_its_own_name(tmp_path: Path) ->
         ),
     }
     state = msgspec.structs.replace(STATE, replicas=replicas)
-    assert _is_current(state, standby), "its member is"
+    assert _is_current(state, standby), "a standby process is not current although its member is"
 
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at, state=state) as collector:
@@ -110,7 +110,7 @@ def test_manager_writes_the_lines_of_a_step_that_cannot(tmp_path: Path) -> None:
             at.run.log_file(launch.tag).symlink_to("/dev/full")
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 0.05")
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
-            assert step.poll() is None, "while it lives"
+            assert step.poll() is None, "the step has ended before its lines were written"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -15,7 +15,7 @@ encode = CHAT.tokenizer.encode
 
 
 def opened(turns: FakeTurns, request: str, text: str = "12", episode: int = 0, **more: object) -> int:
-    """Open a turn and complete it."""
+    """Open a turn, complete it, and return its number."""
     options = AnswerFormat(**more).encode()  # type: ignore[arg-type]
     attempt = turns.attempts.get(episode, 1)
     number = asyncio.run(turns.open_turn(episode, attempt, request, None, 0, (3,), 4, ("h",), options))
@@ -70,7 +70,7 @@ def test_cache_of_turns_is_bounded_over_all_episodes() -> None:
     asyncio.run(known.read(19))
     assert len(turns.holding) == 1
     asyncio.run(known.read(0))
-    assert not turns.holding, "the episode that was read longest ago is forgotten first"
+    assert not turns.holding, "the episode that was read longest ago was not the first to be forgotten"
 
 
 def test_recorded_turns_are_returned_and_never_cached() -> None:

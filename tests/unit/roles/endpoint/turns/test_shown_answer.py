@@ -24,7 +24,7 @@ BYTES = st.lists(st.one_of(st.sampled_from([*b"ab\n", *"é".encode()]), st.integ
 
 
 def tokens_of(chat: ModelChat, sampled: list[int]) -> list[int]:
-    """Single bytes as tokens."""
+    """Return single bytes as tokens."""
     found = [chat.tokenizer.encode(chr(byte)) if byte < 128 else () for byte in sampled]
     accent = chat.tokenizer.encode("é")  # its two bytes
     return [token for byte, tokens in zip(sampled, found, strict=True) for token in (tokens or (accent[byte % 2],))]
@@ -36,7 +36,7 @@ def tokens_of(chat: ModelChat, sampled: list[int]) -> list[int]:
 def test_streamed_text_equals_that_of_the_whole_answer_however_it_is_split(
     chat: ModelChat, sampled: list[int], stops: list[str]
 ) -> None:
-    """What is sent after each token only ever grows, and is never taken back by a stop text."""
+    """The text that is sent after each token only grows, and no stop text removes a part of it."""
     tokens, tokenizer, stop = tokens_of(chat, sampled), chat.tokenizer, tuple(stops)
     whole = shown_answer(1, (), tokens, AnswerFormat(stop), chat).content
     assert not any(text in whole for text in stop)

@@ -21,7 +21,7 @@ CHATML = (
     "{%- for message in messages %}{{- '<start>' + message['role'] + '\\n' + message['content'] | trim + '<turn>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<start>assistant\\n' }}{%- endif %}"
 )
-"""A template of the most common family, in the special tokens of the test folder."""
+"""A template like those of most models, with the special tokens of the test folder."""
 
 answers = st.lists(st.integers(2, LAST), max_size=4).map(tuple)
 texts = st.text(st.sampled_from("0123456789<>="), max_size=3)
@@ -35,7 +35,7 @@ def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context
 
 
 def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Turn:
-    """Add the turn that was sampled in a context."""
+    """Add a turn that was sampled in a context, and return it."""
     made = Turn(
         2**40 + len(turns), context.parent, context.offset, context.given, sampled, True, context.messages, 1,
         f"r{len(turns)}",
@@ -66,7 +66,7 @@ def test_continued_conversation_keeps_every_sampled_token(
         sampled = (*tokens, EOS) if ended else (*tokens, LAST)
         made = record(turns, context, sampled)
         messages.append(Message("assistant", CHAT.tokenizer.decode(sampled)))
-        expected += sampled if ended else (*sampled, EOS)  # an answer that was cut gets its end
+        expected += sampled if ended else (*sampled, EOS)  # a truncated answer gets its end token
         expected += CHAT.tokenizer.encode("|")
         assert Paths(turns).path(made.id) == whole(context, turns) + sampled
     context, _ = ask(CHAT, [*messages, Message("user", last)], turns)
@@ -162,7 +162,7 @@ def folder_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 def test_template_that_keeps_prefixes_keeps_every_sampled_token(
     folder_chat: Chat, exchange: list[tuple[str, list[int], bool]], last: str
 ) -> None:
-    """Random bytes are often not valid text, which decoding and encoding would change."""
+    """The answers are random bytes, which are often not valid text, so that decoding and encoding would change them."""
     from rrl.tests.support.roles import folders
 
     turns: list[Turn] = []

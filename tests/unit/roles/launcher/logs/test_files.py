@@ -70,7 +70,7 @@ def test_full_disk_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.log").symlink_to("/dev/full")
     log = RotatingLog(tmp_path / "a.log")
     assert log.append(b"x\n") == 0
-    assert log.close()  # no line was taken that could be lost
+    assert log.close()  # the log has accepted no line that could be lost
 
 
 # ── the rate ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,8 +151,10 @@ def test_unfinished_line_is_held_for_a_bounded_time() -> None:
     assert stamper.flush_due_in(99.0) == 0.0
     assert texts(stamper.flush()) == [b"Password: more"]
     assert stamper.flush_due_in(99.0) is None
-    assert texts(stamper.feed(b"\nnext\n")) == [b"next"], "its newline alone is no line"
-    assert texts(stamper.feed(b"\n")) == [b""], "an empty line is one"
+    assert texts(stamper.feed(b"\nnext\n")) == [b"next"], (
+        "a newline that ends a flushed line must not be a line of its own"
+    )
+    assert texts(stamper.feed(b"\n")) == [b""], "an empty line was dropped"
 
 
 def test_newest_state_of_a_progress_bar_is_kept() -> None:

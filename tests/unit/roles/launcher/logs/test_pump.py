@@ -1,4 +1,4 @@
-"""Copying a role's output to a file that works, fails or hangs."""
+"""The launcher copies a role's output to a file that works, fails or hangs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pumped(path: Path) -> Iterator[Pumped]:
 
 @contextmanager
 def hung(path: Path) -> Iterator[Path]:
-    """A log file whose opening hangs until the end of the test, as on an NFS with an unreachable server."""
+    """Yield a log file whose open() hangs until the end of the test, as on NFS with an unreachable server."""
     os.mkfifo(path)
     try:
         yield path
@@ -87,7 +87,7 @@ def test_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None
 def test_role_continues_to_write_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "STUCK_AFTER_S", 0.05)
     with hung(tmp_path / "a.log") as path, pumped(path) as at:
-        for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
+        for n in range(100):  # 6.4 MiB, though a pipe holds only 64 KiB
             at.writes((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
         wait_until(lambda: at.pump.stuck)
         assert at.pump.busy
@@ -95,7 +95,7 @@ def test_role_continues_to_write_while_its_file_hangs(tmp_path: Path, monkeypatc
         wait_until(lambda: b"its last words" in at.tail.all())
         assert at.tail.size <= TAIL_BYTES
         at.ends()
-        assert not at.pump.finish(0.1), "the file is not complete"
+        assert not at.pump.finish(0.1), "finish() reports success for an incomplete file"
 
 
 def test_lines_of_a_temporary_disk_error_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_dropped_bytes_are_counted_in_the_file(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.writes(b"first\n")
-        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # the writer has taken the lines
+        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # the writer has taken the lines from the queue
         at.writes(b"".join(b"%09d\n" % n for n in range(1000)))
         wait_until(lambda: b"000000999" in at.tail.all())
         folder.mkdir()

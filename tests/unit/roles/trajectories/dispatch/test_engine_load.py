@@ -1,4 +1,4 @@
-"""The expected time of an engine, compared with a simulation of the engine."""
+"""The expected time of an engine, compared with a simulation of this engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ESTIMATES = st.builds(GroupEstimate, st.floats(2.0, 8.0), st.floats(0.0, 1.0), s
 
 
 def seconds(lengths: list[float]) -> float:
-    """Σ L_j (τ(j) - τ(j - 1)), longest first."""
+    """Return Σ L_j (τ(j) - τ(j - 1)) over the lengths L_j, longest first."""
     return sum(length * (TIMES[j] - TIMES[j - 1]) for j, length in enumerate(sorted(lengths, reverse=True), 1))
 
 
@@ -57,7 +57,7 @@ def test_added_answer_lengthens_the_time_and_can_be_removed_again(those: list[tu
     other = load.copy()
     other.remove(curves[0])
     assert other.finish() == pytest.approx(before, abs=1e-6)
-    assert load.finish() == after, "a copy changes nothing"
+    assert load.finish() == after, "a change of the copy has changed the original"
 
 
 def test_finish_of_two_engines_is_the_mean_of_the_later_of_both_times() -> None:
@@ -70,7 +70,9 @@ def test_finish_of_two_engines_is_the_mean_of_the_later_of_both_times() -> None:
     many, few = (EngineLoad(TABLE.widths, TIMES, [TABLE.curve(estimate, 0)] * count) for count in (16, 12))
     both = finish_of_both(many.course(), few.course())
     assert both == pytest.approx(sum(taken) / len(taken), rel=0.06)
-    assert both > 1.05 * max(many.finish(), few.finish()), "either may have the longest answer"
+    assert both > 1.05 * max(many.finish(), few.finish()), (
+        "the time of both engines must exceed that of each: either may have the longest answer"
+    )
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,4 +1,4 @@
-"""The store's knowledge of its rollouts' engines, and the work that they get by it."""
+"""The facts that the store has about its rollouts' engines, and the work that each rollout gets because of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ ROLLOUTS = [Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(3)]
 
 @pytest.mark.parametrize("token_s", [0.001, 0.3])
 def test_new_rollout_gets_as_much_work_as_those_with_known_times(token_s: float) -> None:
-    """Its engine is assumed to be like theirs, also if it requested work before anything was known of them."""
+    """The engine of a new rollout is assumed to be like the others.
+
+    This also holds if the rollout requested work before any times were known.
+    """
     times = defaultdict[Incarnation, TokenTimes](TokenTimes)
     engines = Engines(4_000, lambda trajectory: KNOWN, lambda engine: frozenset(), lambda engine: times[engine])
     for rollout in ROLLOUTS:
         engines.requested(rollout, PLACES)
     waiting = list(range(90))
-    engines.share(ROLLOUTS[0], waiting, PLACES)  # now the loads of all three are known
+    engines.share(ROLLOUTS[0], waiting, PLACES)  # the loads of all three are known from here on
     for rollout in ROLLOUTS[:2]:
         for running in (1, 8, 64):
             times[rollout].observe(running, token_s * (1 + running / 8))

@@ -1,4 +1,7 @@
-"""What the run's answers teach about the lengths of those to come, and that a written state knows the same."""
+"""The lengths of future answers, learned from the run's own answers.
+
+A state that is written and read again gives the same estimates.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def answers(mean: float, rng: random.Random, size: int = 8, limit: int = LIMIT) 
 
 
 def taught(groups: int = 200, seed: int = 0) -> Lengths:
-    """Prompts with token 7 have answers of about 1,000 tokens, those with token 8 of about 50."""
+    """Return lengths learned from prompts with token 7 (about 1,000 tokens per answer) and with token 8 (about 50)."""
     lengths, rng = Lengths(LIMIT), random.Random(seed)
     for number in range(groups):
         long = rng.random() < 0.5
@@ -107,7 +110,7 @@ def test_lengths_do_not_separate_before_enough_groups() -> None:
 
 def test_earlier_answers_of_a_prompt_correct_the_estimate_from_its_tokens() -> None:
     lengths, rng = taught(), random.Random(5)
-    for number in range(60):  # every prompt comes twice; one with token 8 has long answers all the same
+    for number in range(60):  # every prompt comes twice; one prompt with token 8 has long answers, unlike the others
         usual = (1, 2, 7 + number % 2, 5000 + number % 30)
         lengths.observe(usual, answers(math.log(50 if number % 2 else 1000), rng))
         if number % 20 == 0:
@@ -124,7 +127,7 @@ def test_only_the_most_recent_prompts_are_remembered(monkeypatch: pytest.MonkeyP
         lengths.observe((number,), [Answer(10, True)])
     assert len(lengths.state().prompts) == 3 * 8
     again = Lengths(LIMIT, lengths.state())
-    again.observe((5,), [Answer(10, True)])  # prompt 3 leaves: 1 was observed again after it
+    again.observe((5,), [Answer(10, True)])  # removes prompt 3, because prompt 1 was observed again after it
     kept = [again.state().prompts[i : i + 8] for i in range(0, 24, 8)]
     one = Lengths(LIMIT)
     one.observe((1,), [Answer(10, True)])
@@ -143,7 +146,10 @@ def test_truncated_answers_count_as_longer_than_the_limit() -> None:
 
 @pytest.mark.parametrize("ended", [0.0, 0.02])
 def test_answers_that_are_nearly_always_cut_do_not_raise_the_estimate_without_end(ended: float) -> None:
-    """A soak run found it: at a mean logarithm of 44 the manager could not write its journal, at 709 exp overflows."""
+    """A long test run found this error.
+
+    At a mean logarithm of 44 the manager could not write its journal, and at 709 exp overflows.
+    """
     lengths, rng = Lengths(16), random.Random(1)
     for _ in range(3_000):
         prompt = tuple(rng.randrange(12) for _ in range(6))
@@ -152,7 +158,7 @@ def test_answers_that_are_nearly_always_cut_do_not_raise_the_estimate_without_en
         assert lengths.typical.deviation < 4.0
     for _ in range(400):
         lengths.observe((rng.randrange(12),), [Answer(4, True)] * 4)
-    assert abs(lengths.typical.mean - math.log(4)) < 0.5, "it follows the answers when they become shorter"
+    assert abs(lengths.typical.mean - math.log(4)) < 0.5, "the estimate does not follow answers that become shorter"
 
 
 def test_answer_of_maximum_length_counts_as_cut_even_if_reported_as_ended() -> None:

@@ -1,4 +1,7 @@
-"""Turns go to the rollout that has their prefix, if it requests work; none waits for it, none overtakes another."""
+"""A turn goes to the rollout that has its prefix, if this rollout requests work.
+
+No turn waits for a rollout, and no turn overtakes another one.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,9 @@ def test_turn_is_kept_for_the_waiting_rollout_with_its_prefix_until_that_has_wor
     first = _turn_of(store, item, ROLLOUT)
     assert _lease(store, ROLLOUT, 1) == []
     one, other = (ask(store, item, f"next {place}", (7,), first, 4) for place in range(2))
-    assert _lease(store, OTHER, 1) == [other], "the rollout has one place only"
+    assert _lease(store, OTHER, 1) == [other], (
+        "the other rollout did not get the turn for which the first one has no place"
+    )
     assert _lease(store, ROLLOUT, 1) == [one]
     last = ask(store, item, "last", (7,), first, 4)
     assert _lease(store, OTHER, 1, holding=(other,)) == [last]

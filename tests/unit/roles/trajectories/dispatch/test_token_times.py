@@ -1,4 +1,4 @@
-"""Seconds of a token, learned from appends."""
+"""The seconds that a token takes, learned from appends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_token_times_follow_the_observations() -> None:
 def test_pauses_do_not_count_but_a_slower_engine_does() -> None:
     times = TokenTimes()
     for number in range(16):
-        times.observe(8, 5.0 if number % 2 else 0.01)  # it loads weights every other time
+        times.observe(8, 5.0 if number % 2 else 0.01)  # every second time includes a load of weights
     assert times.table[8] == pytest.approx(0.01)
     for _ in range(16):
         times.observe(8, 0.03)
@@ -76,7 +76,7 @@ def test_append_of_an_ended_answer_gives_no_observation() -> None:
 
 def test_time_of_reading_a_prefix_is_never_zero() -> None:
     times = TokenTimes()
-    times.add(Observed((), (0.0,) * 5))  # the engine's cache had the prefix
+    times.add(Observed((), (0.0,) * 5))  # the prefix was in the engine's cache
     assert times.read > 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which engine gets the waiting answers, and which running answers move."""
+"""The choice of the engine for each waiting answer, and of the running answers that move."""
 
 from __future__ import annotations
 
@@ -58,17 +58,21 @@ def test_a_rollout_gets_at_most_its_places_and_an_idle_one_gets_work(
     assert len(given_to) <= own[0]
     assert len(set(given_to)) == len(given_to)
     assert set(given_to) <= {each.trajectory for each in work}
-    assert given_to == share(work, engine("rollout/0", own[0], *own[1]), views), "decisions are deterministic"
+    assert given_to == share(work, engine("rollout/0", own[0], *own[1]), views), (
+        "a repeated decision has another result"
+    )
     if lengths and not own[1]:
         assert given_to
     if all(not free for free, _ in others):
-        assert given_to == [each.trajectory for each in work[: own[0]]], "in today's order, nothing is left for others"
+        assert given_to == [each.trajectory for each in work[: own[0]]], (
+            "without free places elsewhere, the engine must get the first answers in order"
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(10.0, 3000.0), min_size=1, max_size=24), st.integers(2, 4), st.integers(1, 8))
 def test_every_waiting_answer_is_eventually_leased(lengths: list[float], count: int, places: int) -> None:
-    """Engines request work in turn, as often as they have free places: no answer waits without end."""
+    """Engines request work in turn, as often as they have free places, and no answer waits without end."""
     left = waiting(*sorted(lengths, reverse=True))
     running: list[list[Waiting]] = [[] for _ in range(count)]
     for turn in range(8 * len(lengths) * count):
@@ -92,7 +96,7 @@ def test_long_answers_are_distributed_over_engines() -> None:
     own, other = engine("a", 4), engine("b", 4)
     first = share(work, own, [other])
     rest = [each for each in work if each.trajectory not in first]
-    assert len({0, 1} & set(first)) == 1, "one long answer for each"
+    assert len({0, 1} & set(first)) == 1, "the two long answers did not go to different engines"
     assert len(first) <= 4
     assert len(rest) >= 4
 
@@ -107,7 +111,9 @@ def test_slow_engine_gets_fewer_answers_than_a_fast_one() -> None:
 
 def test_many_equal_answers_balance_the_load_despite_unequal_free_places() -> None:
     given_to = share(waiting(*[500.0] * 120), engine("idle", 128), [engine("busy", 452, *[500.0] * 60)])
-    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), "both run 90 then"
+    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), (
+        "the idle engine must get 90 answers, so that both run 90"
+    )
 
 
 def test_busy_engine_leaves_the_last_answer_to_an_idle_one() -> None:
@@ -161,10 +167,12 @@ def test_no_answer_moves_without_sufficient_gain(
 
 
 def test_no_answer_moves_if_only_the_risk_of_a_long_answer_would_move() -> None:
-    """Either engine would wait for the answer if it becomes long, and other answers do not make it slower."""
+    """Either engine would wait for an answer that becomes long, and other answers do not make it slower."""
     those = [Running(number, curve(500, 64, deviation=1.0), 84) for number in range(6)]
     other = EngineView("other", EngineLoad(TABLE.widths, FLAT, [those[0].curve]), 1, 4)
-    assert source(those, FLAT).load.finish() > 1.2 * other.load.finish(), "it has more of the risk"
+    assert source(those, FLAT).load.finish() > 1.2 * other.load.finish(), (
+        "the source must have the larger expected time for this test"
+    )
     assert hand_back(source(those, FLAT), those, [other], READ) == []
 
 
@@ -205,7 +213,7 @@ def test_gain_of_every_move_is_at_least_twice_its_cost(
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_decision_evaluates_a_bounded_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many answers wait and engines have places: the benchmark measures how long that takes."""
+    """The bound holds for any number of waiting answers and places; the benchmark measures the time of a decision."""
     evaluated = 0
     real = engine_load._finish
 

@@ -1,4 +1,4 @@
-"""What is trained of an episode: a sample for each leaf, each sampled token once, and no given token."""
+"""The samples that are trained of an episode: one for each leaf, with each sampled token once, and no given token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_turn_that_branches_before_the_tokens_of_its_parent_does_not_contain_the
     (item,) = episodes(store, 1)
     root = turn(store, item, (2, 3), (5,))
     second = turn(store, item, (4,), (6,), root, 3)
-    turn(store, item, (9,), (8,), second, 1)  # from within the root's given tokens
+    turn(store, item, (9,), (8,), second, 1)  # a branch that keeps only one of the root's given tokens
     one, other = _complete(store, item)
     assert one.prompt + one.tokens == (2, 3, 5, 4, 6)
     assert (other.prompt, other.tokens) == ((2, 9), (8,))
@@ -142,7 +142,7 @@ def test_shard_of_a_gang_member_has_lengths_and_masks_of_all_and_its_own_tokens(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_trees_train_each_used_token_once_in_the_context_it_was_sampled_in(tmp_path: Path, seed: int) -> None:
-    """Tokens are numbered, so that each can be found again; the context of each is noted when it is sampled."""
+    """Each token has a number by which it can be found again, and its context is recorded when it is sampled."""
     draw = random.Random(seed)
     store = open_agents_store(tmp_path, max_new_tokens=9, compact_from=2000)
     contexts: dict[int, tuple[int, ...]] = {}
@@ -181,14 +181,14 @@ def test_random_trees_train_each_used_token_once_in_the_context_it_was_sampled_i
     ages: Counter[int] = Counter()
     for one in batch.trajectories:
         path, tokens = one.prompt + one.tokens, _trained(one)
-        assert tokens, "each sample trains something"
+        assert tokens, "a sample has no trained token"
         for token in tokens:
             assert path[: path.index(token)] == contexts[token]
             assert one.versions[one.tokens.index(token)] == Version(steps[token], 1)
             ages[-steps[token]] += 1
         trained.update(tokens)
     assert set(trained.values()) == {1}
-    assert trained.keys() >= finished, "whatever was complete is trained"
+    assert trained.keys() >= finished, "a token of a complete answer was not trained"
     bound = store.batch(TRAINER, 1)
     assert isinstance(bound, Bound)
     assert decode(bound.batch) == batch

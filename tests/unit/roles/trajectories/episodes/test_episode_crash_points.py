@@ -1,5 +1,6 @@
-"""The store dies at any call of its disk while agents work: every acknowledged turn and attempt is there, the same
-requests get the same answers, and no episode is trained twice.
+"""The store dies at any call of its disk while agents work, and no episode is trained twice.
+
+Every acknowledged turn and attempt is still there, and the same requests get the same answers.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS, AgentsScript, check
 
 COMPACTS = 1500
-"""Bytes of log from which it is compacted: several times within the script."""
+"""Size of the log (bytes) from which it is compacted, which the script reaches several times."""
 STEPS = 6
-"""The script has two less; what is left of any crash is brought to so many."""
+"""Steps to which the run continues after any crash; the script has two less."""
 STALENESS = 2
 SPARSE = 5
-"""Distance of the folders of a crash that ``make test`` opens; ``make test-long`` opens every one."""
+"""``make test`` opens every ``SPARSE``-th folder that a crash could leave, and ``make test-long`` opens each one."""
 Recorded = tuple[AgentsScript, FakeDisk]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The whole script on a disk that does not fail, and every moment of it."""
+    """Return the whole script on a disk that does not fail, with every moment of this disk."""
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
@@ -43,7 +44,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip syncs: what a power cut would leave is computed, so nothing has to reach the real disk."""
+    """Skip syncs: the tests compute what a power loss would leave, so that nothing has to reach the real disk."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -57,15 +58,17 @@ def test_script_writes_every_kind_of_record_of_episodes_and_compacts_them(record
         kinds |= {type(decode(payload)) for payload in read_frames(path)}
     assert kinds >= EPISODE_RECORDS
     assert script.views[-1].audit.dropped
-    assert sum(call.startswith("replace") for call in disk.calls) >= 3, "it was opened, and compacted twice"
+    assert sum(call.startswith("replace") for call in disk.calls) >= 3, (
+        "the log was not replaced at its opening and at two compactions"
+    )
 
 
 def _crash_everywhere(
     recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1
 ) -> int:
-    """Open and continue every folder that a crash could leave; return how many there are.
+    """Open and continue every folder that a crash could leave; return the number of folders.
 
-    With ``distance``, the first and each ``distance``-th one after it of each kind of call.
+    With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
     """
     script, disk = recorded
     counts: Counter[str] = Counter()

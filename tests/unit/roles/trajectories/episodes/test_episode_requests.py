@@ -1,4 +1,4 @@
-"""Agents, rollouts and a trainer at a store behind a socket, which is killed while they work."""
+"""Agents, rollouts and a trainer use a store behind a socket, which is killed while they work."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ async def _ask(
 
 
 class _Run:
-    """A run, which remembers what agents have read. A rollout samples a turn's number, and then how often it did."""
+    """A run that records the answers which agents have read.
+
+    For each turn, a rollout samples the turn's number, and a count of how often the turn was sampled.
+    """
 
     def __init__(self) -> None:
         self.read: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        """Answers that an agent has read, by episode and attempt."""
+        """Answers that an agent has read, by (episode, attempt)."""
         self.trained: dict[int, tuple[int, ...]] = {}
         self.step = 0
         self.done = asyncio.Event()
@@ -126,7 +129,7 @@ def test_answers_read_by_agents_are_trained_token_for_token_although_the_store_i
     audit = open_agents_store(process.folder).audit()
     assert audit.trained == STEPS * BATCH * GROUP
     assert audit.dropped == {}
-    assert {attempt for _, attempt in run.read} == {1}, "the store's death ends no attempt"
+    assert {attempt for _, attempt in run.read} == {1}, "an attempt has ended because the store died"
     for episode, tokens in run.trained.items():
         first, second = run.read[episode, 1]
         assert tokens == (*first, 2, 3, *second)

@@ -1,4 +1,4 @@
-"""Open requests for the tokens of turns: evaluated when their turn has changed, and answered once."""
+"""Open requests for the tokens of turns are evaluated only after a change of their turn, and answered once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rrl.transport.control.endpoints import Incoming
 
 
 class _Scene:
-    """A store with the followers of its turns, and how often their requests were evaluated."""
+    """A store with the followers of its turns, and a count of how often their requests were evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.store = open_agents_store(folder)
@@ -51,7 +51,7 @@ class _Scene:
         return identity
 
     def answers(self) -> dict[int | None, object]:
-        """The answers of a round, by the id of their request."""
+        """Return the answers of a round, by the id of their request."""
         return {incoming.request_id: given for incoming, given in self.followers.answers(self.now)}
 
 

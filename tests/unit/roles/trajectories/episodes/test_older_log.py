@@ -1,4 +1,4 @@
-"""A log that an older version of rrl wrote is read, and its run goes on."""
+"""A log of an older version of rrl is read, and its run continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rrl.tests.support.roles.trajectories.crew import TRAINER, bind, commit, inc
 
 RECORDED = Path(__file__).parents[4] / "data" / "recorded" / "trajectories"
 EPISODE = 14
-"""The episode at work in the recorded log."""
+"""Number of the episode that is at work in the recorded log."""
 NEXT_AGENTS = incarnation_of("agents/0", 2)
 MEMBERS = (*(each for each in CREW if each != AGENTS), NEXT_AGENTS)
 
@@ -41,7 +41,7 @@ def test_log_from_before_replay_is_read_completely_and_its_open_turn_goes_on(tmp
     assert (second.parent, second.offset, second.request, second.options) == (first.id, 4, "open", "")
     again = OpenTurn(OTHER_AGENTS, EPISODE, 1, "open", first.id, 4, (7,), 4, ("hash open",))
     assert answer(store, again) == answer(store, again)
-    assert is_over(answer(store, GetEpisode(NEXT_AGENTS, 0))), "its step was trained"
+    assert is_over(answer(store, GetEpisode(NEXT_AGENTS, 0))), "an episode of a trained step is not over"
     sample(store, second.id, (8, 1), step=3)
     assert follow(store, second.id, 0, NEXT_AGENTS).tokens == (8, 1)
     (item,) = [each for each in episodes(store, 1, OTHER_AGENTS) if each.episode == EPISODE]

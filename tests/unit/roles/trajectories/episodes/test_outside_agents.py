@@ -56,7 +56,9 @@ def test_repeated_request_returns_the_same_episode_and_another_request_the_next_
     assert _open(store, "b").episode == 1
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     assert _open(store) == item
-    assert [each.episode for each in episodes(store, 2)] == [2, 3], "agents of the run get the others"
+    assert [each.episode for each in episodes(store, 2)] == [2, 3], (
+        "agents of the run did not get the two other episodes"
+    )
 
 
 def test_death_of_the_endpoint_ends_no_attempt(store: Store) -> None:
@@ -81,7 +83,7 @@ def test_request_gets_another_episode_once_its_attempt_is_over(store: Store) -> 
 
 def test_attempt_beyond_its_time_limit_fails_and_is_repeated(store: Store) -> None:
     item = _open(store)
-    assert store.episodes.due < 1000.0, "the limit begins with the next round"
+    assert store.episodes.due < 1000.0, "the time limit of the new attempt is not due for a check in the next round"
     store.episodes.expire(1000.0)
     assert store.episodes.due == 1060.0
     store.episodes.expire(1059.0)
@@ -142,11 +144,13 @@ def test_late_reward_is_accepted_once(store: Store, tmp_path: Path) -> None:
     items = [_ended(store, str(number)) for number in range(BATCH * GROUP)]
     assert store.lease_scoring(REWARD, 9) == Scoring(())
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
-    assert store.lease_scoring(REWARD, 9) == Scoring(()), "nor after a restart"
+    assert store.lease_scoring(REWARD, 9) == Scoring(()), (
+        "an episode without its reward was leased for scoring after a restart"
+    )
     for place, item in enumerate(items):
         assert _post(store, item, place / 4) == Done()
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
-    assert _post(store, items[1], 0.25) == Done(), "repeated"
+    assert _post(store, items[1], 0.25) == Done(), "a repeated reward was refused"
     second = _post(store, items[1], 0.5)
     assert isinstance(second, Denied)
     assert "has the reward 0.25 already" in second.why
@@ -188,4 +192,4 @@ def test_reward_before_the_end_of_another_attempt_or_that_is_no_number_is_refuse
     scored = _open(store, "c")
     turn(store, scored, (2,), (5, 1), who=ENDPOINT)
     finish(store, scored, 1.0, ENDPOINT)
-    assert is_over(_post(store, scored, 0.5)), "it was finished with a reward"
+    assert is_over(_post(store, scored, 0.5)), "a later reward was accepted for an episode that was finished with one"

@@ -1,4 +1,7 @@
-"""Replay: the next attempt takes over the turns of one whose process died, and nothing is sampled twice."""
+"""Replay: the attempt after the death of a process takes over the turns of the attempt before it.
+
+No turn is sampled twice.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ def store(tmp_path: Path) -> Store:
 
 
 def _members(agents: Incarnation) -> tuple[Incarnation, ...]:
-    """The members with another incarnation of the first agents replica."""
+    """Return the members of the run with another incarnation of the first agents replica."""
     return (*(each for each in CREW if each != AGENTS), agents)
 
 
 def _next(store: Store, number: int) -> tuple[Incarnation, EpisodeItem]:
-    """Let the agents replica die, and lease its episode to its incarnation ``number``."""
+    """Let the agents replica die, and lease its episode to the replica's incarnation ``number``."""
     successor = incarnation_of("agents/0", number)
     store.update_membership(_members(successor))
     (item,) = episodes(store, 1, successor)
@@ -64,7 +67,7 @@ def _next(store: Store, number: int) -> tuple[Incarnation, EpisodeItem]:
 
 
 def _samples(store: Store, item: EpisodeItem, who: Incarnation) -> tuple[Trajectory, ...]:
-    """Finish an episode, and all others of the first batch; return the samples of the episode."""
+    """Finish the episode and all others of the first batch; return the samples of the episode."""
     finish(store, item, 0.5, who)
     for other in episodes(store, BATCH * GROUP - 1, OTHER_AGENTS):
         turn(store, other, (2,), (5, 1), who=OTHER_AGENTS)
@@ -87,7 +90,9 @@ def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store:
     store = reopened(store, tmp_path, _members(who))
     shown = turns_of(store, item.episode, who)
     assert ([each.id for each in shown.turns], [each.id for each in shown.recorded]) == ([first], [second])
-    assert ask(store, again, "(7,) None 4", (7,), first, 4, who=who) != second, "the name is another"
+    assert ask(store, again, "(7,) None 4", (7,), first, 4, who=who) != second, (
+        "a request with another name got the recorded turn"
+    )
     assert ask(store, again, f"(7,) {first} 4", (7,), first, 4, who=who) == second
     assert lease(store, OTHER)[0].trajectory != second
 
@@ -196,7 +201,10 @@ def test_replay_continues_after_the_death_of_a_replaying_attempt(store: Store, t
 
 
 def test_turns_may_be_replayed_in_another_order_than_they_were_recorded(store: Store, tmp_path: Path) -> None:
-    """Two sub-agents with the same beginning: the second branched off the first, and asks first this time."""
+    """Two sub-agents have contexts with a common beginning.
+
+    The turn of the second one is a branch of the first one's turn, and is requested first in the replay.
+    """
     (item,) = episodes(store, 1)
     one = turn(store, item, (2, 3), (5, 6))
     two = turn(store, item, (9,), (7, 1), one, 2)
@@ -236,13 +244,16 @@ def test_replayed_attempts_are_counted_apart_from_restarted_ones(store: Store) -
 def test_deterministic_agent_reads_the_same_answers_again_after_any_death(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str], data: st.DataObject
 ) -> None:
-    """An agent whose every attempt asks the same: each request gets the same turn, whose answer was sampled once."""
+    """Every attempt of this agent makes the same requests.
+
+    Each request gets the same turn in every attempt, and the turn's answer was sampled once.
+    """
     folder = tmp_path_factory.mktemp("store")
     store = open_agents_store(folder)
     who, number = AGENTS, 1
     (item,) = episodes(store, 1)
     opened: dict[str, int] = {}
-    """The turn of each request that any attempt has made."""
+    """The turn of each request, over all attempts."""
     asked: list[str] = []
     """Requests of the newest attempt."""
 

@@ -281,7 +281,7 @@ def test_finished_episodes_with_their_rewards_complete_a_group_without_a_reward_
     for place, item in enumerate(episodes(store, BATCH * GROUP)):
         turn(store, item, (2,), (5, 1))
         finish(store, item, place / 4)
-    assert answer(store, FinishEpisode(AGENTS, 0, 1, 0.0)) == Done(), "a repeated request"
+    assert answer(store, FinishEpisode(AGENTS, 0, 1, 0.0)) == Done(), "a repeated request was refused"
     batch = bind(store, 1)
     assert [(one.id, one.reward, one.training) for one in batch.trajectories] == [
         (0, 0.0, 0.0), (1, 0.25, 0.25), (2, 0.5, 0.5), (3, 0.75, 0.75)
@@ -343,7 +343,7 @@ def test_episodes_begin_only_if_steps_can_train_them_and_their_turns_are_always_
     store = open_agents_store(tmp_path, staleness=0)
     store.lease(ROLLOUT, 1, (), 0)  # reports its weights
     begun = episodes(store)
-    assert {item.group for item in begun} == set(range(BATCH)), "step 1 trains no more groups"
+    assert {item.group for item in begun} == set(range(BATCH)), "episodes of more groups than step 1 trains were leased"
     assert all(ask(store, item) for item in begun)
     assert len(lease(store, weights=0)) == len(begun)
 

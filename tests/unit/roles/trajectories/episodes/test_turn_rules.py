@@ -73,7 +73,7 @@ def _foreign(store: Store, item: EpisodeItem, parent: int | None, offset: int, t
 
 
 def _samples(store: Store, item: EpisodeItem) -> tuple[Trajectory, ...]:
-    """Finish an episode, and all others of the first batch, and commit it; return the samples of the episode."""
+    """Finish the episode and all others of the first batch, and commit it; return the samples of the episode."""
     finish(store, item, 0.5)
     for other in episodes(store, BATCH * GROUP - 1):
         turn(store, other, (2,), (5, 1))
@@ -90,7 +90,7 @@ def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Sto
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6)), segment(number, 2, (7,), 1)])
     assert _end(store, number, 1) == Done()
-    assert _end(store, number, 1) == Done(), "repeated"
+    assert _end(store, number, 1) == Done(), "a repeated request was refused"
     late = store.append(ROLLOUT, [segment(number, 3, (8,))])
     assert isinstance(late, Denied)
     assert late.lost == (number,)

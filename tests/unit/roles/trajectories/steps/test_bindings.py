@@ -1,6 +1,7 @@
-"""A step that is bound in parts: which groups a part gets, what stays fixed, and the state of the step afterwards.
+"""A step that is bound in parts: the groups of each part, what cannot change, and the state after the step.
 
-Random histories of parts are in ``test_waiting.py``, and crashes of the store in ``test_crash_points.py``."""
+Random histories of parts are in ``test_waiting.py``, and crashes of the store in ``test_crash_points.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from rrl.tests.support.roles.trajectories.crew import (
 from rrl.tests.support.roles.trajectories.crew import open_store as _open_store
 
 STEP = 4
-"""groups of a step"""
+"""Number of groups in a step."""
 
 
 def open_store(folder: Path, **changed: Any) -> Store:
@@ -53,7 +54,7 @@ def part(store: Store, number: int, index: int, who: Incarnation = TRAINER) -> P
 
 
 def complete(store: Store, *groups: int, weights: int = 0, who: Incarnation = ROLLOUT) -> None:
-    """Finish and score groups that ``who`` has leased and not appended to."""
+    """Finish and score groups that ``who`` has leased, and of which it has appended nothing yet."""
     tracks = [GROUP * group + place for group in groups for place in range(GROUP)]
     assert store.append(who, [segment(t, 0, (5, 1), weights) for t in tracks], tracks) == Done()
     score(store)
@@ -98,12 +99,15 @@ def test_the_last_part_may_have_fewer_groups_than_the_others(tmp_path: Path) -> 
 
 
 def test_a_part_leaves_places_for_the_groups_whose_last_step_it_is(tmp_path: Path) -> None:
-    """Group 3 must be trained in step 1, so that only three of the four others that are complete have a place in it."""
+    """Group 3 must be trained in step 1.
+
+    Only three of the other four groups that are complete therefore have a place in this step.
+    """
     store = open_store(tmp_path, staleness=0, max_ahead_batches=1)
     assert len(lease(store, weights=0)) == STEP * GROUP
     complete(store, 0, 1)
     assert part(store, 1, 0).groups == (0, 1)
-    assert lease(store, OTHER, weights=0) == (), "the two places that are left belong to groups 2 and 3"
+    assert lease(store, OTHER, weights=0) == (), "work was leased although the two free places belong to groups 2 and 3"
     complete(store, 2)
     assert part(store, 1, 1).groups == (2,)
     assert store.part(TRAINER, 1, 2) == NotReady()
@@ -116,7 +120,10 @@ def test_a_part_leaves_places_for_the_groups_whose_last_step_it_is(tmp_path: Pat
 
 
 def _with_a_late_group(folder: Path, **changed: Any) -> Store:
-    """Step 2 is open; it is the last for group 4, which is not complete, while groups 5 to 8 are, of newer weights."""
+    """Return a store whose step 2 is open and is the last step for group 4.
+
+    Group 4 is not complete, but groups 5 to 8 are, with newer weights.
+    """
     store = open_store(folder, staleness=1, max_ahead_batches=3, **changed)
     assert len(lease(store, at_most=5 * GROUP, weights=0)) == 5 * GROUP
     complete(store, 0, 1, 2, 3)
@@ -129,7 +136,7 @@ def _with_a_late_group(folder: Path, **changed: Any) -> Store:
 def test_part_takes_no_place_of_an_older_incomplete_group(tmp_path: Path) -> None:
     store = _with_a_late_group(tmp_path)
     assert part(store, 2, 0).groups == (5, 6, 7)
-    assert store.part(TRAINER, 2, 1) == NotReady(), "group 8 is complete, but the place is that of group 4"
+    assert store.part(TRAINER, 2, 1) == NotReady(), "a part was bound although the last place belongs to group 4"
     assert store.batch(TRAINER, 2) == NotReady()
     for index in (1, None):
         assert store.wait_reason(2, index) == (
@@ -199,7 +206,7 @@ def test_each_digest_covers_the_content_of_the_part_and_the_parts_before(tmp_pat
     (a, ab), (b, bb), (c, cb), same = digests
     assert same == (a, ab)
     assert a == b != c
-    assert len({a, ab, bb, c, cb}) == 5, "the second part of c has the content of that of a"
+    assert len({a, ab, bb, c, cb}) == 5, "digests must differ although the second parts of a and c have equal content"
 
 
 def test_a_fenced_trainer_is_denied_parts_and_members_of_a_gang_get_the_same(tmp_path: Path) -> None:
@@ -344,7 +351,10 @@ def test_batch_that_does_not_fit_into_a_message_is_bound_in_parts(tmp_path: Path
 
 @pytest.mark.parametrize("runs", [1, 64])
 def test_bytes_of_groups_are_never_more_than_estimated(tmp_path: Path, runs: int) -> None:
-    """All tokens are of one version, or each is of a version of its own; numbers are as large as they get."""
+    """All tokens have one version, or each token has a version of its own.
+
+    All numbers are as large as they can be.
+    """
     tokens, length = 64, 64 // runs
     store = open_store(tmp_path, max_new_tokens=tokens)
     for item in lease(store, at_most=3 * GROUP):
@@ -375,8 +385,12 @@ def test_smaller_staleness_limit_drops_only_groups_that_are_in_no_part(
     store.flush()
     store = open_store(tmp_path, staleness=0, groups_per_batch=groups, wait_for_late=waits)
     assert part(store, 2, 0) == opened
-    assert sum(store.audit().dropped.values()) == 2 * GROUP, "groups 6 and 7, which step 2 may not train any more"
-    assert {item.group for item in lease(store, weights=1)} == {8, 9}, "the places that are left in step 2"
+    assert sum(store.audit().dropped.values()) == 2 * GROUP, (
+        "the dropped groups are not 6 and 7, which are too old for step 2"
+    )
+    assert {item.group for item in lease(store, weights=1)} == {8, 9}, (
+        "the leased groups are not those for the free places of step 2"
+    )
     complete(store, 8, 9, weights=1)
     score(store)
     assert part(store, 2, 1).groups == (8, 9)
@@ -415,7 +429,9 @@ def test_batch_of_an_open_step_is_completed_despite_a_smaller_window(tmp_path: P
     part(store, 1, 0)
     store.flush()
     store = open_store(tmp_path, groups_per_batch=1, max_ahead_batches=0)
-    assert len(generate(store)) == 3 * GROUP, "as many groups as step 1 lacks, though a step has only one"
+    assert len(generate(store)) == 3 * GROUP, (
+        "the store must generate the three groups that step 1 lacks, though a step now has one"
+    )
     score(store)
     assert bind(store, 1).groups == (0, 1, 2, 3)
 
@@ -471,7 +487,7 @@ def test_crash_between_the_last_part_and_its_binding_is_recovered(tmp_path: Path
 
 
 def _train_in_parts(store: Store, number: int, weights: int) -> None:
-    """Step ``number`` in two parts, whose tokens are of two versions."""
+    """Train step ``number`` in two parts, whose tokens have different versions."""
     groups = sorted({item.group for item in lease(store, at_most=2 * GROUP, weights=weights)})
     complete(store, *groups, weights=weights)
     part(store, number, 0)
@@ -499,7 +515,9 @@ def test_audit_counts_parts_and_ages_of_steps_whose_data_is_deleted(tmp_path: Pa
         store.close()
         store = open_store(tmp_path, staleness=2)
     assert part(store, 6, 0).groups == groups[6][:2]
-    assert isinstance(store.part(TRAINER, 4, 0), Denied), "only the parts of the last two steps are kept"
+    assert isinstance(store.part(TRAINER, 4, 0), Denied), (
+        "a part of step 4 is still served; only the last two steps must be kept"
+    )
 
 
 def test_audit_counts_no_tokens_of_a_step_that_is_not_committed(tmp_path: Path) -> None:
@@ -526,7 +544,7 @@ def test_a_log_of_a_version_without_parts_and_ages_is_read(tmp_path: Path) -> No
         commit(store, bind(store, number))
     batch = store.batch(TRAINER, 5)
     store.close()
-    store = open_store(tmp_path / "run", staleness=1)  # rewrites the log: the first three bindings are retired
+    store = open_store(tmp_path / "run", staleness=1)  # rewrites the log, so that the first three bindings are retired
     audit = store.audit()
     store.close()
     old = []
@@ -542,6 +560,8 @@ def test_a_log_of_a_version_without_parts_and_ages_is_read(tmp_path: Path) -> No
     assert part(store, 5, 0).last
     read = store.audit()
     assert (read.steps, read.trained, read.max_age) == (audit.steps, audit.trained, 1)
-    assert read.ages == {1: 2 * STEP * GROUP * 2}, "of steps 4 and 5, whose tokens are still there"
+    assert read.ages == {1: 2 * STEP * GROUP * 2}, (
+        "the ages are not those of steps 4 and 5, whose tokens are still there"
+    )
     assert isinstance(store.part(TRAINER, 6, 0), NotReady)
     assert isinstance(store.batch(TRAINER, 5), Bound)

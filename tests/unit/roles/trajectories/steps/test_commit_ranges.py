@@ -33,7 +33,7 @@ def _described(batches: Sequence[Batch]) -> list[TrainedStep]:
 
 
 def _bound(store: Store, count: int) -> list[Batch]:
-    """Bind steps 1 to ``count``."""
+    """Bind steps 1 to ``count``, and return their batches."""
     return [_bound_step(store, number) for number in range(1, count + 1)]
 
 
@@ -47,7 +47,7 @@ def test_steps_up_to_the_next_checkpoint_and_beside_its_write_are_bound(tmp_path
     reason = "the trainer waits for the commit of one of the steps 1 to 3: me.commit(step, files) has not been called"
     assert str(store.wait_reason(4 + most)).startswith(reason)
     store = open_store(tmp_path, keep_uncommitted=most, checkpoint_every=3)
-    assert [bind(store, batch.number) for batch in batches] == batches, "a restarted trainer gets them again"
+    assert [bind(store, batch.number) for batch in batches] == batches, "a restarted trainer gets other batches"
     commit(store, batches[2], earlier=batches[:2])
     bind(store, 4 + most)
     assert [bind(store, batch.number) for batch in batches[3:]] == batches[3:]
@@ -95,7 +95,9 @@ def test_commit_that_is_not_a_range_of_bound_batches_is_denied(tmp_path: Path) -
     )
     assert store.committed(TRAINER) == CommittedState(None, None)
     commit(store, batches[2], earlier=batches[:2])
-    assert "another manifest or digest" in denied(2, steps[:1]), "it was committed without a checkpoint"
+    assert "another manifest or digest" in denied(2, steps[:1]), (
+        "a step that was committed without a checkpoint was committed with one later"
+    )
 
 
 def test_retained_commits_and_batches_are_bounded_if_commits_have_several_steps(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
 
 
 def opened_twice(folder: Path) -> Store:
-    """Open a store whose log was rewritten by another process that opened it before."""
+    """Open and close a store, which rewrites its log, and return a store that reads this log."""
     open_store(folder).close()
     return open_store(folder)
 
@@ -110,7 +110,7 @@ def train(store: Store, number: int, who: Incarnation = TRAINER) -> None:
 
 def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    assert not is_evaluated(lease(store, OTHER, 2)), "without weights"
+    assert not is_evaluated(lease(store, OTHER, 2)), "an evaluated answer was leased before its weights were published"
     publish(store, 0)
     items = lease(store, ROLLOUT, 4, weights=0)
     assert is_evaluated(items)
@@ -119,7 +119,9 @@ def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(t
     seeds = [item.sampling.seed for item in items if item.sampling is not None]
     assert len(set(seeds)) == len(items)
     assert {item.sampling.temperature for item in items if item.sampling is not None} == {0.5}
-    assert not is_evaluated(lease(store, incarnation_of("rollout/1"), 2, weights=1)), "with newer weights"
+    assert not is_evaluated(lease(store, incarnation_of("rollout/1"), 2, weights=1)), (
+        "an evaluated answer was leased with newer weights"
+    )
 
 
 def test_greedy_answers_have_no_seed(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
     evaluate(store, 4)
     train(store, 5)
     evaluate(store, 5)
-    assert list(store.evaluations.results) == [0, 2, 4, 5], "before the first step, and after the last one, too"
+    assert list(store.evaluations.results) == [0, 2, 4, 5], "the evaluated steps are not 0, 2, 4 and the last one"
 
 
 def test_token_of_another_version_is_refused_and_its_answer_leased_again(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_answer_of_a_dead_rollout_goes_on_where_it_ended(tmp_path: Path) -> None
     publish(store, 0)
     items = lease(store, weights=0)
     assert store.append(ROLLOUT, [tokens(items[0], 0, given=(5,))], []) == Done()
-    assert not is_evaluated(lease(store, OTHER, weights=0)), "all are leased"
+    assert not is_evaluated(lease(store, OTHER, weights=0)), "an evaluated answer was leased twice"
     store.update_membership([one for one in ALL if one != ROLLOUT])
     again = lease(store, OTHER, weights=0)
     assert {item.trajectory for item in again} == {item.trajectory for item in items}
@@ -210,11 +212,15 @@ def test_new_trainer_begins_an_open_evaluation_again(tmp_path: Path) -> None:
     first = answer_all(store, 0)
     score(store, at_most=2)
     store.update_membership([*(one for one in ALL if one != TRAINER), NEXT])
-    assert not is_evaluated(lease(store, weights=0)), "the new trainer has published nothing"
+    assert not is_evaluated(lease(store, weights=0)), (
+        "evaluated answers were leased before the new trainer has published a version"
+    )
     publish(store, 0, NEXT)
     again = answer_all(store, 0, trainer=2)
     assert len(again) == len(first)
-    assert not {*first} & {*again}, "late answers and scores of the first attempt are not confused with new ones"
+    assert not {*first} & {*again}, (
+        "the second attempt uses numbers of the first one, whose late scores would count for it"
+    )
     store.post_scores(REWARD, [Score(number, 1.0, 1.0) for number in first])
     assert store.evaluations.results == {}
     score(store, reward=0.5)
@@ -229,12 +235,12 @@ def test_result_counts_once_its_step_is_committed(tmp_path: Path) -> None:
     score(store)
     batch = crew.bind(store, 2)
     evaluate(store, 2, reward=0.25)
-    assert list(store.evaluations.results) == [0], "step 2 is not committed"
+    assert list(store.evaluations.results) == [0], "the result of a step counts before the step is committed"
     generate(store, weights=2)
     score(store)
-    assert isinstance(store.batch(TRAINER, 3), Bound), "but the trainer does not wait for that"
+    assert isinstance(store.batch(TRAINER, 3), Bound), "the trainer has to wait for the result of an evaluation"
     store.update_membership([*(one for one in ALL if one != TRAINER), NEXT])
-    assert store.batch(NEXT, 3) == NotReady(), "the new trainer computes step 2 again"
+    assert store.batch(NEXT, 3) == NotReady(), "step 3 was bound before the new trainer has computed step 2 again"
     evaluate(store, 2, trainer=2, reward=0.75)
     commit(store, batch, NEXT)
     assert store.evaluations.results[2].metrics["reward"] == 0.75
@@ -307,7 +313,7 @@ def test_steps_train_the_same_groups_with_and_without_evaluations(tmp_path: Path
 
 
 def _script(store: Store, after: Callable[[], None]) -> None:
-    """Go on to the end of the run, and call ``after`` after each flush. It may begin anywhere."""
+    """Continue from any state to the end of the run, and call ``after`` after each flush."""
     state = store.committed(TRAINER)
     first = getattr(state, "number", None) or 0
     for number in range(first, STEPS + 1):

@@ -1,7 +1,8 @@
-"""``late = "drop"``: no token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on.
+"""With ``late = "drop"`` no token is trained that is older than ``[sampling] staleness``, and the run goes on.
 
-``late = "wait"`` is proved in ``test_waiting.py``; what both have in common, mainly which weights a rollout may begin
-with, is tested here."""
+``late = "wait"`` is tested in ``test_waiting.py``. Tests of rules that hold in both cases are here; most of them are
+about the weights with which a rollout may begin a group.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from rrl.tests.support.roles.trajectories.crew import (
 from rrl.tests.support.roles.trajectories.crew import open_store as _open_store
 
 SIZE = BATCH * GROUP
-"""trajectories of a step"""
+"""Number of trajectories in a step."""
 
 
 def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: Any) -> Store:
@@ -64,7 +65,8 @@ def test_groups_too_old_for_the_next_step_are_dropped_at_the_binding(tmp_path: P
     store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
     generate(store)
     score(store)
-    assert [bind(store, number).number for number in (1, 2)] == [1, 2]  # for step 2 the newest weights are step 1's
+    # at step 2 the newest weights are those of step 1
+    assert [bind(store, number).number for number in (1, 2)] == [1, 2]
     audit = store.audit()
     assert audit.dropped == {_too_old(1): 2 * SIZE}
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
@@ -100,7 +102,7 @@ def test_one_old_token_drops_its_whole_group_and_no_other(tmp_path: Path) -> Non
     rest = [segment(t, 0, (5, 6), 1) for t in (4, 6, 7)]
     denied = store.append(ROLLOUT, [*rest, segment(5, 1, (6,), 1)], (4, 5, 6, 7))
     assert isinstance(denied, Denied)
-    assert set(denied.lost) == {4, 5}  # whoever worked on them learns it with its next word
+    assert set(denied.lost) == {4, 5}  # a rollout that worked on them gets this answer to its next message
     assert store.append(ROLLOUT, rest[1:], (6, 7)) == Done()
     assert store.audit().dropped == {_too_old(0): GROUP}
 
@@ -162,7 +164,7 @@ def test_trainer_set_back_gets_the_same_batches_and_versions(
     again = incarnation_of("trainer/0", 2)
     store = open_store(tmp_path, staleness=0, keep_uncommitted=2, members=(ROLLOUT, REWARD, again))
     assert store.committed(again) == CommittedState(None, None)
-    assert _outdated(store, 0)  # of the new incarnation, yet as old as they were
+    assert _outdated(store, 0)  # weights of the new incarnation, which are as old as those of the first one
     for batch in batches:
         assert bind(store, batch.number, again) == batch
         commit(store, batch, again)
@@ -185,7 +187,7 @@ def test_new_staleness_limit_applies_to_groups_of_a_reopened_store(tmp_path: Pat
 def test_batch_always_has_the_number_of_groups_dropped_before_it(tmp_path: Path) -> None:
     changed: dict[str, Any] = {"staleness": 0, "compact_from": 1}
     store = open_store(tmp_path, **changed)
-    train(store, 1)  # by a rollout that does not say which weights it has: half of it is for step 2
+    train(store, 1)  # by a rollout that does not name its weights: half of its work is for step 2
     generate(store, weights=1)
     score(store)
     second = bind(store, 2)
@@ -203,7 +205,7 @@ def test_batch_always_has_the_number_of_groups_dropped_before_it(tmp_path: Path)
 # ── groups that could not be trained ───────────────────────────────────────────────────────────────────────────────
 def test_rollout_waits_for_newer_weights_instead_of_beginning_groups_that_would_be_too_old(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0, max_ahead_batches=3)
-    assert len(lease(store, weights=0)) == SIZE, "what step 1 takes, whatever may be worked ahead"
+    assert len(lease(store, weights=0)) == SIZE, "not exactly the trajectories of step 1 were leased"
     assert _outdated(store, 0, OTHER)
     store.append(ROLLOUT, [segment(t) for t in range(SIZE)], range(SIZE))
     score(store)
@@ -225,7 +227,9 @@ def test_rollout_leases_as_far_ahead_as_its_weights_stay_fresh(tmp_path: Path) -
     assert len(lease(store, ROLLOUT, weights=2)) == SIZE
     assert _outdated(store, 2, third)
     assert len(lease(store, third, weights=3)) == SIZE
-    assert _outdated(store, 3, incarnation_of("rollout/2")) is False, "its own is given again"
+    assert _outdated(store, 3, incarnation_of("rollout/2")) is False, (
+        "a rollout with leased work was asked to wait for newer weights"
+    )
 
 
 def test_full_store_does_not_request_newer_weights(tmp_path: Path) -> None:
@@ -247,7 +251,7 @@ def test_trajectory_of_a_dead_rollout_is_not_leased_to_one_with_too_old_weights(
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path: Path, most: int, ahead: int) -> None:
-    """Slower than the trainer by as much as it can be: a trajectory at a time, a token at a time."""
+    """The rollout is as slow as possible: it works on one trajectory at a time, and appends one token at a time."""
     store = open_store(tmp_path, staleness=most, max_ahead_batches=ahead)
     for number in range(1, 6):
         for _ in range(2 * SIZE):
@@ -263,7 +267,7 @@ def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path:
 
 
 class _Run:
-    """A trainer that publishes after each step, and rollouts that get its weights when it pleases them."""
+    """A trainer that publishes after each step, and rollouts that get its weights at random times."""
 
     def __init__(self, folder: Path, staleness: int, ahead: int) -> None:
         self.folder, self.staleness = folder, staleness
@@ -311,7 +315,7 @@ class _Run:
                 del hands[trajectory]
 
     def bind(self) -> bool:
-        """The trainer asks for its next batch, learns, publishes."""
+        """Let the trainer request its next batch, train it and publish; return whether it got a batch."""
         who, number = incarnation_of("trainer/0", self.incarnations["trainer/0"]), self.published + 1
         answer = self.store.batch(who, number)
         if not isinstance(answer, Bound):
@@ -365,7 +369,7 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
             run.restart()
         elif what == "die":
             run.succeed("trainer/0" if n < 3 else name)
-    run.succeed("rollout/0")  # its manager does away with one that does not get on; the other one is slow
+    run.succeed("rollout/0")  # its manager replaces a rollout that makes no progress; the other rollout is slow
     for _ in range(4):
         for _ in range(3 * SIZE + 8):
             run.weights["rollout/1"] = run.published
@@ -376,7 +380,7 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
             if run.bind():
                 break
         else:
-            raise AssertionError(f"step {run.published + 1} does not come about")
+            raise AssertionError(f"step {run.published + 1} was not bound")
     audit = run.store.audit()
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
     assert set(audit.dropped) <= {_too_old(most)}
@@ -385,7 +389,7 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
 
 
 def _metrics(batch: PackedBatch, staleness: int | None) -> dict[str, float]:
-    """The metrics of a batch that a trainer received."""
+    """Return the metrics of a batch as the trainer reports them."""
     steps = UncommittedSteps(staleness)
     steps.add(whole_part(batch))
     return steps.get(batch.number).metrics
@@ -407,7 +411,7 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     assert _metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.batch, stale=BATCH)
     assert _metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
-    assert store.audit().max_age == 0, "step 2 is not committed"
+    assert store.audit().max_age == 0, "tokens of a step that is not committed count"
     commit(store, bind(store, 2))
     assert store.audit().max_age == 1
 

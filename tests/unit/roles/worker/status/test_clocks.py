@@ -1,4 +1,4 @@
-"""The clock of a worker counts each moment of its process once."""
+"""The clock of a worker counts each moment of its process exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Times = dict[tuple[str, str], int]
 
 
 class Fake:
-    """A clock of whole nanoseconds, and a thread's wait for external services."""
+    """A phase clock with settable time (ns), and with a settable wait for external services."""
 
     def __init__(self) -> None:
         self.now, self.waited = 1_000, 0
@@ -77,7 +77,7 @@ def test_time_in_which_the_process_was_stopped_counts_to_its_phase(fake: Fake) -
 
 def test_clock_of_the_machine_contains_suspended_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "clock_gettime_ns", {time.CLOCK_BOOTTIME: 5}.__getitem__)
-    assert boot_time_ns() == 5, "the other monotonic clocks stop while the machine is suspended"
+    assert boot_time_ns() == 5, "the clock is not CLOCK_BOOTTIME, the only one that runs while the machine is suspended"
 
 
 def test_wait_of_the_thread_at_work_is_idle_and_that_of_another_thread_is_not(fake: Fake) -> None:
@@ -121,7 +121,7 @@ def test_external_wait_counts_instead_of_the_phase_around_it(fake: Fake) -> None
 
 
 def test_external_wait_that_was_measured_late_is_counted_later(fake: Fake) -> None:
-    """Two locks: a wait may end between the two readings of one count."""
+    """A wait and the clock have separate locks, so that a wait may end between the two readings of one count."""
     fake.clock.enter("score")
     fake.passes(10, external=12)
     assert fake.times == {(WAIT_EXTERNAL, "external"): 10}
@@ -210,7 +210,7 @@ def test_times_add_up_to_the_lifetime_after_any_sequence_of_events(
 @pytest.mark.parametrize(
     ("name", "waits_for", "expected"),
     [
-        ("wait_data", None, CurrentPhase("wait_data", None, "rollouts")),  # two rollouts: none of them is named
+        ("wait_data", None, CurrentPhase("wait_data", None, "rollouts")),  # with two rollouts, no single one is named
         ("wait_data", "trainer/0", CurrentPhase("wait_data", ReplicaId("trainer/0"), "rollouts")),
         ("wait_weights", None, CurrentPhase("wait_weights", ReplicaId("trainer/0"), "weights")),
         ("train", None, CurrentPhase("train", None, "")),

@@ -6,7 +6,7 @@ from rrl.tests.support.roles.worker_scene import JOB
 
 
 class Reported:
-    """The reports of a process."""
+    """The phases and counts that a process has reported."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -38,5 +38,6 @@ def test_process_with_blocking_code_is_in_phase_act_once_its_calls_are_answered(
     reported = Reported()
     reported.status.attempts_changed(2)
     reported.status.endpoint_changed(waiting=2, answered=0)
-    reported.status.endpoint_changed(waiting=0, answered=2)  # its own thread reports nothing more
+    # the thread of the attempts is blocked, and reports nothing
+    reported.status.endpoint_changed(waiting=0, answered=2)
     assert reported.phases[-1] == "act"

@@ -1,4 +1,4 @@
-"""The content of a heartbeat about a process."""
+"""The contents of a process's heartbeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_untaken_data_are_reported_only_while_the_store_confirms_them(monkeypatc
     status.confirm_untaken_data()
     assert status.heartbeat(STORE).data_untaken
     monkeypatch.setattr(work_status, "UNTAKEN_CONFIRMED_WITHIN_S", 0.0)
-    assert not status.heartbeat(STORE).data_untaken, "a loop that hangs confirms nothing any more"
+    assert not status.heartbeat(STORE).data_untaken, (
+        "an old confirmation still counts, though a hung loop sends no new one"
+    )
 
 
 def test_the_newest_value_of_each_logged_name_is_reported_once() -> None:

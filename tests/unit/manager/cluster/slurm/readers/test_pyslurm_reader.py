@@ -1,4 +1,4 @@
-"""The real child process with a false pyslurm, which returns recorded objects of the real one or misbehaves."""
+"""The real child process with a fake pyslurm, which returns recorded objects of the real one or misbehaves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def recorded(version: str) -> dict[str, Any]:
 
 @pytest.fixture
 def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that controls the false pyslurm: ``control(behaviour="hang")``."""
+    """Return a function that controls the fake pyslurm: ``control(behaviour="hang")``."""
     path = tmp_path / "control.json"
     monkeypatch.setenv(CONTROL_ENV, str(path))
     monkeypatch.setattr(selection, "FIRST_LOOK_PAUSE_S", 0.0)
@@ -68,7 +68,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def recorded_commands(version: str, moment: str, calls: list[str] | None = None) -> CommandReader:
-    """Return a reader to which Slurm's commands print what they printed at this moment."""
+    """Return a reader whose commands print the recorded output of Slurm's commands at this moment."""
     outputs = recorded(version)["moments"][moment]["commands"]
 
     async def run(argv: tuple[str, ...]) -> CommandResult:
@@ -134,7 +134,7 @@ def test_one_node_is_read_with_its_drain_and_an_unknown_one_is_refused(control: 
             await reader.node(NodeName("nowhere"))
         states = await reader.nodes((N5, NodeName("nowhere")))
         assert [states[N5].state, states[NodeName("nowhere")].state] == [NodeState.DRAINING, NodeState.UNKNOWN]
-        many = [NodeName(f"m{number}") for number in range(20)]  # more than are read one by one
+        many = [NodeName(f"m{number}") for number in range(20)]  # more nodes than are read one by one
         assert [status.state for status in (await reader.nodes([N5, *many])).values()] == [
             NodeState.DRAINING, *[NodeState.UNKNOWN] * 20,
         ]  # fmt: skip
@@ -219,7 +219,7 @@ def test_hanging_request_is_killed_and_the_next_one_gets_a_new_process(control: 
 
 
 def test_event_loop_runs_on_while_the_process_is_silent(control: Callable[..., None]) -> None:
-    """The process is stopped, as if its call held the interpreter: the loop must turn all the same."""
+    """The process is stopped, as if its call held the interpreter, and the manager's event loop must still turn."""
 
     async def scenario(reader: PyslurmReader) -> None:
         await reader._child.version()
@@ -245,7 +245,7 @@ def test_late_reply_is_never_taken_for_the_reply_to_the_next_request(control: Ca
             await reader.jobs()
         control()
         reader._limits = LIMITS
-        await asyncio.sleep(1.2)  # by now the late reply would have come
+        await asyncio.sleep(1.2)  # long enough for the late reply
         assert [step.id.count(".") for step in await reader.steps()] == [1]
 
     by_fake(scenario, HASTY)
@@ -397,7 +397,7 @@ def test_commands_take_over_after_three_failures(
 
 
 def test_process_is_not_started_again_once_commands_have_taken_over(control: Callable[..., None]) -> None:
-    """Requests of two tasks wait for the same process when its last failure lets the commands take over."""
+    """Requests of two tasks wait for one process when its last failure makes the commands take over."""
     calls: list[str] = []
 
     async def scenario(reader: SelectedReader) -> None:
@@ -432,7 +432,7 @@ def test_jobs_of_a_long_queue_are_read_by_squeue(control: Callable[..., None]) -
 
 
 def test_process_ends_with_the_manager(control: Callable[..., None]) -> None:
-    """A manager that is killed closes the pipe; the process then ends by itself."""
+    """A killed manager closes the pipe, which ends the process."""
 
     async def scenario(reader: PyslurmReader) -> None:
         await reader._child.version()
