@@ -42,7 +42,7 @@ _AT_ONCE = 4
 
 
 class Drift(Struct, frozen=True):
-    """What a run has shown."""
+    """The results of a run."""
 
     trained_tokens: int
     token_drift: int
@@ -60,7 +60,7 @@ class Drift(Struct, frozen=True):
     episodes: int
     """Trained episodes; the leaves of an episode's tree are its samples."""
     text_would_change: float
-    """Share of the answers that have other tokens after they were decoded and encoded again."""
+    """Share of the answers whose tokens change when the answer is decoded and encoded again."""
     answers: int
     reward: float
     """Mean reward."""
@@ -86,7 +86,7 @@ def measure(folder: Path, steps: int = STEPS) -> Drift:
 
 
 def job(steps: int, record: Path) -> str:
-    """Return the job.toml of the example with this length, whose checkpoints are all kept."""
+    """Return the job.toml of the example with this number of steps, where every checkpoint is kept."""
     toml = (EXAMPLES / "agents_smollm2.toml").read_text()
     lines = [f"steps = {steps}" if line.startswith("steps = ") else line for line in toml.splitlines()]
     for role, more in (("trainer", [f"keep_checkpoints = {steps + 1}"]), ("rollout", [])):

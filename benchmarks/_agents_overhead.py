@@ -1,8 +1,8 @@
 """The same requests to the endpoint of a run and to vLLM's own server: latency of a turn, and throughput.
 
 Both engines have the same model and arguments and run at the same time; only one of them has work at any moment. Rounds
-alternate between the arms. Inside the clock of a turn is all that the client waits for, from its call to the parsed
-answer. The run's trainer has nothing to do meanwhile: no episode ends.
+alternate between the arms. The time of a turn covers all that the client waits for, from its call to the parsed answer.
+The run's trainer is idle during the measurement, because no episode ends.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Measures how well failures are detected: rrl's detectors and baselines in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--only GLOB] [--jobs N] [--warnings]
-[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl has the
-bounds that it ships. The baselines are one fixed timeout, RobustRL's rules with 5, 15 and 30 s for the answer of a
-suspected rollout, which its paper does not publish, and a judge that warns of everybody.
+[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl uses its
+default limits. The baselines are one fixed timeout, RobustRL's rules, and a judge that warns about every replica.
+RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does not
+publish this time.
 
 Prints the delays of hangs by role beside RobustRL's, then for each suite (``faults``, ``no_fault``) what each method
 found, missed and raised falsely, and its warnings per hour. Then come the delays by role and cause, and each mistake of
-rrl with its scenario and seed. With ``--curve``, rrl's bounds are also shortened until it raises as many false alarms
-as RobustRL: nobody runs it so, and no figure but ``equal_false_alarms`` and ``curve`` comes from it. The last line is
-one JSON object (benchmarks/_provenance.py).
+rrl with its scenario and seed. With ``--curve``, rrl's limits are also shortened until it raises as many false alarms
+as RobustRL. No run uses such limits; only the figures ``equal_false_alarms`` and ``curve`` come from them. The last
+line is one JSON object (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     scenarios: Annotated[Path, typer.Option(help="folder of scenario files")] = SHIPPED,
     seeds: Annotated[int, typer.Option(min=1, help="plays of each scenario")] = 5,
-    first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
-    curve: Annotated[bool, typer.Option("--curve", help="also play all methods with other bounds than theirs")] = False,
+    first_seed: Annotated[int, typer.Option(min=0, help="the first seed")] = 0,
+    curve: Annotated[bool, typer.Option("--curve", help="also play all methods with scaled limits")] = False,
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores that may be used")] = None,
     warnings: Annotated[bool, typer.Option("--warnings", help="also list every WARN of rrl")] = False,
