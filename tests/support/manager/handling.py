@@ -1,4 +1,4 @@
-"""A message handler with the state of one launched rollout, and what it records and sends."""
+"""A message handler with the state of one launched rollout, which keeps the events and messages that it makes."""
 
 from __future__ import annotations
 
