@@ -26,7 +26,7 @@ from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
-"""Prefixes by which readers name values that have no name yet."""
+"""Prefixes of the names that readers give to values without a known name."""
 _FEW = range(32)
 _OTHER_CODES = (
     "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
@@ -54,7 +54,7 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
 }  # fmt: skip
 """Field → values that readers report for it."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
-"""name that an author may expect a default role to have → its name"""
+"""Name that an author may expect of a default role → its real name."""
 
 Mistake = tuple[tuple[str | int, ...], str]
 
@@ -136,7 +136,7 @@ def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
 
 
 def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
-    """Yield the mistakes in ``[queues]``, and in what phases add and take."""
+    """Yield the mistakes in ``[queues]``, and in the units that phases add and take."""
     used: set[str] = set()
     for role, table in roles.items():
         for index, phase in enumerate(table.rhythm):
@@ -236,7 +236,8 @@ def _of_event(
 
 
 def _circle(event: Event, events: Sequence[Event]) -> list[str]:
-    """Return the events that wait for each other in a circle; none unless ``event`` is the first in the file."""
+    """Return the events that wait for each other in a circle; empty if ``event`` is not the first of them in the
+    file."""
     by_name = {one.name or one.do: one for one in events}
     circle = [event]
     while (before := by_name.get(circle[-1].after)) is not None:
