@@ -162,7 +162,7 @@ def _scored(
     outcomes: list[Outcome] = []
     explained: set[int] = set()
     idle = [one.name for one in events if one.never_struck]
-    broken = f"{', '.join(idle)} struck nobody before the end" if idle else ""
+    broken = f"{', '.join(idle)} had no target before the end" if idle else ""
     for truth in scenario.truth:
         happening = next((one for one in events if one.name == truth.of), events[0] if events else None)
         if truth.at is not None:

@@ -24,7 +24,7 @@ def forward(names: Sequence[str], late: float) -> None:
     """Forward frames in both directions, each after ``late`` s."""
     ends = [_opened(name) for name in names]
     waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
-    """Frames by the device that they go to, each with the time at which it is due."""
+    """Frames by the device to which they go, each with the time at which it must be sent."""
     other = dict(zip(ends, reversed(ends), strict=True))
     while True:
         due = min((queue[0][0] for queue in waiting.values() if queue), default=None)
@@ -53,5 +53,5 @@ def _opened(name: str) -> socket.socket:
 
 if __name__ == "__main__":
     first, second, milliseconds = sys.argv[1:]
-    os.nice(-5)  # a late forwarder would add delay of its own
+    os.nice(-5)  # a late forwarder would add further delay
     forward((first, second), float(milliseconds) / 1000)
