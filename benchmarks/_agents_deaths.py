@@ -56,8 +56,8 @@ AT_ONCE = 32
 OUTSIDE_AT_ONCE = 8
 """Number of episodes at once of the outside agents that call through the relay, and of those that call without it."""
 OUTSIDE_RETRIES = 20
-"""Repetitions by the client of an agent without a relay, 8 s apart at most. The client's default, 2, covers 2 s; the
-endpoint may need longer to start again on a busy machine."""
+"""How often the client of an agent without a relay repeats a call, at most 8 s apart. The client's default of 2 covers
+2 s, but the endpoint may need longer to start again on a busy machine."""
 TIMES = 10
 WAIT_TIMEOUT_S = 600.0
 ROWS = {
@@ -82,18 +82,18 @@ class Deaths(Struct, frozen=True):
     """How often each row was carried out."""
     calls: int
     client_errors: int
-    """Calls that an agent's client gave up."""
+    """Number of calls that an agent's client gave up."""
     errors: list[str]
     old_keys_refused: int
-    """Calls with the key of a dead attempt that the endpoint refused by HTTP status 403."""
+    """Number of calls with the key of a dead attempt that the endpoint refused by HTTP status 403."""
     tool_failures: int
-    """Attempts that failed because the tool was gone."""
+    """Number of attempts that failed because the tool was gone."""
     resampled_tokens: int
-    """Tokens that were sampled although the attempt before had already received them as the answer to the same call."""
+    """Number of tokens that were sampled although the attempt before had already received them for the same call."""
     changed_tokens: int
-    """Tokens that an agent received and that no engine has recorded as the answer in this context."""
+    """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
-    """Turns of attempts whose process died, in episodes that another attempt has finished."""
+    """Number of turns of attempts whose process died, in episodes that another attempt has finished."""
     replayed_share: float
     """Share of these turns that the next attempt has taken over instead of sampling again."""
     episodes: int
@@ -128,7 +128,7 @@ def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS))
 
 
 def job(folder: Path, *, outside: bool) -> str:
-    """Return the job.toml."""
+    """Return the job.toml of the run."""
 
     def command(role: str) -> str:
         return json.dumps([sys.executable, "-m", "rrl.benchmarks._recorded", role, "--record", str(folder / "record")])
@@ -242,7 +242,7 @@ def _nobody() -> Iterator[None]:
 
 @contextmanager
 def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
-    """Let agents outside of the run work, some through a relay and some without."""
+    """Let outside agents work until the block ends, some through a relay and some without a relay."""
     run.wait(lambda _: any(_base_urls(run)), WAIT_TIMEOUT_S)
     key = run_key(run.run.id, RunKeys.load(run.run.keys).secret)
     port, direct = free_port(), next(iter(_base_urls(run)))
@@ -270,7 +270,7 @@ def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _keeping_logs(run: TestRun, folder: Path) -> Iterator[None]:
-    """Keep the files of the store's log, which a restarted store replaces."""
+    """Until the block ends, keep each file of the store's log, because a restarted store replaces its log."""
     over = threading.Event()
 
     def keep() -> None:
@@ -311,7 +311,7 @@ class StoreLog:
         self.lengths: Counter[int] = Counter()
         """Number of sampled tokens by turn."""
         self.orphaned: set[int] = set()
-        """Turns with tokens of attempts whose process died before they were finished."""
+        """Turns that had tokens when the process of their attempt died."""
         self.taken: set[int] = set()
         self.finished: dict[int, int] = {}
         """The attempt that finished, by episode."""

@@ -38,10 +38,10 @@ KILLS = (
 )
 """The replicas that are killed by SIGKILL, and the share of the steps after which each is killed."""
 RUN_TIMEOUT_S = 7200.0
-"""Seconds for each wait: on a machine with a load of 30 a run took 45 min."""
+"""Deadline (s) of each wait: on a machine with a load of 30 a run took 45 min."""
 STEP_GRACE_S = 60
-"""Seconds from the request to a process to stop to SIGKILL. The store writes its audit then, which takes 2 s of
-processor time after 400 steps."""
+"""Seconds between the request to stop a process and SIGKILL. In this time the store writes its audit, which takes 2 s
+of processor time after 400 steps."""
 
 
 class Learned(Struct, frozen=True):
@@ -52,24 +52,24 @@ class Learned(Struct, frozen=True):
     found: list[float]
     """Share of the episodes of each step whose agent found the digit."""
     token_drift: int
-    """Trained tokens that no engine sampled in their context."""
+    """Number of trained tokens that no engine sampled in this context."""
     trained_tokens: int
     run_s: float
     incarnations: dict[str, int]
     """Number of the last incarnation of each replica that was killed; for the manager, its epoch."""
     episodes: dict[str, int]
-    """Episodes of the run: trained, and dropped."""
+    """Number of trained and of dropped episodes of the run."""
     load: tuple[float, float]
     """Load of this machine (1 minute) at the start and the end of the run."""
 
     @property
     def last10(self) -> float:
-        """Return the mean share of the last ten steps."""
+        """Return the mean share of found digits in the last ten steps."""
         return statistics.mean(self.found[-10:])
 
     @property
     def first10(self) -> float:
-        """Return the mean share of the first ten steps."""
+        """Return the mean share of found digits in the first ten steps."""
         return statistics.mean(self.found[:10])
 
 

@@ -26,9 +26,9 @@ class Proxied(Struct, frozen=True):
 
     calls: int
     client_errors: int
-    """Calls that the client gave up: broken streams, and errors after its own repetitions."""
+    """Number of calls that the client gave up: broken streams, and errors after its own repetitions."""
     lost_tokens: int
-    """Tokens that these calls had received."""
+    """Number of tokens that these calls had received before they failed."""
     errors: list[str]
     load: tuple[float, float]
 

@@ -26,7 +26,7 @@ TOOL_GONE = "tool-gone"
 """File in the folder of the records: the tool of the agent that removes this file fails."""
 MODEL = "policy"
 OPEN_TIMEOUT_S = 90.0
-"""Seconds that the request for an episode may take: the endpoint waits 30 s for one."""
+"""Seconds that the request for an episode may take: the endpoint waits up to 30 s for a free episode."""
 
 
 class WatchedCall(Struct, frozen=True, omit_defaults=True):
@@ -105,14 +105,14 @@ async def watched_call(
         error, status = f"{type(raised).__name__}: {raised}"[:200], getattr(raised, "status_code", None)
         raise
     finally:
-        if error or text or tokens:  # not if the attempt was cancelled before
+        if error or text or tokens:  # not if the call was cancelled before
             seconds = round(time.monotonic() - started, 4)
             log.write(WatchedCall(client.api_key, turn, stream, seconds, tuple(prompt), tuple(tokens), error, status))
     return text, len(tokens)
 
 
 # ── in the run ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+_CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 _LOG: list[CallLog] = []
 
 

@@ -43,7 +43,7 @@ class FirstCome:
 
 
 class FixedLists(FirstCome):
-    """Answers that are assigned to engines before the step, each list in its order."""
+    """Assigns the answers to engines before the step: each engine gets the answers of its list in order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._lists = [list(reversed(each)) for each in lists]
@@ -135,7 +135,7 @@ class Product(FirstCome):
         return length_class(math.exp(self._expected[answer.group].mean))
 
     def _observe(self, engine: Engine) -> None:
-        """Observe the time of the tokens since the engine's last append."""
+        """Record the time that the engine's tokens took since its last append."""
         clock, tokens = self._last.get(engine.number, (0.0, 0.0))
         if engine.running and engine.tokens - tokens >= SEGMENT_TOKENS / 2:
             times = self._times.setdefault(engine.number, TokenTimes())

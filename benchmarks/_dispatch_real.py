@@ -26,7 +26,7 @@ lengths usually separate."""
 STEEP = Tau(20e-3, 4e-3)
 """Seconds per token, as on a CPU ("linear" in benchmarks/dispatch.py)."""
 SHAPE = replace(MODEL, head_dim=32)
-"""The least size of a head for which vLLM has kernels for CPUs."""
+"""A model with the smallest head size for which vLLM has kernels for CPUs."""
 BY_LENGTH = Arm(
     "by length", 16, 0, False, steps=28, learning_rate=1e-5, lease=16, tau=STEEP, token_s=0.0, engine="vllm"
 )

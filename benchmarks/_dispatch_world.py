@@ -66,8 +66,8 @@ class Engine:
         self.next_append = float(SEGMENT_TOKENS)
         self._ends: list[tuple[float, int]] = []
         self.changes = 0
-        """Number of appends and of changes of the running answers. Values derived from the engine are valid while it is
-        equal."""
+        """Number of appends and of changes of the running answers. Values derived from the engine's state are valid
+        until this number changes."""
 
     @property
     def free(self) -> int:

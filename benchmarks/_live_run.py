@@ -67,7 +67,8 @@ class _Writer:
         self.close = self._journal.close
 
     def append(self, records: int) -> None:
-        """Write so many records to disk. A full segment is followed by the next one, and the lease is renewed."""
+        """Write this number of records to disk, renew the lease, and begin the next segment if the current one is
+        full."""
         for event in islice(self._events, records):
             stamped = ev.Stamped(self._state.seq + 1, time.time(), _EPOCH, event)
             self._journal.append(stamped)

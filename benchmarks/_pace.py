@@ -56,7 +56,7 @@ class Tau(Struct, frozen=True):
         return self.first + self.each * running if running else 0.0
 
     def seconds_of(self, tokens: Sequence[int]) -> float:
-        """Return the time (s) of an engine step in which each trajectory gets so many tokens."""
+        """Return the time (s) of an engine step; ``tokens`` has the number of tokens that each trajectory gets."""
         return sum(self(sum(count > place for count in tokens)) for place in range(max(tokens, default=0)))
 
 
@@ -96,7 +96,7 @@ class Pace:
 
 
 def recorded(folder: Path, role: str) -> list[Paced]:
-    """Return what the processes of a role recorded."""
+    """Return the steps or parts that the processes of a role recorded."""
     lines = [line for path in sorted(folder.glob(f"{role}-*.jsonl")) for line in path.read_text().splitlines()]
     return [Paced(*json.loads(line)) for line in lines if line.endswith("]")]  # a killed process may leave half a line
 
@@ -215,7 +215,8 @@ def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], P
 
 
 def lease_first_come() -> None:
-    """Let the store of this process lease answers in the order of their prompts, whatever it learns of lengths."""
+    """Make the store of this process lease answers in the order of their prompts, and ignore what it learns of
+    lengths."""
     never = property(lambda _: False)
     WorkQueue.by_length = Lengths.informed = never  # type: ignore[assignment,method-assign]
 
@@ -225,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("trainer", "rollout", "trajectories"))
     parser.add_argument("--record", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--token-s", type=float, default=0.0, help="trainer: seconds of an answer token")
+    parser.add_argument("--token-s", type=float, default=0.0, help="trainer: seconds per answer token")
     parser.add_argument("--tau", type=float, nargs=2, default=(0.0, 0.0), help="rollout: τ(b) = first + each * b (s)")
     given = parser.parse_args()
     if given.role == "trajectories":

@@ -188,7 +188,9 @@ def trained(folder: Path) -> list[Trained]:
 
 
 def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, float, Version | None]]]]:
-    """Yield for each turn that an engine was given its context, and its answer: token, log-probability and version.
+    """Yield the context and the answer of each turn that an engine was given.
+
+    An answer is a list of (token, log-probability, version).
 
     Tokens that another incarnation had sampled have no version.
     """

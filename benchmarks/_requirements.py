@@ -142,7 +142,7 @@ def main() -> int:
     if lines:
         print("\n".join(lines), file=sys.stderr)
         names = sorted(set(NEEDS) - {Path(line.split()[0]).stem for line in lines})
-        print(f"none was started; what can be run here, each with python benchmarks/NAME.py: {', '.join(names)}",
+        print(f"no benchmark was started; these can run here, by python benchmarks/NAME.py: {', '.join(names)}",
               file=sys.stderr)  # fmt: skip
     return 2 if lines else 0
 

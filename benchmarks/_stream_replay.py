@@ -52,7 +52,7 @@ def keep_logs(run: RunDir, folder: Path) -> None:
 
 
 def in_open_step(logs: Path) -> bool:
-    """Return whether the trainer works on a part of a step that lacks groups, after another part of the same step."""
+    """Return whether the trainer works on the second or a later part of a step that still lacks groups."""
     last = None
     for path in _in_order(logs):
         for record in _records(path):

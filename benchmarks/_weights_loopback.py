@@ -140,7 +140,7 @@ async def measure(nbytes: int, repeats: int) -> Loopback:
 
 async def _measure_plane(results: Loopback, kind: str, plane: WeightPlane, case: Case) -> None:
     receivers, layout = case
-    await plane.run(receivers, LAYOUTS[layout], 0.0)  # it creates connections, paces and memory
+    await plane.run(receivers, LAYOUTS[layout], 0.0)  # creates connections, paces and memory
     await plane.forget(memory=False)
     run = await plane.run(receivers, LAYOUTS[layout], QUIET_TIMEOUT_S)
     await plane.forget(memory=True)

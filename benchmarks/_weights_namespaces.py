@@ -64,7 +64,7 @@ class Nics(Struct):
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_free_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Times at which the source was free."""
+    """Times after which the source was free."""
     source_copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Numbers of copies that the source sent."""
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -72,7 +72,7 @@ class Nics(Struct):
     busy_cores: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Average number of busy cores of this machine, with all of its processes."""
     receiver_seconds: list[list[float]] = field(default_factory=list)
-    """Times at which each receiver had finished, in the chain without a fault."""
+    """Times after which each receiver had finished, in the chain without a fault."""
     slowdowns: list[float] = field(default_factory=list)
     """Ratios of the time with a fault to the time without a fault."""
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class _Fleet:
 
     async def measure(self, repeats: int) -> Nics:
         results = self._results
-        for _ in range(2):  # they create connections, paces and memory
+        for _ in range(2):  # connections, paces and memory are then created
             await self._run("warm", range(RECEIVERS))
         gloo = await self._gloo(600.0)
         for turn in range(repeats):
@@ -202,7 +202,7 @@ class _Fleet:
         run = _Run(began, done, *monitor.finish(began))
         if run.source_copies < 1:
             raise RuntimeError(
-                f"the source sent {run.source_copies:.2f} copies through its NIC: they went some other way"
+                f"the source sent {run.source_copies:.2f} copies through its NIC: the rest took another path"
             )
         await self._check(version, chosen)
         self._results.seconds[arm].append(max(done.values()))

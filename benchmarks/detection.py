@@ -133,14 +133,14 @@ def _result(
 def _print_results(
     result: Mapping[str, Any], plays: Mapping[str, Sequence[Played]], points: Sequence[Point]
 ) -> None:  # fmt: skip
-    print("hangs, rrl with the bounds that it ships, of those that both find, s: rrl / RobustRL")
+    print("delays of the hangs that both find, s: rrl with its default limits / RobustRL")
     print_table(["role, time for an answer", "both", "rrl alone", "RobustRL alone", *STATISTICS], [
         [f"{role}, {method.removeprefix('robustrl_')}", str(each["both"]), str(each["ours_alone"]),
          str(each["robustrl_alone"]), *(_pair(each.get(name)) for name in STATISTICS)]
         for role, methods in result["hangs"].items() for method, each in methods.items()
     ])  # fmt: skip
     for suite, methods in result["suites"].items():
-        print(f"\nsuite {suite}; warnings: per hour, of them about nothing that has failed, how many of these stand")
+        print(f"\nsuite {suite}; warnings per hour: all, about nothing that has failed, mean of these at a time")
         print_table(
             ["method", "runs", "found", "late", "missed", "false", "precision", "recall", "WARN found", "warnings",
              "unexplained", "stand"],
@@ -151,7 +151,7 @@ def _print_results(
              for method, each in methods.items()],
         )  # fmt: skip
     for method, each in plays.items():
-        print(f"\n{method}: true cause (down) and what it was called")
+        print(f"\n{method}: true cause (down) and reported cause")
         _print_confusion(each)
     print("\ndelay from the failure to the first alarm, s: median / p95 (found)")
     kinds = sorted({kind for each in plays.values() for kind in delays(each)})
@@ -159,7 +159,7 @@ def _print_results(
     print_table(["role, cause", *plays], [[f"{role}, {cause}", *(_spread(by[method].get((role, cause), []))
                                            for method in plays)] for role, cause in kinds])  # fmt: skip
     if points:
-        print("\nbounds multiplied by a factor; 1 is what is shipped or published")
+        print("\nlimits multiplied by a factor; 1: the default or published limits")
         print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
             [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false_per_run:.3f}",
              "" if one.delay is None else f"{one.delay:.0f}"] for one in points

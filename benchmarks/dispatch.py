@@ -62,7 +62,7 @@ from rrl.roles.trajectories.dispatch.token_times import TokenTimes
 from rrl.roles.trajectories.dispatch.work_sharing import CONSIDERED, EngineView, Waiting, length_class, share
 
 LEARNED_GROUPS = 1_000
-"""Groups of the source that a ranker has observed before the steps: 500 prompts, twice each."""
+"""Number of groups of the source that a ranker has observed before the steps: 500 prompts, each twice."""
 GROUP_SIZE = 8
 TAIL = 0.2
 WAITING = 10_000
@@ -87,7 +87,7 @@ ENGINES: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {
     "4 x 128, half empty": (32, ((128, 1.0),) * 4),
     "3 + 1 half as fast": (32, ((64, 1.0),) * 3 + ((64, 2.0),)),
 }
-"""Prompts of a step, and (places, factor on τ) of each engine."""
+"""Number of prompts of a step, and (places, factor on τ) of each engine."""
 
 
 class Source:
@@ -193,7 +193,7 @@ def kendall(truth: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def ranked(prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Return the figures of a ranker after 1,000 groups, on prompts that it knows and on the others."""
+    """Return the figures of a ranker after 1,000 groups, for the prompts of these groups and for all other prompts."""
     known, new = prompts[:LEARNED_GROUPS], prompts[LEARNED_GROUPS:]
     lengths = _learned(known)
     figures = {}
@@ -238,7 +238,7 @@ def real(seeds: int) -> dict[str, Any]:
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--seeds", type=int, default=SEEDS, help="steps of each trace and kind of prompts, at least")
-    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="the same for a trace that is undecided")
+    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="steps at most, of an undecided trace")
     options.add_argument("--tau", choices=TAUS, action="append", help="only this shape; may be repeated")
     options.add_argument("--real-seeds", type=int, default=REAL_SEEDS, help="whole runs of each arm with vLLM")
     options.add_argument("--only-real", action="store_true", help="only whole runs with vLLM")
@@ -286,7 +286,7 @@ def _print_traces(traces: Sequence[Trace]) -> None:
           *(f"{trace.oracle(kind):.3f}" for kind in ("new", "known")),
           f"{statistics.mean(trace.moved(arm) for arm in LEARNED):.1%}"] for trace in traces],
     )  # fmt: skip
-    print("Gain as a share of the oracle's, where that is 5 % or more, and of that of a ranker that knows true means")
+    print("Gain as a share of the oracle's gain (if that is 5 % or more), and of a ranker's that knows true means")
     print_table(
         ("source, tau, engines", "unseen", "true mean", "of attainable", "seen", "true mean", "of attainable"),
         [[_name(trace), *(cell for arm in LEARNED for cell in _share_cells(trace, arm))] for trace in traces],

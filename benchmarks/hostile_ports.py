@@ -109,7 +109,7 @@ def main() -> None:
     results = [_measure(kind, frames) for kind in kinds]
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"{frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
+        f"{frames} frames and {HALF_OPEN_PER_PORT} half-open connections a port"
     )
     print_table(
         ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after"),
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _ratios(result: Result) -> dict[str, list[float]]:
-    """Return the steps/s under attack over those of the other arms, and the busy loop's over those alone, by round."""
+    """Return for each round the ratios of steps/s between two arms: attack/busy, attack/alone and busy/alone."""
     return {
         "attack_over_busy": [one.over_busy for one in result.rounds],
         "attack_over_alone": [one.attack / one.alone for one in result.rounds],

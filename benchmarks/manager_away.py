@@ -60,7 +60,8 @@ UNDISTURBED = "undisturbed"
 
 
 class Result(Struct, frozen=True):
-    """The result of one run. ``ages`` (of the oldest token, in versions) and ``rewards`` (mean) are by step."""
+    """The result of one run. For each step, ``ages`` has the age of the oldest token (training steps), ``rewards`` the
+    mean."""
 
     cluster: str
     arm: str

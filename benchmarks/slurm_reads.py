@@ -130,7 +130,7 @@ def own_cpu_s(child: int | None) -> float:
 
 
 async def largest_gap(lab: SlurmLab, reader: SlurmReader, stopped_s: float) -> float:
-    """Return the longest time between two turns of the event loop while a stopped slurmctld is asked."""
+    """Return the longest time between two turns of the event loop while a stopped slurmctld is polled."""
 
     async def ask() -> None:
         while True:

@@ -32,7 +32,7 @@ from rrl.transport.messages import AgentHeartbeat, AgentHello
 
 DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
 HEARTBEAT_INTERVAL_S = 0.1
-"""Seconds between two heartbeats of an agent: shorter than in a run, to notice what delays a heartbeat."""
+"""Seconds between two heartbeats of an agent: shorter than in a run, so that a delayed heartbeat shows."""
 GANG = ReplicaId("trainer/0")
 
 

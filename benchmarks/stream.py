@@ -76,11 +76,11 @@ TOKEN_S = 3.3e-3
 training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms, a trainer that waits
 for whole batches was idle for 0.52 of its time in the first runs, instead of 0.45."""
 LATE_TOKEN_S = 2.7e-3
-"""Seconds in which the trainer trains a token where generation is the bottleneck."""
+"""Seconds in which the trainer trains a token, in the part where generation is the bottleneck."""
 MAX_NEW_TOKENS = 80
 GROUP_SIZE = 4
 FIRST_STEP = 4
-"""First step that counts: rollouts and trainer have then settled."""
+"""First step that counts: by then rollouts and trainer work at a steady pace."""
 RUN_TIMEOUT_S = 1200.0
 TARGET_REWARD, REWARD_STEPS = 0.8, 5
 ON_POLICY_STEPS, LATE_STEPS, RESTART_STEPS = 22, 30, 18
@@ -110,7 +110,7 @@ class Arm(Struct, frozen=True):
     token_s: float = TOKEN_S
     engine: str = "torch"
     first_come: bool = False
-    """True if the store leases answers in the order of their prompts, whatever it learns of lengths."""
+    """True if the store leases answers in the order of their prompts, and ignores what it learns of lengths."""
     kills: tuple[tuple[ReplicaId, int], ...] = ()
 
 
@@ -137,7 +137,7 @@ class Sample(Struct):
     """Mean number of parts of a step."""
     dropped: float
     lengths: Lengths | None
-    """None for a run whose store restarted."""
+    """Lengths of the run's answers; None for a run whose store restarted."""
     length_bias: float | None
     max_age: int
     ages: dict[int, int]

@@ -27,7 +27,7 @@ _RELATIVE_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
 
 
 def version() -> str:
-    """Return the version of rrl, which pyproject.toml alone names."""
+    """Return the version of rrl from pyproject.toml, the only file that has it."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         return str(tomllib.load(file)["project"]["version"])
 

@@ -5,7 +5,7 @@ import random
 import openai
 
 GUESSES = 3
-CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 
 
 async def run(item, base_url, api_key):

@@ -22,7 +22,7 @@ SYSTEM = f"You answer with the result of a tool. Write the call of the tool exac
 EXAMPLES = ("6 + 2", "9 - 5")
 """Questions that become earlier turns of the conversation with their tool calls, whose form a small model copies."""
 MAX_CALLS = 2
-CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 
 
 async def run(item, base_url, api_key):

@@ -67,9 +67,9 @@ class Died(BaseException):
 class FakeDisk:
     """The files of ``folder``.
 
-    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes.
-    ``full``: while it is true, each call that needs space fails. ``die_before``: the next such call (as in
-    ``Moment.call``) is not made, and Died is raised.
+    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes. ``full``:
+    while it is true, each call that needs space fails. ``die_before`` is a call as in ``Moment.call``: in place of its
+    next occurrence, Died is raised.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:

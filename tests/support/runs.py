@@ -172,7 +172,10 @@ class TestRun:
         (self.run.path / f"hold.{index}").unlink()
 
     def continued(self, dead: float) -> list[int]:
-        """Return the trained trajectories that the incarnation with mark ``dead`` began and another one finished."""
+        """Return the ids of trained trajectories that one incarnation began and another one finished.
+
+        ``dead`` is the mark of the first incarnation: the light rollout records it as log-probability.
+        """
         continued = []
         for path in sorted((self.run.path / "batches").glob("*.json")):
             for one in json.loads(path.read_text()):

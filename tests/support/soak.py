@@ -305,7 +305,7 @@ class _Reading:
         ):
             message = " ".join(fence.why.evidence)
             if not any(node in message for node in self.bad_nodes) and "no longer part" not in message:
-                self.tally.violate(f"{self.run.id}: {incarnation} is fenced though it had not failed: {message}")
+                self.tally.violate(f"{self.run.id}: {incarnation} is fenced although it had not failed: {message}")
         if (
             not fence.charged
             and gang_of(incarnation.replica) == incarnation.replica

@@ -34,7 +34,7 @@ def assert_explained(events: Iterable[ev.Stamped], planned: Sequence[Action] | N
             _assert_explained(explanation, first)
     if isinstance(recorded[-1].event, ev.RunEnded):
         unsettled = [one for one in explanations if one.result.arrival in (Arrival.OPEN, Arrival.HOLDS)]
-        assert unsettled == [], "the run has ended, and what was expected is still open"
+        assert unsettled == [], "the run has ended, but an expected effect is still open"
     return explanations
 
 

@@ -137,7 +137,8 @@ class Story:
         return self.record(ev.ClocksRecorded((self.reading(replica, done, **seconds),)))
 
     def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
-        """Return the clock of a replica: seconds by phase, ``checkpoint__commits`` for phase and idle cause."""
+        """Return the clock of a replica from seconds by phase; ``checkpoint__commits`` names a phase and an idle
+        cause."""
         times = []
         for name, spent in seconds.items():
             phase, _, cause = name.partition("__")

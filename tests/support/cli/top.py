@@ -31,7 +31,7 @@ time."""
 
 
 class Top:
-    """The running application, and the pilot that uses it."""
+    """The running application, and Textual's pilot, which sends it keys and mouse events."""
 
     def __init__(self, app: TopApp, pilot: Pilot[None]) -> None:
         self.app, self.pilot = app, pilot

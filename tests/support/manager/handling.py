@@ -68,7 +68,7 @@ class Handling:
         await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
-        """Start another manager from the state alone."""
+        """Replace the message handler by the one of a new manager, which has only the state."""
         self.monitor = HealthMonitor()
         for replica in self._now_state().replicas.values():
             if replica.is_current and replica.node is not None:

@@ -244,7 +244,7 @@ class Site:
             self.actors[step.tag] = Actor(self, step.tag, launch.incarnation, step.node, gpus)
 
     def _gpus_for(self, node: NodeName, count: int, shared: bool) -> tuple[str, ...]:
-        """Return the GPUs of a new step: all of the node if its process shares the node, else the first free ones.
+        """Return the GPUs of a new step: all GPUs of the node if its process shares the node, else the first free GPUs.
 
         As in Slurm, the GPUs of a process that shares the node do not count as taken, even once it is promoted.
         """

@@ -152,7 +152,7 @@ class World:
             if at > end:
                 break
             if at > self.now and self._due and self._due[0][0] == at and at < self._wake:
-                assert not plan(self.state, at).actions, "due before the wake that was named"
+                assert not plan(self.state, at).actions, "due before the announced time"
             self.now = max(self.now, at)
             while self._due and self._due[0][0] <= self.now:
                 heappop(self._due)[2]()
@@ -304,7 +304,7 @@ class World:
         planned_before: set[tuple[str, Rung | None]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
-            assert planned == plan(self.state, self.now), "two plans from one state"
+            assert planned == plan(self.state, self.now), "one state gave two different plans"
             self._wake = planned.wake_at
             if not planned.actions:
                 break
@@ -325,7 +325,7 @@ class World:
                     self.record(ev.Decided(action))
         else:
             raise AssertionError(f"the plan does not come to rest: {planned.actions}")
-        assert planned.wake_at > self.now, "it asks to be woken in the past"
+        assert planned.wake_at > self.now, "the next planning time is in the past"
         self.over = planned.over
 
     def _succeeded(self, undone: list[ExternalAction]) -> None:
@@ -419,7 +419,7 @@ class World:
         if action.standby is not None:
             self._promote(action)
             return
-        assert action.step not in self._tags, "one step, two launches"
+        assert action.step not in self._tags, "a step was launched twice"
         self._tags.add(action.step)
         if action.node in self.refuse_launch:
             self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "no such node")))

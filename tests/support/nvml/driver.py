@@ -54,7 +54,7 @@ FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) -
 """Names that :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2."""
 
 Value = int | str | bool | Iterable[str] | None
-"""A number, a text, or texts as in samples.Gpu; ``None``: the device does not support the field."""
+"""A number, a text, or texts as in samples.Gpu; ``None`` means that the device does not support the field."""
 
 
 def library(old: bool = False) -> Path:

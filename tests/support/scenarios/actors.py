@@ -94,7 +94,7 @@ class Member:
     answers_until: float = 0.0
     answer: str = "no"
     sent_goodbye: bool = False
-    """Whether it has sent a Goodbye."""
+    """Whether the process has sent a Goodbye."""
     end: tuple[str, int | None, int | None, str] | None = None
     """The end of the actor: ``exit`` or ``vanish``, exit code, signal, last line of output."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
@@ -184,11 +184,11 @@ class Gang:
         return self.joined and not any(member.ended for member in self.members)
 
     def productive(self, now: float) -> bool:
-        """Return whether other roles receive from it what they wait for."""
+        """Return whether the replica produces what other roles wait for."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
     def join(self, first: RhythmPhase, lasts: float, now: float) -> None:
-        """Begin an incarnation: ``first`` for ``lasts`` s, then the phases before the first round."""
+        """Begin an incarnation with the phase ``first`` for ``lasts`` s; the phases before the first round follow."""
         self.joined, self.rhythm_phase, self.entered_at, self.remaining = True, first, now, lasts
         self.round, self.passed, self.in_rhythm, self.held = list(self.table.once or ()), set(), False, False
         self.work, self.reported_progress = 0.0, 0

@@ -33,8 +33,8 @@ class ScenarioEvent:
         named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
         sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
         self._awaited = event.phase is not None or named or sole
-        """Whether the event is a failure or a silence by itself. Otherwise it is a consequence of one, and ends with
-        the incarnation that it affects."""
+        """Whether the event is a failure or a pause of its own. Otherwise it is a consequence of another failure, and
+        ends with the incarnation that it affects."""
         self.name = event.name or event.do
         random = world.chance(f"event {index}")
         at = event.at.draw(random)

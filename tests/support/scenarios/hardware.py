@@ -71,7 +71,7 @@ class _Change:
     set: dict[str, Any]
     grow: dict[str, float]
     links: frozenset[int] | None = None
-    """NVLinks of the GPU whose values change; None: the GPU's own values change."""
+    """NVLinks of the GPU whose values change; None if the GPU's own values change."""
 
 
 @dataclass(slots=True)

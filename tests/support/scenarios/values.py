@@ -138,7 +138,7 @@ def _drawn(value: object) -> object:
 
 _MEANING = {
     "uniform": ": least and greatest", "lognormal": f": median, and sigma from 0 to {_MAX_SIGMA:g}",
-    "pareto": ": least, exponent (more than 0), and (need not be given) greatest",
+    "pareto": ": least, exponent (more than 0), and optionally greatest",
     "mixed": ": a weight above 0 and a duration for each kind of draw", "draw": ": the name of a duration in [draws]",
 }  # fmt: skip
 

@@ -307,7 +307,7 @@ class World:
         member.outbox.append((due, method, arguments))
 
     def _deliver(self, member: Member) -> None:
-        """Deliver the messages that have arrived; after a long cut only the newest, preceded by a Hello."""
+        """Deliver the messages that have arrived; after a long cut deliver only the newest one, preceded by a Hello."""
         now = self.now
         lost = max(member.node.cut, member.muted_until)
         if now < lost:

@@ -21,7 +21,7 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import FromManager, Heartbeat
 
 RECOVERY_TIMEOUT_S = 40.0
-"""Deadline (s) for the number of descriptors to return to its initial value: four deadlines of a handshake."""
+"""Deadline (s) for the number of descriptors to return to its initial value: four times the handshake deadline."""
 _NOBODY = Incarnation(ReplicaId("rollout/999"), 1)
 
 
@@ -67,7 +67,7 @@ class Storm(Struct, frozen=True):
     cpu_s: float
     """CPU time (s) of the attacking process."""
     steps: int
-    """Steps that the run committed meanwhile."""
+    """Number of steps that the run committed during this time."""
 
 
 def targets(run: TestRun) -> list[Target]:

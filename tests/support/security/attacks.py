@@ -130,7 +130,7 @@ def deaf(at: tuple[str, int]) -> bool:
 
 def _hang_up(connections: list[socket.socket], chance: random.Random) -> None:
     for connection in connections:
-        if chance.random() < 0.5:  # a reset instead of an end
+        if chance.random() < 0.5:  # closes with a reset
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()

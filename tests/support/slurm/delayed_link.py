@@ -32,14 +32,14 @@ def forward(names: Sequence[str], late: float) -> None:
         for end in select.select(ends, [], [], timeout)[0]:
             try:
                 waiting[other[end]].append((time.monotonic() + late, end.recv(_FRAME)))
-            except OSError:  # said once when the link goes down
+            except OSError:  # the error comes once when the link goes down
                 continue
         for end, queue in waiting.items():
             while queue and queue[0][0] <= time.monotonic():
                 frame = queue.popleft()[1]
                 try:
                     end.send(frame)
-                except OSError:  # the link is down: lost, as on a wire
+                except OSError:  # the link is down: the frame is lost, as on a wire
                     continue
 
 

@@ -18,7 +18,7 @@ from rrl.tests.support.slurm.root import programs_of, version_of
 _CGROUP_CONF_SINCE = (23, 11)
 """Version from which slurmd reads cgroup.conf with any plugin, and requires cgroups that this machine lacks."""
 _SHORT, _LONG = (2, 6), (4, 10)
-"""(MessageTimeout, SlurmdTimeout) in s: a dead node is down after about 10 s and 18 s."""
+"""(MessageTimeout, SlurmdTimeout) in s. With these values, a dead node is down after about 10 s and 18 s."""
 _LONG_SINCE = (24, 0)
 """Version from which ``_LONG`` is used: on a busy machine, this slurmctld let one of ten sruns wait for more than 2
 s."""

@@ -25,7 +25,7 @@ class Network(Struct, frozen=True):
 
     prefix: str
     first: str
-    """The first three octets."""
+    """The first three octets of the network's addresses."""
 
     @property
     def cidr(self) -> str:

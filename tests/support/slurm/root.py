@@ -71,7 +71,7 @@ def ensure(version: str) -> Path:
     with _alone(root.with_suffix(".lock")):
         if not (root / "ready").exists():
             if absent := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
-                raise RuntimeError(f"Slurm {version} is unpacked from Debian's packages: no {', '.join(absent)} here")
+                raise RuntimeError(f"to unpack Slurm {version} from Debian's packages, install {', '.join(absent)}")
             shutil.rmtree(root, ignore_errors=True)
             _make(SUITES[version], root)
     if (message := version_of(root)) != version:

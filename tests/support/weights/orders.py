@@ -74,8 +74,8 @@ Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 # ── reports of a member ────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
-    """The member serves. ``born`` is the time after its imports; all times are of the machine's monotonic clock, in
-    s."""
+    """The member serves. ``born`` is the time after its imports. All times are in s, by the machine's monotonic
+    clock."""
 
     born: float
     address: str
@@ -84,7 +84,7 @@ class Serving(Struct, frozen=True, tag=True):
 class Published(Struct, frozen=True, tag=True):
     version: Version
     loaded: float
-    """Seconds to create the tensors, which a trainer would have anyway."""
+    """Seconds to create the tensors; a real trainer has them already."""
     seconds: float
     """Seconds to copy the tensors into one buffer, with digests."""
 

@@ -58,7 +58,7 @@ class Tally(Struct):
     failed: list[str] = field(default_factory=list)
     """Pulls that were given up, which is allowed."""
     usage: dict[str, list[say.Usage]] = field(default_factory=lambda: {WITNESS: [], TRAINER: []})
-    """Measurements of the members that are never killed; those of the publisher until it is killed itself."""
+    """Measurements of the members that are never killed, and of the publisher until it is killed."""
 
     def growth(self) -> say.Usage:
         """Return the largest growth of a member between the means of its earlier and its later measurements.

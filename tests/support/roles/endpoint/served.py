@@ -64,7 +64,7 @@ class Scene:
         self.policy = sample
 
     def wait_opened(self, count: int) -> Turn:
-        """Wait until so many turns are opened, and return the newest."""
+        """Wait until ``count`` turns are opened, and return the last of them."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.opened) >= count, DEADLINE_S)
             return self.opened[count - 1]

@@ -137,7 +137,8 @@ def learn(
 ) -> Iterator[dict[str, float]]:  # fmt: skip
     """Yield the metrics of each step.
 
-    The batch of step n was sampled with the weights of step n - 1 - ``lag``, or of step 0 if that is negative.
+    The batch of step n was sampled with the weights of step n - 1 - ``lag``, or with the weights of step 0 if this
+    number is negative.
     """
     waiting: collections.deque[Batch] = collections.deque()
     for number in itertools.count(1):

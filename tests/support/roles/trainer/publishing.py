@@ -101,7 +101,7 @@ class PublishingWorker(SimpleNamespace):
 
 
 class LearningWorker(PublishingWorker):
-    """A worker that can also save; of its commits only the number is recorded."""
+    """A worker that can also save; it records only the number of each commit."""
 
     def __init__(self, run_dir: RunDir, world: int) -> None:
         super().__init__(world=world)

@@ -84,7 +84,7 @@ EPISODE_RECORDS = {
 }  # fmt: skip
 """Kinds of records that only a job with agents has."""
 OUTSIDE = "outside"
-"""Request of the agent outside of the run."""
+"""Idempotency key with which the agent outside of the run requests its episode."""
 NEXT_AGENTS = incarnation_of("agents/0", 2)
 _SETTINGS = EpisodeSettings(retries=1)
 
