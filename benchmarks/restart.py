@@ -161,7 +161,7 @@ def restored_step(run: RunDir, incarnation: Incarnation) -> int:
     """Return the step from which an incarnation of the trainer continues, according to its log."""
     log = run.log_file(tag_of(run.id, incarnation)).read_text()
     matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
-    assert matches, f"{incarnation} does not say what it goes on from:\n{log[-2000:]}"
+    assert matches, f"{incarnation} logs no step from which it continues:\n{log[-2000:]}"
     return int(matches[-1])
 
 
