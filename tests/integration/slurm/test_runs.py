@@ -137,7 +137,7 @@ def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
         fresh = after[victim][2]
         gone = [victim, ReplicaId(f"agent/{node}"), ReplicaId(f"agent/{fresh}")]
         assert without_replicas(before, after, gone)[1] == without_replicas(before, after, gone)[0], (
-            "another replica was restarted or moved"
+            "somebody else was touched"
         )
         assert state.replica(victim).allocation == f"{run.run.id}.rollout-1"
         _end_well(run, slurm_lab)
