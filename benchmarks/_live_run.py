@@ -36,7 +36,7 @@ _EPOCH = 2
 
 @contextmanager
 def live_run(root: Path, name: str, replicas: int) -> Generator[None]:
-    """Write a run with so many replicas under ``root``, and append to its journal until the block ends.
+    """Write a run with ``replicas`` replicas under ``root``, and append to its journal until the block ends.
 
     The segment is half full at the beginning, as it is on average when ``rrl status`` is called. This process holds the
     run's lease, as its manager would.

@@ -115,7 +115,7 @@ def lengths(run: RunDir, first_step: int) -> Lengths:
 
 
 class Replay(Struct, frozen=True):
-    """The comparison of a run whose roles were killed with the same training without interruption."""
+    """The comparison of the training in a run whose roles were killed with the same training without interruption."""
 
     steps: int
     parts: int

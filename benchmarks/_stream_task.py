@@ -82,8 +82,9 @@ MODEL = ModelSpec(
     tokenizer=TokenizerSpec(pieces=tuple(PIECES)),
 )  # fmt: skip
 WARM_STEPS = 300
-"""Supervised steps. The model then answers in the right form in 95 of 100 cases, with lengths like those of the answers
-of the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of processor time."""
+"""Number of supervised steps. After them the model answers in the right form in 95 of 100 cases, with lengths like
+those of the answers of the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of
+processor time."""
 WARM_BATCH = 64
 WARM_LEARNING_RATE = 4e-3
 _SEED_OFFSET = 10_000

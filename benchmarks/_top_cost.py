@@ -27,7 +27,8 @@ run = find_run(sys.argv[1]) if sys.argv[1:] else None
 began = time.time() - {BEGAN + 600.0}
 TopApp(RunsWatcher(run, lambda: time.time() - began), run).run()
 """
-"""``rrl top`` with a wall clock that goes on ten minutes after the runs have begun, so that times change as usual"""
+"""A program that runs ``rrl top``. Its wall clock starts ten minutes after the beginning of the runs and advances, so
+that the displayed times change as usual."""
 
 
 def top_cost(replicas: int, runs: int, *, opened: bool) -> float:

@@ -148,7 +148,7 @@ class Sample(Struct):
     """Load of this machine (1 minute) at the start and the end of the run."""
 
     def idle_share(self, role: str) -> float:
-        """Return the share of time that a role was idle, whatever it waited for."""
+        """Return the share of time that a role was idle, for all idle causes together."""
         return round(sum(self.idle[role].values()), 4)
 
     @property

@@ -93,7 +93,7 @@ class FakeDisk:
     def crash_folders(
         self, parent: Path, cuts: Callable[[int, int], Iterable[int]]
     ) -> Iterator[tuple[Moment, Image, Path]]:
-        """Write every different content that a crash at any moment may leave into a folder of its own in ``parent``.
+        """Write every different content that a crash at any moment may leave, each into its own folder in ``parent``.
 
         Two contents count as equal only if :attr:`note` is also equal. :meth:`Moment.images` describes ``cuts``.
         """

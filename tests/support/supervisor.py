@@ -127,7 +127,7 @@ def _stop_lab(path: Path, owner: int) -> None:
     from rrl.tests.support.slurm.lab import SlurmLab  # it imports this module
 
     lab = SlurmLab.load(path)
-    if lab.settings.owner is not None and lab.settings.owner[0] == owner:  # without a later lab in the same folder
+    if lab.settings.owner is not None and lab.settings.owner[0] == owner:  # not a later lab in this folder
         lab.stop()
 
 
