@@ -1,15 +1,16 @@
 """Whole runs in which 32 agents are at work while each kind of process dies, several times, in turn.
 
-The model is tiny and built by rrl, because nothing here depends on what it says; agents, client, endpoint, store and
-roles are real. Rows of the issue's table:
+The model is tiny and built by rrl, because the results do not depend on its answers. Agents, client, endpoint, store
+and roles are real. The rows of the table:
 
-- ``rollout``, ``store``, ``trainer``, ``manager``: killed; new weights arrive at every step anyway.
+- ``rollout``, ``store``, ``trainer``, ``manager``: this process is killed, while new weights arrive at every step.
 - ``node``: all processes on the node of a rollout are killed at once, its agent included, and the node stays down.
 - ``agents``: the step of the agents is killed, and its episodes are replayed.
-- ``endpoint``: the endpoint of the run is killed, while some agents call it from outside through the relay, with
-  streams, and others without one, whose client repeats a call as often as it takes (:data:`OUTSIDE_RETRIES`).
-- ``tool``: the tool of an agent is gone; its attempt fails and is made again.
-- ``old key``: the key of an attempt whose process has died is used again, as an agent would that was frozen and thaws.
+- ``endpoint``: the endpoint of the run is killed. Some agents call it from outside through the relay, with streams.
+  Others call it without the relay, and their client repeats a failed call up to :data:`OUTSIDE_RETRIES` times.
+- ``tool``: the tool of an agent is gone; its attempt fails and is repeated.
+- ``old key``: the key of an attempt whose process has died is used again, as by an agent that was suspended and
+  continues.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ from rrl.transport.keys import RunKeys
 
 AT_ONCE = 32
 OUTSIDE_AT_ONCE = 8
-"""Episodes at once of the agents outside: through the relay, and as many without it."""
+"""Number of episodes at once of the outside agents that call through the relay, and of those that call without it."""
 OUTSIDE_RETRIES = 20
-"""Repetitions by the client of an agent without a relay, 8 s apart at most. The client's default, 2, covers 2 s; the
-endpoint may need longer to start again on a busy machine."""
+"""How often the client of an agent without a relay repeats a call, at most 8 s apart. The client's default of 2 covers
+2 s, but the endpoint may need longer to start again on a busy machine."""
 TIMES = 10
 WAIT_TIMEOUT_S = 600.0
 ROWS = {
@@ -70,37 +71,37 @@ ROWS = {
     "tool": None,
     "old key": None,
 }
-"""What is killed in each row (of ``node``: everything on its node); None if the row kills nothing."""
+"""The replica that is killed in each row, in ``node`` with everything on its node; None if the row kills no replica."""
 _PIECES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Deaths(Struct, frozen=True):
-    """What the agents have seen, and what the store has recorded."""
+    """The failures that agents have observed, and what the store has recorded."""
 
     times: dict[str, int]
-    """How often each row was done."""
+    """How often each row was carried out."""
     calls: int
     client_errors: int
-    """Calls that an agent's client gave up."""
+    """Number of calls that an agent's client gave up."""
     errors: list[str]
     old_keys_refused: int
-    """Calls with the key of a dead attempt that got 403."""
+    """Number of calls with the key of a dead attempt that the endpoint refused by HTTP status 403."""
     tool_failures: int
-    """Attempts that failed because the tool was gone."""
+    """Number of attempts that failed because the tool was gone."""
     resampled_tokens: int
-    """Tokens that were sampled although an equal call of the attempt before had them already."""
+    """Number of tokens that were sampled although the attempt before had already received them for the same call."""
     changed_tokens: int
-    """Tokens that an agent received and that no engine has recorded as the answer in this context."""
+    """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
-    """Turns of attempts whose process died, in episodes that another attempt has finished."""
+    """Number of turns of attempts whose process died, in episodes that another attempt has finished."""
     replayed_share: float
-    """Share of them that the next attempt has taken over."""
+    """Share of these turns that the next attempt has taken over instead of sampling again."""
     episodes: int
     load: tuple[float, float]
 
 
 def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS)) -> Deaths:
-    """Do each row so many times, in turn, while agents are at work."""
+    """Carry out the rows in turn, ``times`` times each, while agents are at work."""
     load = os.getloadavg()[0]
     for name in ("record", "calls", "logs"):
         (folder / name).mkdir(parents=True)
@@ -127,7 +128,7 @@ def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS))
 
 
 def job(folder: Path, *, outside: bool) -> str:
-    """Return the job.toml."""
+    """Return the job.toml of the run."""
 
     def command(role: str) -> str:
         return json.dumps([sys.executable, "-m", "rrl.benchmarks._recorded", role, "--record", str(folder / "record")])
@@ -173,7 +174,7 @@ breaker = 1.0
 
 
 def _do(row: str, run: TestRun, calls: Path) -> int:
-    """Do a row once; return how many old keys were refused."""
+    """Carry out a row once; return how many old keys were refused."""
     if row == "tool":
         (calls / TOOL_GONE).touch()
         run.wait(lambda _: not (calls / TOOL_GONE).exists(), WAIT_TIMEOUT_S)
@@ -199,7 +200,7 @@ def _crash_node(run: TestRun, target: ReplicaId) -> None:
 
 
 def _use_old_key(run: TestRun, calls: Path) -> int:
-    """Call with the key of an attempt that is over; return 1 if it is refused by 403."""
+    """Call with the key of an attempt that is over; return 1 if the call is refused by HTTP status 403, else 0."""
     answered = [call for call in read_calls(calls) if not call.error]
     attempts = {(key.episode, key.attempt): call for call in answered if (key := _key(run, call)) is not None}
     newest = max((episode for episode, attempt in attempts if attempt > 1 and (episode, 1) in attempts), default=None)
@@ -241,7 +242,7 @@ def _nobody() -> Iterator[None]:
 
 @contextmanager
 def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
-    """Let agents outside of the run work, some through a relay and some without."""
+    """Let outside agents work until the block ends, some through a relay and some without a relay."""
     run.wait(lambda _: any(_base_urls(run)), WAIT_TIMEOUT_S)
     key = run_key(run.run.id, RunKeys.load(run.run.keys).secret)
     port, direct = free_port(), next(iter(_base_urls(run)))
@@ -269,7 +270,7 @@ def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _keeping_logs(run: TestRun, folder: Path) -> Iterator[None]:
-    """Keep the files of the store's log, which a restarted store replaces."""
+    """Until the block ends, keep each file of the store's log, because a restarted store replaces its log."""
     over = threading.Event()
 
     def keep() -> None:
@@ -303,19 +304,19 @@ def _read(run: TestRun, folder: Path, times: dict[str, int], refused: int, load:
 
 
 class StoreLog:
-    """What the kept files of the store's log say of turns and attempts."""
+    """The turns and attempts in the kept files of the store's log."""
 
     def __init__(self) -> None:
         self.turns: dict[int, TurnCreated] = {}
         self.lengths: Counter[int] = Counter()
         """Number of sampled tokens by turn."""
         self.orphaned: set[int] = set()
-        """Turns with tokens of attempts whose process died before they were finished."""
+        """Turns that had tokens when the process of their attempt died."""
         self.taken: set[int] = set()
         self.finished: dict[int, int] = {}
         """The attempt that finished, by episode."""
         self.failures: dict[tuple[int, int], str] = {}
-        """Reason by episode and attempt, without deaths."""
+        """Reason of each failure, by episode and attempt; attempts whose process died are not included."""
 
     @classmethod
     def read(cls, folder: Path) -> StoreLog:
@@ -346,10 +347,10 @@ class StoreLog:
                 pass
 
     def resampled_tokens(self) -> int:
-        """Return the tokens of turns that ask the same as an orphaned turn of their episode, in a later attempt.
+        """Return the number of tokens that later attempts sampled for the request of an orphaned turn of their episode.
 
-        An attempt that failed by itself, because its tool was gone, is made again from the beginning: what the attempts
-        before it had does not count for those after it.
+        An attempt that failed by itself, because its tool was gone, is repeated from the beginning. So the turns before
+        such a failure do not count for the attempts after it.
         """
         had = {self._question(created): turn for turn in self.orphaned if (created := self.turns[turn]) is not None}
         return sum(
@@ -359,12 +360,12 @@ class StoreLog:
         )
 
     def _question(self, turn: TurnCreated) -> tuple[int, int, str]:
-        """Return episode, number of attempts that failed by themselves before, and request of a turn."""
+        """Return a turn's episode, the number of earlier attempts that failed by themselves, and the turn's request."""
         failed = sum((turn.episode, attempt) in self.failures for attempt in range(turn.attempt))
         return turn.episode, failed, turn.request
 
     def replayed_turns(self) -> list[bool]:
-        """Return for each orphaned turn of an episode that a later attempt has finished whether it was taken over.
+        """Return for each orphaned turn whether it was taken over, in the episodes that a later attempt has finished.
 
         The run is cancelled while agents are at work, so some episodes are not finished.
         """

@@ -36,31 +36,31 @@ from rrl.tests.support.runs import TestRun, check_sound, submit_here
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 6
 RUN_TIMEOUT_S = 3600.0
-"""Seconds; on two quiet cores a run takes a tenth of it."""
+"""Deadline (s) of the run, which takes a tenth of this time on two quiet cores."""
 _AT_ONCE = 4
-"""Samples in one forward pass."""
+"""Number of samples in one forward pass."""
 
 
 class Drift(Struct, frozen=True):
-    """What a run has shown."""
+    """The results of a run."""
 
     trained_tokens: int
     token_drift: int
-    """Trained tokens that no engine sampled in their context, with their log-probability and version."""
+    """Number of trained tokens that no engine sampled in this context, with this log-probability and version."""
     max_logprob_error: float
-    """Largest difference between the log-probability of a trained token and that of torch (nats)."""
+    """Largest difference (nats) between the log-probability of a trained token and the one that torch computes."""
     versions: int
     """Number of versions that sampled trained tokens."""
     samples: int
     samples_of_several_versions: int
-    """Samples with trained tokens of more than one version."""
+    """Number of samples with trained tokens of more than one version."""
     turns_of_several_versions: int
-    """Answers during which the weights changed."""
+    """Number of answers during which the weights changed."""
     turns: int
     episodes: int
-    """Trained episodes; the leaves of an episode's tree are its samples."""
+    """Number of trained episodes. Each leaf of the tree of an episode's turns is one sample."""
     text_would_change: float
-    """Share of the answers that have other tokens after they were decoded and encoded again."""
+    """Share of the answers whose tokens change when the answer is decoded and encoded again."""
     answers: int
     reward: float
     """Mean reward."""
@@ -86,7 +86,7 @@ def measure(folder: Path, steps: int = STEPS) -> Drift:
 
 
 def job(steps: int, record: Path) -> str:
-    """Return the job.toml of the example with this length, whose checkpoints are all kept."""
+    """Return the job.toml of the example with this number of steps, where every checkpoint is kept."""
     toml = (EXAMPLES / "agents_smollm2.toml").read_text()
     lines = [f"steps = {steps}" if line.startswith("steps = ") else line for line in toml.splitlines()]
     for role, more in (("trainer", [f"keep_checkpoints = {steps + 1}"]), ("rollout", [])):
@@ -129,7 +129,7 @@ def _errors(run: RunDir, spec: RunSpec, samples: Sequence[Trained]) -> Iterator[
                if isinstance(each, StepCommitted)}  # fmt: skip
     model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)
     for step in sorted(_trained_steps(samples)):
-        if step:  # version 0 is the folder itself
+        if step:  # version 0 is the model's folder
             state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
             load(state, storage_reader=FileSystemReader(folders[step]), no_dist=True)
         chosen = [each for each in samples if step in _trained_steps([each])]

@@ -1,4 +1,4 @@
-"""An agent that does nothing: it lends the key of its episode to the benchmark, which makes the calls itself."""
+"""An agent that makes no call: it gives the key of its episode to the benchmark, which makes the calls itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 
 FOLDER_ENV = "RRL_BENCH_EPISODES"
-"""Environment variable with the folder in which each agent leaves the key of its episode."""
+"""Environment variable with the folder in which each agent writes the key of its episode."""
 _POLL_S = 0.5
 
 
@@ -23,7 +23,7 @@ class HeldEpisode(Struct, frozen=True):
 
 
 async def run(item: str, base_url: str, api_key: str) -> float:
-    """Leave the key in the folder, and wait until the benchmark writes a file ``end`` there."""
+    """Write the key to the folder, and wait until the benchmark writes a file ``end`` there."""
     folder = Path(os.environ[FOLDER_ENV])
     name = folder / hashlib.sha256(api_key.encode()).hexdigest()
     name.with_suffix(".new").write_text(json.dumps({"base_url": base_url, "api_key": api_key}))

@@ -1,6 +1,6 @@
 """Whole runs of examples/agents.toml, in which every kind of process is killed once while the model learns.
 
-The example has small steps, so that it is over soon; here a step has more episodes (:data:`SETTINGS`).
+The example has small steps, so that it ends soon; here each step has more episodes (:data:`SETTINGS`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rrl.tests.support.soak import ManagerRestarter
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 400
 SETTINGS = {"prompts_per_step": 16, "group_size": 16, "learning_rate": 0.001}
-"""Keys of the example that are replaced. With its own 96 episodes in each step, the seeds 0 and 1 found 0.57 and 0.45
-of the digits after 400 steps."""
+"""Values of the example that are replaced. With the example's own 96 episodes in each step, the agents found 0.57 (seed
+0) and 0.45 (seed 1) of the digits after 400 steps."""
 MANAGER = "manager"
 KILLS = (
     (ReplicaId("rollout/1"), 0.15),
@@ -36,45 +36,45 @@ KILLS = (
     (ReplicaId("agents/0"), 0.6),
     (MANAGER, 0.75),
 )
-"""What is killed by SIGKILL, and the share of the steps after which it is."""
+"""The replicas that are killed by SIGKILL, and the share of the steps after which each is killed."""
 RUN_TIMEOUT_S = 7200.0
-"""Seconds for each wait: on a machine with a load of 30 a run took 45 min."""
+"""Deadline (s) of each wait: on a machine with a load of 30 a run took 45 min."""
 STEP_GRACE_S = 60
-"""Seconds from the request to a process to stop to SIGKILL. The store writes its audit then, which takes 2 s of
-processor time after 400 steps."""
+"""Seconds between the request to stop a process and SIGKILL. In this time the store writes its audit, which takes 2 s
+of processor time after 400 steps."""
 
 
 class Learned(Struct, frozen=True):
-    """What a run of the example has shown."""
+    """The results of a run of the example."""
 
     seed: int
     steps: int
     found: list[float]
     """Share of the episodes of each step whose agent found the digit."""
     token_drift: int
-    """Trained tokens that no engine sampled in their context."""
+    """Number of trained tokens that no engine sampled in this context."""
     trained_tokens: int
     run_s: float
     incarnations: dict[str, int]
-    """Number of the last incarnation of each replica that was killed; of the manager, its epoch."""
+    """Number of the last incarnation of each replica that was killed; for the manager, its epoch."""
     episodes: dict[str, int]
-    """Episodes of the run: trained, and dropped."""
+    """Number of trained and of dropped episodes of the run."""
     load: tuple[float, float]
     """Load of this machine (1 minute) at the start and the end of the run."""
 
     @property
     def last10(self) -> float:
-        """Return the mean share of the last ten steps."""
+        """Return the mean share of found digits in the last ten steps."""
         return statistics.mean(self.found[-10:])
 
     @property
     def first10(self) -> float:
-        """Return the mean share of the first ten steps."""
+        """Return the mean share of found digits in the first ten steps."""
         return statistics.mean(self.found[:10])
 
 
 def learn(folder: Path, seed: int, steps: int = STEPS, *, kills: bool = True) -> Learned:
-    """Run the example with a seed in ``folder``, and read what it has shown."""
+    """Run the example with a seed in ``folder``, and return its results."""
     record = folder / "record"
     record.mkdir(parents=True)
     (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
@@ -152,7 +152,7 @@ def _read(seed: int, run: TestRun, record: Path, run_s: float, load: float) -> L
 
 
 def _found(record: Path) -> list[float]:
-    """Return for each step the share of its episodes that found the digit: only they have a reward."""
+    """Return for each step the share of its episodes that found the digit. The other episodes have no reward."""
     rewards: dict[int, dict[int, float]] = {}
     for sample in _recorded.trained(record):
         rewards.setdefault(sample.step, {})[sample.episode] = sample.reward

@@ -1,8 +1,8 @@
 """The same requests to the endpoint of a run and to vLLM's own server: latency of a turn, and throughput.
 
 Both engines have the same model and arguments and run at the same time; only one of them has work at any moment. Rounds
-alternate between the arms. Inside the clock of a turn is all that the client waits for, from its call to the parsed
-answer. The run's trainer has nothing to do meanwhile: no episode ends.
+alternate between the arms. The time of a turn covers all that the client waits for, from its call to the parsed answer.
+The run's trainer is idle during the measurement, because no episode ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ AT_ONCE = 32
 MAX_LENGTH = 512
 ROUNDS = 6
 SINGLE_TURNS = 6
-"""Turns of a round with one call at a time."""
+"""Number of turns of a round with one call at a time."""
 START_TIMEOUT_S = 900.0
 RRL, DIRECT = "rrl", "vllm"
 ARMS = (RRL, DIRECT)
 
 
 class Turn(Struct, frozen=True):
-    """One call."""
+    """One call of an arm, with its duration and the tokens of its answer."""
 
     arm: str
     round: int
@@ -43,11 +43,11 @@ class Turn(Struct, frozen=True):
 
 
 class Overhead(Struct, frozen=True):
-    """All calls, and the seconds of each round of calls at once."""
+    """All calls, and the seconds of each round of concurrent calls."""
 
     turns: list[Turn]
     round_s: dict[str, list[float]]
-    """Seconds of each round with :data:`AT_ONCE` calls, by arm."""
+    """Seconds of each round with :data:`AT_ONCE` concurrent calls, by arm."""
     load: tuple[float, float]
     """Load of this machine (1 minute) at the start and the end."""
 
@@ -57,11 +57,11 @@ class Overhead(Struct, frozen=True):
                                  if (turn.arm, turn.at_once, turn.tokens) == (arm, at_once, TURN_TOKENS))  # fmt: skip
 
     def added(self, at_once: int) -> float:
-        """Return the share by which the endpoint's median exceeds that of vLLM's server."""
+        """Return the share by which the endpoint's median time exceeds that of vLLM's server."""
         return self.p50(RRL, at_once) / self.p50(DIRECT, at_once) - 1
 
     def throughput(self, arm: str) -> float:
-        """Return tokens per second of the rounds with calls at once."""
+        """Return the tokens per second of the rounds with concurrent calls."""
         tokens = sum(turn.tokens for turn in self.turns if turn.arm == arm and turn.at_once == AT_ONCE)
         return tokens / sum(self.round_s[arm])
 

@@ -1,4 +1,4 @@
-"""Agents behind a plain round-robin proxy over two of vLLM's own servers, one of which is killed: what they lose."""
+"""Agents behind a plain round-robin proxy over two of vLLM's own servers, one of which is killed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ MAX_LENGTH = 512
 
 
 class Proxied(Struct, frozen=True):
-    """What the agents have seen."""
+    """The failures that the agents have observed."""
 
     calls: int
     client_errors: int
-    """Calls that the client gave up: broken streams, and errors after its own repetitions."""
+    """Number of calls that the client gave up: broken streams, and errors after its own repetitions."""
     lost_tokens: int
-    """Tokens that these calls had received."""
+    """Number of tokens that these calls had received before they failed."""
     errors: list[str]
     load: tuple[float, float]
 
 
 def measure(folder: Path) -> Proxied:
-    """Let the agents work, kill a server when each has got an answer, and let them go on to the end."""
+    """Let the agents work to the end, and kill a server when each agent has received its first answer."""
     folder.mkdir(parents=True)
     load = os.getloadavg()[0]
     with serving(make_model.FOLDER.expanduser(), folder, MAX_LENGTH, AT_ONCE, count=2) as servers:
@@ -69,7 +69,7 @@ async def _work(base_url: str, folder: Path, victim: VllmServer) -> None:
 
 
 async def _agent(base_url: str, index: int, log: CallLog, count: Callable[[], None]) -> None:
-    """Hold a conversation of some turns, all streams; an agent whose call fails ends, as it does without a catch."""
+    """Hold a conversation of some turns, all streams; end at the first failed call, as an uncaught exception would."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
     messages = [{"role": "user", "content": f"Write a long story about the number {index}."}]
     try:

@@ -1,7 +1,8 @@
 """An agent that records every call it makes, in the run or outside of it (``python -m``).
 
 Each episode is a conversation of some turns, every other one a stream. What the agent asks depends on the item and the
-answers only, so that a replay asks the same. ``tool`` is a tool that is gone once whenever the benchmark says so.
+answers only, so that a replay asks the same. ``tool`` is a tool that fails once each time the benchmark creates the
+file :data:`TOOL_GONE`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ FOLDER_ENV = "RRL_BENCH_CALLS"
 """Environment variable with the folder of the records."""
 TURNS = 4
 TOOL_GONE = "tool-gone"
-"""File in the folder: the agent that removes it finds its tool gone."""
+"""File in the folder of the records: the tool of the agent that removes this file fails."""
 MODEL = "policy"
 OPEN_TIMEOUT_S = 90.0
-"""Seconds that the request for an episode may take: the endpoint waits 30 s for one."""
+"""Seconds that the request for an episode may take: the endpoint waits up to 30 s for a free episode."""
 
 
 class WatchedCall(Struct, frozen=True, omit_defaults=True):
@@ -37,15 +38,15 @@ class WatchedCall(Struct, frozen=True, omit_defaults=True):
     seconds: float
     prompt: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    """Tokens of the answer that arrived, also if the call failed then."""
+    """Tokens of the answer that arrived, also if the call failed afterwards."""
     error: str = ""
     """The exception of the client; empty if the call succeeded."""
     status: int | None = None
-    """HTTP status of an error that the server answered with."""
+    """HTTP status of the server's error; None if the server answered with no error."""
 
 
 class ToolGone(Exception):
-    """The tool of an agent is gone."""
+    """The tool of an agent has failed."""
 
 
 class CallLog:
@@ -64,7 +65,7 @@ class CallLog:
 
 
 def read_calls(folder: Path, name: str = "*") -> list[WatchedCall]:
-    """Return the calls of all processes, or of those with a name; a killed process may leave half a line."""
+    """Return the calls of all processes, or of those with this name; a killed process may leave half a line."""
     lines = [line for path in sorted(folder.glob(f"calls-{name}.jsonl")) for line in path.read_bytes().splitlines(True)]
     return [msgspec.json.decode(line, type=WatchedCall) for line in lines if line.endswith(b"\n")]
 
@@ -104,14 +105,14 @@ async def watched_call(
         error, status = f"{type(raised).__name__}: {raised}"[:200], getattr(raised, "status_code", None)
         raise
     finally:
-        if error or text or tokens:  # not if the attempt was cancelled before
+        if error or text or tokens:  # not if the call was cancelled before
             seconds = round(time.monotonic() - started, 4)
             log.write(WatchedCall(client.api_key, turn, stream, seconds, tuple(prompt), tuple(tokens), error, status))
     return text, len(tokens)
 
 
 # ── in the run ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+_CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 _LOG: list[CallLog] = []
 
 
@@ -148,7 +149,7 @@ async def play_outside(base_url: str, run_key: str, count: int, log: CallLog, *,
 
 
 async def _post(http: httpx2.AsyncClient, base_url: str, action: str, key: str, body: Any) -> dict[str, Any] | None:
-    """Open or finish an episode, however long the endpoint is away; return None if there is no episode now."""
+    """Open or finish an episode; repeat the request until the endpoint answers. Return None if there is no episode."""
     url = f"{base_url.removesuffix('/v1')}/rrl/v1/episodes{action}"
     while True:
         try:

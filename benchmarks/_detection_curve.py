@@ -1,4 +1,4 @@
-"""Compares the detection delays of rrl and RobustRL at the same rate of false alarms, which rrl does not ship.
+"""Compares the detection delays of rrl and RobustRL at an equal rate of false alarms, which rrl's defaults do not have.
 
 The time limits of each method are multiplied by several factors. The delays are compared at the factor at which rrl
 raises as many false alarms as RobustRL does with its published limits and 30 s for an answer.
@@ -14,7 +14,7 @@ from rrl.tests.support.scenarios.play import Played
 from rrl.tests.support.scenarios.score import hang_delays, quantile, ratio, score
 
 MATCHED = "robustrl_30s"
-"""The method with whose false alarms rrl's are matched."""
+"""The method whose number of false alarms rrl has to match."""
 FACTORS = {"ours": (0.5, 0.7, 1.0, 2.0), "fixed_timeout": (0.5, 1.0, 2.0, 4.0),
            MATCHED: (0.5, 1.0, 2.0, 4.0, 8.0)}  # fmt: skip
 """Factors by which the time limits of each method are multiplied."""
@@ -38,7 +38,7 @@ class MatchedDelay(Struct, frozen=True):
     """
 
     ratio: float | None
-    """Median delay of rrl over that of RobustRL, of the hangs that both find."""
+    """Median delay of rrl over that of RobustRL, for the hangs that both find; None without such hangs."""
     factor: float
     """Factor of rrl's limits at which the comparison is made."""
     reached: bool

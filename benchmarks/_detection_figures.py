@@ -1,8 +1,8 @@
-"""What benchmarks/detection.py counts with the bounds that rrl ships: delays of hangs by role, and counts by suite.
+"""The figures of benchmarks/detection.py with the limits that rrl ships: delays of hangs by role, and counts by suite.
 
-A suite is a first folder of the scenarios: ``faults`` and ``no_fault`` of those that rrl ships. The delays of two
-methods are compared over the hangs that both find, for each role apart, because each method has other deadlines for
-each role. Median, mean and 95th percentile are all given, so that none of them is chosen after the fact.
+A suite is a top folder of the scenarios: rrl ships the suites ``faults`` and ``no_fault``. The delays of two methods
+are compared over the hangs that both find, for each role separately, because each method's deadlines depend on the
+role. Median, mean and 95th percentile are all given, so that none of them is chosen after the fact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
 
 
 def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return role → RobustRL with an answer time → delays (s) of rrl and of it, for the hangs that both find.
+    """Return role → RobustRL with an answer time → delays (s) of rrl and of RobustRL, for the hangs that both find.
 
     ``both``, ``ours_alone``, ``robustrl_alone`` are numbers of hangs. Each statistic has the values of both methods and
     their ratio; ``ranges`` has the smallest and the largest delay of each.
@@ -81,7 +81,7 @@ def counts(plays: Sequence[Played]) -> dict[str, Any]:
 
 
 def samples(plays: Mapping[str, Sequence[Played]]) -> list[dict[str, Any]]:
-    """Return each play of each method as JSON values: what it found and when, its false alarms and warnings."""
+    """Return each play of each method as JSON values: found failures with their times, false alarms, and warnings."""
     return [
         {
             "method": method, "scenario": play.scenario, "seed": play.seed, "seconds": play.lasts,

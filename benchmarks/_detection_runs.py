@@ -21,7 +21,7 @@ from rrl.tests.support.scenarios.play import Played, play
 _PROGRESS_EVERY_RUNS = 1000
 """Number of plays between two lines about the progress."""
 _SIGINT_EXIT_CODE = 128 + signal.SIGINT
-"""What a shell reports of a process that ended by Ctrl-C."""
+"""Exit code that a shell reports for a process that ended by Ctrl-C."""
 _loaded: dict[str, Scenario] = {}
 """Scenarios of this worker process, by name."""
 
@@ -42,14 +42,16 @@ def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
     """Play the runs in ``jobs`` processes and print the progress to stderr; return the results by run, in order.
 
     The results do not depend on ``jobs``: each run draws from its own seed. SIGTERM (``exit_on_sigterm``) and Ctrl-C
-    end the processes at once. Raises SystemExit then, ScenarioError, and whatever a judge raises.
+    end the processes at once. After such an interruption SystemExit is raised. ScenarioError and any exception of a
+    judge are passed on.
     """
     pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(jobs, initializer=_start_worker, initargs=(folder, os.getpid())) as pool:
         try:
-            # Unlike `submit`, `map` would cancel the futures of a pool whose workers end, which the pool does not bear.
+            # Not `map`: it would cancel the futures of a pool whose workers end, and the pool fails on cancelled
+            # futures.
             for run, future in zip(pending, _submit(pool, pending), strict=True):
                 done[run] = future.result()
                 if len(done) % _PROGRESS_EVERY_RUNS == 0:
@@ -65,7 +67,7 @@ def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
 
 
 def _submit(pool: ProcessPoolExecutor, runs: Iterable[Run]) -> list[Future[Played]]:
-    """Submit the runs, which starts the workers. The workers inherit that the signals are blocked: they end by SIGKILL.
+    """Submit the runs, which starts the workers. The workers inherit the blocked signals, so they end only by SIGKILL.
 
     Ctrl-C, and a SIGTERM to the process group, would otherwise make each worker print a traceback.
     """

@@ -1,7 +1,8 @@
 """The figures of benchmarks/dispatch.py, with their standard errors.
 
-A figure is a function of the seeds whose steps it sums. Its standard error is that of the jackknife: from the values
-that it has without one seed each. All arms of a seed have the same lengths, so a ratio of two of them is paired.
+A figure is a function of the seeds whose steps it sums. Its standard error is that of the jackknife: it is computed
+from the values of the figure with one seed left out at a time. All arms of a seed have the same lengths, so the ratio
+of two arms is paired.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_OVER_FIFO = 1.02
 MIN_SHARE = 0.25
 MIN_GAIN = 0.05
 DECIDED = 3.0
-"""Standard errors between a figure and its bar from which a trace gets no more seeds."""
+"""A trace gets no more seeds when each of its figures is at least this many standard errors away from its bar."""
 
 Seeds = Sequence[int]
 
@@ -41,7 +42,7 @@ def kind(arm: str) -> str:
 
 
 class Trace(Struct):
-    """The outcomes of a trace, by arm, one for each seed."""
+    """The outcomes of a trace: for each arm, one outcome per seed."""
 
     source: str
     tau: str
@@ -70,15 +71,15 @@ class Trace(Struct):
         return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
 
     def share(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return an arm's gain over first come, first served as a share of the oracle's."""
+        """Return an arm's gain over first come, first served as a share of the oracle's gain."""
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.oracle(kind(arm), seeds))
 
     def share_of_attainable(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return an arm's gain as a share of that of a ranker that knows each prompt's true mean."""
+        """Return an arm's gain as a share of the gain of a ranker that knows each prompt's true mean."""
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.over_fifo(f"true mean {kind(arm)}", seeds))
 
     def gainful(self, arm: str) -> bool:
-        """Return whether the oracle's gain with an arm's prompts counts."""
+        """Return whether the oracle's gain with an arm's prompts is large enough (:data:`MIN_GAIN`) to count."""
         return 1 - self.oracle(kind(arm)) >= MIN_GAIN
 
     def moved(self, arm: str) -> float:
@@ -92,7 +93,7 @@ class Trace(Struct):
         return all(abs(found.value - bar) >= DECIDED * found.error for found, bar in bars)
 
     def estimate(self, figure: Callable[[str, Seeds], float], arm: str) -> Estimate:
-        """Return one of the figures above with its standard error."""
+        """Return a figure of this trace, such as :meth:`share`, with its standard error."""
         count = len(self.seeds)
         without = [figure(arm, [seed for seed in self.seeds if seed != left_out]) for left_out in self.seeds]
         error = math.sqrt((count - 1) / count * sum((each - statistics.mean(without)) ** 2 for each in without))

@@ -22,13 +22,14 @@ from rrl.roles.trajectories.dispatch.work_sharing import (
 )
 
 _CURVES = CurveTable(LIMIT)
-"""Curves of all arms: they depend only on estimate and progress, and computing them is most of a simulation's time."""
+"""The curves that all arms share. They depend only on estimate and progress, and most of a simulation's time is spent
+on them."""
 _TAIL = 0.2
 """Share of the answers that StreamRL's dispatcher treats as long."""
 
 
 class FirstCome:
-    """Today's policy: whoever requests work gets the first of what waits."""
+    """First come, first served: an engine that requests work gets the first answers that wait."""
 
     def choose(self, world: World, engine: Engine) -> list[Answer]:
         numbers = sorted(world.waiting)[: engine.free]
@@ -42,7 +43,7 @@ class FirstCome:
 
 
 class FixedLists(FirstCome):
-    """Answers that are assigned to engines before the step, each list in its order."""
+    """Assigns the answers to engines before the step: each engine gets the answers of its list in order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._lists = [list(reversed(each)) for each in lists]
@@ -53,14 +54,14 @@ class FixedLists(FirstCome):
 
 
 class Product(FirstCome):
-    """The production functions.
+    """The policy of the store, by its own functions (``roles/trajectories/dispatch``).
 
     Args:
-        expected: Estimate of each group before it begins; None: the true length of each answer is known.
-        lengths: What refines the estimates.
-        separates: True if the order by expected length replaces that of creation.
+        expected: Estimate of each group before it begins; None if the true length of each answer is known.
+        lengths: Refines the estimates while answers are generated.
+        separates: True if answers are leased by expected length instead of in the order of their creation.
         informed: True if enough is known for moves.
-        times: What was learned of each engine's times in earlier steps; learned further.
+        times: Each engine's times per token as learned in earlier steps; this policy updates them.
     """
 
     def __init__(
@@ -128,13 +129,13 @@ class Product(FirstCome):
         return [(world.answers[move.trajectory], int(move.target)) for move in moves]
 
     def _class(self, answer: Answer) -> int:
-        """Return the class by which an answer is leased: as in the store, that of its group before it began."""
+        """Return the class by which an answer is leased: as in the store, its group's class before the group began."""
         if self._expected is None:
             return length_class(answer.length)
         return length_class(math.exp(self._expected[answer.group].mean))
 
     def _observe(self, engine: Engine) -> None:
-        """Observe the time of the tokens since the engine's last append."""
+        """Record the time that the engine's tokens took since its last append."""
         clock, tokens = self._last.get(engine.number, (0.0, 0.0))
         if engine.running and engine.tokens - tokens >= SEGMENT_TOKENS / 2:
             times = self._times.setdefault(engine.number, TokenTimes())
@@ -163,7 +164,7 @@ class Product(FirstCome):
 
 
 def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> FixedLists:
-    """StreamRL's Algorithm 2 with a point estimate of each answer: long ones get engines of their own."""
+    """Return the schedule of StreamRL's Algorithm 2, with point estimates: long answers get their own engines."""
     order = sorted(range(len(points)), key=lambda number: -points[number])
     count, places = len(world.engines), world.engines[0].places
     split = int(_TAIL * len(order))
@@ -185,7 +186,7 @@ def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> Fi
 
 
 def clairvoyant(world: World) -> FixedLists:
-    """Longest first by marginal cost with the true lengths: a schedule that knows everything from the start."""
+    """Return a schedule that knows all true lengths from the start: longest answers first, by marginal cost."""
     finish = [0.0] * len(world.engines)
     lists: list[list[int]] = [[] for _ in world.engines]
     for answer in sorted(world.answers, key=lambda answer: -answer.length):

@@ -1,10 +1,10 @@
-"""Leases by expected length beside first come, first served, in whole runs with vLLM.
+"""Compares leases by expected length with first come, first served, in whole runs with vLLM.
 
-The rollouts' engines are vLLM with a small model, at a pace that rises steeply with the number of running answers
-(benchmarks/_pace.py): two engines have places for half of the answers of a step, whose lengths have a long tail that
-the prompts explain in part (benchmarks/_stream_task.py). Both arms run at the same time with the same prompts. Steps
-are on-policy, whole batches, and training takes no time of its own, so that a step is the time of its generation. The
-first steps are left out, in which the store learns lengths.
+The rollouts' engines are vLLM with a small model, whose time per token rises steeply with the number of running answers
+(benchmarks/_pace.py). Two engines have places for half of the answers of a step. The lengths of the answers have a long
+tail that the prompts explain in part (benchmarks/_stream_task.py). Both arms run at the same time with the same
+prompts. Steps are on-policy and trained as whole batches, and the pace gives training no time. So the time of a step is
+the time of its generation. The first steps, in which the store learns lengths, are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from rrl.benchmarks.stream import FIRST_STEP, Arm, run_together
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 LEARNING_STEPS = 8
-"""Steps that do not count: the store knows 60 groups, by which lengths usually separate, after four of them."""
+"""Number of first steps that do not count. After four of them the store has learned from 60 groups, from which on
+lengths usually separate."""
 STEEP = Tau(20e-3, 4e-3)
-"""Seconds of a token, as on a CPU ("linear" in benchmarks/dispatch.py)."""
+"""Seconds per token, as on a CPU ("linear" in benchmarks/dispatch.py)."""
 SHAPE = replace(MODEL, head_dim=32)
-"""The least size of a head for which vLLM has kernels for CPUs."""
+"""A model with the smallest head size for which vLLM has kernels for CPUs."""
 BY_LENGTH = Arm(
     "by length", 16, 0, False, steps=28, learning_rate=1e-5, lease=16, tau=STEEP, token_s=0.0, engine="vllm"
 )

@@ -1,8 +1,8 @@
 """Prompts and lengths of answers for benchmarks/dispatch.py: synthetic ones with a long tail, and recorded ones.
 
-The recorded prompts are those of 14 tasks of reasoning-gym. The length of an answer is a proxy: the tokens of the
-task's own answer, times a constant so that the median is as long as the synthetic one's, times log-normal noise within
-a group.
+The recorded prompts are those of 14 tasks of reasoning-gym. The length of an answer is a proxy: the number of tokens of
+the task's own answer, times a constant, times log-normal noise within a group. The constant makes the median equal to
+that of the synthetic lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 LIMIT = 20_000
 MEDIAN = 1_500
 WITHIN = math.sqrt(0.35)
-"""Standard deviation of log length within a group: 65 % of a variance of 1 are the prompt's (TailSieve: 64.8 %)."""
+"""Standard deviation of log length within a group. The total variance is 1, of which the prompts explain 65 %
+(TailSieve: 64.8 %)."""
 BETWEEN = math.sqrt(0.65)
 RECORDED_WITHIN = 0.6
 VOCABULARY = 4_096
@@ -54,9 +55,9 @@ class Prompt(Struct, frozen=True):
 
 
 def synthetic(count: int, seed: int) -> list[Prompt]:
-    """Prompts of one text, in which two tokens say nothing and one shows the mean length, with an error.
+    """Return prompts of one text: two tokens carry no information, and one shows the mean length, with an error.
 
-    The error has 0.8 of the deviation between prompts.
+    The standard deviation of the error is 0.8 of that between prompts.
     """
     rng = random.Random(seed)
     prompts = []
@@ -70,7 +71,7 @@ def synthetic(count: int, seed: int) -> list[Prompt]:
 
 
 def recorded(seed: int = 1) -> list[Prompt]:
-    """Prompts of reasoning-gym in random order, tokenised with byte pairs that are trained on them."""
+    """Return prompts of reasoning-gym in random order, tokenised with byte pairs that are trained on them."""
     items: list[dict[str, Any]] = []
     for task, options in TASKS.items():
         dataset = reasoning_gym.create_dataset(task, seed=seed, size=PER_TASK, **options)
@@ -94,7 +95,7 @@ def recorded(seed: int = 1) -> list[Prompt]:
 
 
 def permuted(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    """The same prompts with the lengths of others."""
+    """Return the prompts with their lengths exchanged among them."""
     means = [prompt.mean for prompt in prompts]
     random.Random(seed).shuffle(means)
     return [Prompt(prompt.tokens, mean, prompt.deviation) for prompt, mean in zip(prompts, means, strict=True)]

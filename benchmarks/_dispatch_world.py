@@ -1,8 +1,8 @@
-"""Engines in virtual time that request, generate, append and hand back as rollouts do.
+"""Simulates, in virtual time, engines that request work, generate, append tokens and hand back answers as rollouts do.
 
 An engine with b answers running takes τ(b) seconds for one token of each. It requests work whenever it has free places,
-appends every :data:`SEGMENT_TOKENS` tokens, and hands over at an append what it was requested to give back. An answer
-that continues elsewhere first reads its prefix. Only the policy differs between two arms.
+appends every :data:`SEGMENT_TOKENS` tokens, and hands over at an append the answers that it was requested to give back.
+An answer that continues on another engine first reads its prefix. Only the policy differs between two arms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 
 class Answer(Struct):
-    """An answer of a step: its true length, what is generated, and where it is."""
+    """An answer of a step: its true length, the tokens that are generated so far, and its engine."""
 
     number: int
     group: int
@@ -42,30 +42,32 @@ class Policy(Protocol):
     """Chooses what engines get and give back."""
 
     def choose(self, world: World, engine: Engine) -> list[Answer]:
-        """Return what an engine gets of what waits, at most as many as it has free places."""
+        """Return which of the waiting answers an engine gets, at most as many as it has free places."""
 
     def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
         """Return which answers an engine should hand over, and the engines where they should continue."""
 
     def ended(self, world: World, answer: Answer) -> None:
-        """Take note that an answer is done."""
+        """Record that an answer is done."""
 
 
 class Engine:
-    """One engine. ``tokens`` counts the tokens that an answer would have that has run since the start."""
+    """One engine. ``tokens`` is the number of tokens of an answer that had run on this engine since the start."""
 
     def __init__(self, number: int, places: int, times: Sequence[float]) -> None:
         self.number, self.places, self.times = number, places, times
         self.running: dict[int, float] = {}
-        """``tokens`` at which the answer would have had none yet."""
+        """By answer, the value of ``tokens`` at which the answer would have had no token, had it only run on this
+        engine."""
         self.reading: list[tuple[float, int]] = []
-        """Answers that read their prefix, and when they are ready."""
+        """The times at which answers have read their prefix, with the number of the answer."""
         self.requested_back: set[int] = set()
         self.tokens = self.clock = 0.0
         self.next_append = float(SEGMENT_TOKENS)
         self._ends: list[tuple[float, int]] = []
         self.changes = 0
-        """Number of changes of what it runs, and of appends: what is derived from them is valid until the next."""
+        """Number of appends and of changes of the running answers. Values derived from the engine's state are valid
+        until this number changes."""
 
     @property
     def free(self) -> int:
@@ -89,7 +91,7 @@ class Engine:
         return int(self.tokens - self.running[number] + _EPSILON)
 
     def _next_end(self) -> tuple[float, int]:
-        """Return when an answer ends, in ``tokens``; entries of answers that moved away are dropped."""
+        """Return ``tokens`` at the end of the next answer, and its number; drop the entries of moved answers."""
         while self._ends and self._ends[0][1] not in self.running:
             heapq.heappop(self._ends)
         return self._ends[0] if self._ends else (math.inf, -1)
@@ -110,7 +112,7 @@ class Engine:
 
 
 class World:
-    """A generation step: all its answers wait at the start, and it is over when the last one is done.
+    """A generation step. All its answers wait at the start, and the step is over when the last answer is done.
 
     Args:
         lengths: True lengths, by group and answer.

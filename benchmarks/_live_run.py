@@ -1,4 +1,4 @@
-"""A run at work whose journal is being written, as a manager would write it while ``rrl status`` reads it."""
+"""A simulated run at work: its journal is written as by a manager, while ``rrl status`` reads it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ STEPS = 1_000_000
 AGE_S = 600.0
 """Seconds since the run began."""
 _EPOCH = 2
-"""Epoch of the writer; what happened before is of the first epoch."""
+"""Epoch of the writer; the earlier events are of the first epoch."""
 
 
 @contextmanager
 def live_run(root: Path, name: str, replicas: int) -> Generator[None]:
-    """Write a run with so many replicas under ``root``, and append to its journal until the block ends.
+    """Write a run with ``replicas`` replicas under ``root``, and append to its journal until the block ends.
 
-    The segment is half full at the beginning, as it is on average when somebody asks for the status. This process
-    holds the run's lease, as its manager would.
+    The segment is half full at the beginning, as it is on average when ``rrl status`` is called. This process holds the
+    run's lease, as its manager would.
     """
     story = at_work(name, replicas, STEPS)
     shift = time.time() - AGE_S - BEGAN
@@ -67,7 +67,8 @@ class _Writer:
         self.close = self._journal.close
 
     def append(self, records: int) -> None:
-        """Write so many records to disk. A full segment is followed by the next one, and the lease is renewed."""
+        """Write this number of records to disk, renew the lease, and begin the next segment if the current one is
+        full."""
         for event in islice(self._events, records):
             stamped = ev.Stamped(self._state.seq + 1, time.time(), _EPOCH, event)
             self._journal.append(stamped)

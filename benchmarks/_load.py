@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 QUIET_CORES = 0.3
-"""Cores that other processes may use while two cores are measured: more would distort the result."""
+"""Largest number of cores that other processes may use during a measurement on two cores; more would distort the
+result."""
 _SAMPLE_S = 0.4
 """Seconds over which the use of the cores is measured."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

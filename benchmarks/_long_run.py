@@ -1,4 +1,4 @@
-"""A run of 10,000 steps, written as its manager would have left it: what commands read that look at a whole run."""
+"""Writes a run of 10,000 steps as its manager would have left it, for commands that read a whole run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRICS = dict.fromkeys(
 
 
 def write_long_run(root: Path) -> None:
-    """Write the journal of a run with two rollouts: for each step eight events, which are of all its processes."""
+    """Write the journal of a run with two rollouts: eight events for each step, from all processes of the run."""
     story = Story(LONG_RUN, job_view(LONG_RUN_STEPS)).works()
     run, state = story.written(root), story.recorded()
     journal, seq, at = Journal(run, 2), len(story.stamped), story.at

@@ -1,4 +1,4 @@
-"""The built-in trainer and rollout, at the pace of machines that this one does not have. Run by ``python -m``.
+"""The built-in trainer and rollout, slowed down to the pace of GPUs that this machine lacks. Run by ``python -m``.
 
 A job of a benchmark names this program as the ``command`` of its trainer and rollouts. The roles are rrl's own, with
 one difference, which is made here and not in the product: each engine step and each part of a training step takes at
@@ -6,17 +6,17 @@ least as long as it would on a GPU of its own. The rest of that time is slept, s
 GPUs. What is computed is not changed: tokens are sampled and gradients are taken as ever.
 
 A step of an engine takes the sum of τ(b) over its tokens, where b is how many trajectories get a token then. So τ(b) is
-the time of a token with b trajectories running, and reading a prompt takes no time of its own. Unlike the engine in
-plain torch, a paced engine takes new work whenever it has a free place, as vLLM does. A part of a step takes the
-trainer a time proportional to its answer tokens. Everything else takes the time that it takes here: requests to the
-store, checkpoints, weights on their way, the optimizer.
+the time of a token with b trajectories running, and no time is added for reading a prompt. Unlike the engine in plain
+torch, a paced engine takes new work whenever it has a free place, as vLLM does. A part of a step takes the trainer a
+time proportional to its answer tokens. Everything else takes the time that it takes here: requests to the store,
+checkpoints, weights on their way, the optimizer.
 
-As ``trajectories`` it is the built-in store, which then leases answers first come, first served: the arm with which
-benchmarks/dispatch.py compares leases by expected length.
+With the argument ``trajectories`` this program is the built-in store, with leases in the order first come, first
+served. benchmarks/dispatch.py compares leases by expected length with this arm.
 
 Each process appends a line of JSON to a file in ``--record`` for each step or part: the time (s) that it should take,
 the time that its computation took, and the time with the sleep. Where the computation took longer than it should, the
-pace was not kept; benchmarks report the share of these seconds (:func:`overrun`).
+pace was not kept. Benchmarks report the excess as a share of the due time (:func:`overrun`).
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class Tau(Struct, frozen=True):
         return self.first + self.each * running if running else 0.0
 
     def seconds_of(self, tokens: Sequence[int]) -> float:
-        """Return the time (s) of an engine step in which each trajectory gets so many tokens."""
+        """Return the time (s) of an engine step; ``tokens`` has the number of tokens that each trajectory gets."""
         return sum(self(sum(count > place for count in tokens)) for place in range(max(tokens, default=0)))
 
 
 class Paced(Struct, frozen=True):
-    """One engine step, or one part of a training step, in seconds."""
+    """The times (s) of one engine step, or of one part of a training step."""
 
     due: float
     """The time that it should take."""
     computed: float
     """The time that the computation took here."""
     took: float
-    """The time that it took with the sleep."""
+    """The time that it took, including the sleep."""
 
 
 class Pace:
@@ -83,7 +83,7 @@ class Pace:
 
     @contextmanager
     def lasting(self, seconds: Callable[[], float]) -> Iterator[None]:
-        """Let the block take at least ``seconds()``, which is called at its end."""
+        """Let the block take at least ``seconds()`` seconds; this function is called at the end of the block."""
         begun = time.monotonic()
         yield
         computed, due = time.monotonic() - begun, seconds()
@@ -96,19 +96,19 @@ class Pace:
 
 
 def recorded(folder: Path, role: str) -> list[Paced]:
-    """Return what the processes of a role recorded."""
+    """Return the steps or parts that the processes of a role recorded."""
     lines = [line for path in sorted(folder.glob(f"{role}-*.jsonl")) for line in path.read_text().splitlines()]
     return [Paced(*json.loads(line)) for line in lines if line.endswith("]")]  # a killed process may leave half a line
 
 
 def overrun(work: Iterable[Paced]) -> float:
-    """Return the share of the seconds that work took beyond what it should, for want of cores."""
+    """Return by which share of its due time work took longer than it should, because cores were busy."""
     pairs = [(each.due, each.took) for each in work]
     return sum(took - due for due, took in pairs) / max(1e-9, sum(due for due, _ in pairs))
 
 
 class PacedLearner(Learner):
-    """A learner to which each part takes a time proportional to its answer tokens; create it by :func:`paced`."""
+    """A learner that takes for each part a time proportional to its answer tokens; create it by :func:`paced`."""
 
     pace: Pace
     token_seconds: float
@@ -121,7 +121,7 @@ class PacedLearner(Learner):
 
 
 class PacedEngine:
-    """An engine whose steps take as long as τ says; each step returns all tokens that it has made, as that in torch.
+    """An engine whose steps take the time that τ gives. As in torch, each step returns all tokens that it has made.
 
     Args:
         engine: The engine that computes.
@@ -192,7 +192,7 @@ class PacedVllmEngine(PacedEngine):
 
 
 def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -> Callable[..., PacedLearner]:
-    """Return a function that makes learners like ``make``, but at a pace."""
+    """Return a function that makes learners as ``make`` does, which keep the pace."""
 
     def make_paced(*args: Any, **settings: Any) -> PacedLearner:
         learner = make(*args, **settings)
@@ -203,7 +203,7 @@ def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -
 
 
 def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], PacedEngine]]:
-    """Return a function in the place of the rollout's own that builds its engine, which builds the same at a pace."""
+    """Return a replacement for the rollout's function that builds its engine: it builds the same engine at a pace."""
     build_role = rollout_program._builder
 
     def builder(me: rrl.Worker) -> Callable[[], PacedEngine]:
@@ -215,17 +215,18 @@ def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], P
 
 
 def lease_first_come() -> None:
-    """Let the store of this process lease answers in the order of their prompts, whatever it learns of lengths."""
+    """Make the store of this process lease answers in the order of their prompts, and ignore what it learns of
+    lengths."""
     never = property(lambda _: False)
     WorkQueue.by_length = Lengths.informed = never  # type: ignore[assignment,method-assign]
 
 
 def main() -> None:
-    """Run the built-in trainer or rollout at a pace, or a store that leases first come, first served."""
+    """Run the built-in trainer or rollout at a pace, or the store with leases first come, first served."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("trainer", "rollout", "trajectories"))
     parser.add_argument("--record", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--token-s", type=float, default=0.0, help="trainer: seconds of an answer token")
+    parser.add_argument("--token-s", type=float, default=0.0, help="trainer: seconds per answer token")
     parser.add_argument("--tau", type=float, nargs=2, default=(0.0, 0.0), help="rollout: τ(b) = first + each * b (s)")
     given = parser.parse_args()
     if given.role == "trajectories":

@@ -1,4 +1,4 @@
-"""Says what the figures of a benchmark rest on, and keeps the raw samples beside them.
+"""Records where and of what the figures of a benchmark were measured, and keeps their raw samples.
 
 The last line that a benchmark prints is one JSON object: its figures with their ranges (:func:`spread`), what
 :func:`provenance` returns, and ``raw``, the path of the file in which :func:`raw_samples` has written the single
@@ -64,7 +64,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with ``+`` if files differ from it; empty outside of a checkout."""
+    """Return the commit of this checkout, with ``+`` if files differ from the commit; empty outside of a checkout."""
     here = Path(__file__).parent
     done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
     return done.stdout.strip()

@@ -1,10 +1,9 @@
-"""The built-in trainer and rollout, which record what they train and sample. Run by ``python -m``.
+"""The built-in trainer and rollout, which record the tokens that they train and sample. Run by ``python -m``.
 
-A job of a benchmark names this program as the ``command`` of its trainer and rollouts. The roles are rrl's own; each
-process also appends a line of JSON to a file in ``--record`` for everything that its engine is given and returns, or
-that its learner is given. The records are made at these two interfaces and know nothing of the store between them. So
-they show whether a token that is trained is one that was sampled, after the very tokens after which it was sampled
-(:func:`drift`).
+A job of a benchmark names this program as the ``command`` of its trainer and rollouts. The roles are rrl's own. Each
+process also appends lines of JSON to a file in ``--record``: everything that its engine is given and returns, or that
+its learner is given. The records are made at these two interfaces, independently of the store between them. So they
+show whether each trained token was sampled, and sampled after the same tokens as it was trained (:func:`drift`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Given(Struct, frozen=True, tag="given"):
     context: tuple[int, ...]
     """All tokens before the answer."""
     so_far: tuple[int, ...]
-    """Tokens of the answer that another incarnation had sampled."""
+    """Tokens of the answer that another incarnation had already sampled."""
 
 
 class Sampled(Struct, frozen=True, tag="sampled"):
@@ -69,7 +68,7 @@ class Trained(Struct, frozen=True, tag="trained"):
 
     @property
     def counts(self) -> list[bool]:
-        """Return for each of ``tokens`` whether it is trained."""
+        """Return for each of ``tokens`` whether it is a trained token."""
         result = [True] * len(self.tokens)
         for start, count in self.masked:
             result[start : start + count] = [False] * count
@@ -125,7 +124,7 @@ class RecordedEngine:
         for segment in segments:
             self._record.write(Sampled(segment.trajectory, segment.tokens, segment.logprobs, segment.version))
         if segments:
-            self._record.flush()  # before the tokens go to the store: a killed process has recorded what it handed over
+            self._record.flush()  # before the store gets the tokens: a kill loses no record
         return segments, finished
 
     def abort(self, trajectories: Iterable[int]) -> None:
@@ -162,7 +161,7 @@ class RecordedLearner(Learner):
 
 
 def _recorded_builder(record: _Record) -> Callable[[rrl.Worker], Callable[[], Engine]]:
-    """Return a function in the place of the rollout's own that builds its engine, which records."""
+    """Return a replacement for the rollout's function that builds its engine: the engine records its work."""
     build_role = rollout_program._builder
 
     def builder(me: rrl.Worker) -> Callable[[], Engine]:
@@ -189,7 +188,9 @@ def trained(folder: Path) -> list[Trained]:
 
 
 def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, float, Version | None]]]]:
-    """Yield for each turn that an engine was given its context, and its answer: token, log-probability and version.
+    """Yield the context and the answer of each turn that an engine was given.
+
+    An answer is a list of (token, log-probability, version).
 
     Tokens that another incarnation had sampled have no version.
     """
@@ -201,7 +202,7 @@ def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, fl
                 continue
             match decoder.decode(line):
                 case Given(turn, context, so_far):
-                    if turn in running:  # it was taken away, and given again
+                    if turn in running:  # the turn was taken from the engine, and given to it again
                         yield running[turn]
                     running[turn] = context, [(token, 0.0, None) for token in so_far]
                 case Sampled(turn, tokens, logprobs, version):
@@ -237,7 +238,7 @@ def drift(folder: Path) -> tuple[int, int]:
 
 
 def answers(folder: Path) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return context and tokens of every answer that an engine had when it stopped to extend it."""
+    """Return context and tokens of every answer, as the engine had them when it stopped extending the answer."""
     return {(context, tuple(token for token, _, _ in answer)) for context, answer in _answers(folder)}
 
 
@@ -247,7 +248,7 @@ def answers_of_several_versions(folder: Path) -> int:
 
 
 def text_changes(folder: Path, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return how many answers have other tokens after they were decoded and encoded again, and how many there are."""
+    """Return how many answers get other tokens when decoded and encoded again, and the number of all answers."""
     longest: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
     for context, answer in _answers(folder):
         tokens = tuple(token for token, _, _ in answer)

@@ -1,4 +1,4 @@
-"""Checks what the benchmarks need of this machine, and prints one line for each need that is not met.
+"""Checks whether this machine has what the benchmarks need, and prints one line for each need that is not met.
 
 ``make bench`` runs this program first. It checks the needs of all benchmarks before the first one starts, and exits
 with 2 if a benchmark cannot run. A benchmark that is run alone checks its own needs (:func:`check_requirements`).
@@ -58,13 +58,13 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
     "slurm_reads": (Need.PYSLURM,),
     "weights": (Need.NAMESPACES,),
 }
-"""Needs of single parts of a benchmark. If such a need is not met, the benchmark leaves out the part."""
+"""Needs of single parts of a benchmark. If the need of a part is not met, the benchmark leaves out that part."""
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
     ("manager_away", Need.SLURM): "--cluster local",
     ("restart", Need.SLURM): "--cluster local",
     ("weights", Need.UCX): "--part namespaces --kind tcp",
 }
-"""Options with which a benchmark does not have a need."""
+"""For a benchmark and one of its needs, the options with which it does not have that need."""
 
 
 def _slurm() -> str | None:
@@ -122,7 +122,7 @@ def unmet(benchmark: str, needs: Iterable[Need]) -> Iterator[str]:
 
 
 def check_requirements(benchmark: str, without: Collection[Need] = ()) -> None:
-    """Make SIGTERM end this benchmark in such a way that it cleans up, and check the benchmark's needs.
+    """Make SIGTERM end this benchmark by an exception, so that it cleans up, and check the benchmark's needs.
 
     ``without``: needs that do not apply to the given options. Raises SystemExit(2) after a line for each unmet need.
     """
@@ -142,7 +142,7 @@ def main() -> int:
     if lines:
         print("\n".join(lines), file=sys.stderr)
         names = sorted(set(NEEDS) - {Path(line.split()[0]).stem for line in lines})
-        print(f"none was started; what can be run here, each with python benchmarks/NAME.py: {', '.join(names)}",
+        print(f"no benchmark was started; these can run here, by python benchmarks/NAME.py: {', '.join(names)}",
               file=sys.stderr)  # fmt: skip
     return 2 if lines else 0
 

@@ -1,4 +1,4 @@
-"""What the store's log of a run says: how long the trained answers were, and what weights result from the training.
+"""Reads from the store's log of a run how long the trained answers were, and which weights result from the training.
 
 A store that restarts rewrites its log without the tokens of committed steps. :func:`keep_logs` therefore keeps each
 file of the log from the start, by a hard link, while the run goes on.
@@ -44,15 +44,15 @@ _ALL_STEPS = 1_000_000
 
 
 def keep_logs(run: RunDir, folder: Path) -> None:
-    """Keep the files that the log of a run has now, also if the store replaces them later."""
+    """Keep the current files of a run's log by hard links, so that they remain when the store replaces them."""
     for path in run.store.glob("log.*[0-9]"):
         kept = folder / path.name
-        if not kept.exists() and path.stat().st_size:  # an empty file is a claim, which the log itself replaces
+        if not kept.exists() and path.stat().st_size:  # an empty file only claims the name of a log
             os.link(path, kept)
 
 
 def in_open_step(logs: Path) -> bool:
-    """Return whether the trainer works on a part of a step that lacks groups, after another part of the same step."""
+    """Return whether the trainer works on the second or a later part of a step that still lacks groups."""
     last = None
     for path in _in_order(logs):
         for record in _records(path):
@@ -73,23 +73,23 @@ class Lengths(Struct, frozen=True):
     """Lengths of answers of a run, in tokens."""
 
     by_kind: dict[str, float]
-    """Mean over all finished answers to prompts of a kind."""
+    """Mean over all finished answers, by kind of their prompt."""
     asked: dict[str, int]
-    """Number of groups that were asked for, by kind."""
+    """Number of groups that were requested, by kind of their prompt."""
     trained: float
-    """Mean over the answers that were trained, without the first steps."""
+    """Mean over the answers that were trained; the first steps are left out."""
 
     def bias(self, by_kind: Mapping[str, float]) -> float:
-        """Return the mean length of trained answers over that of all that were asked for.
+        """Return the mean length of trained answers over the mean length of all answers that were requested.
 
-        ``by_kind`` is how long answers to prompts of a kind are if all of them are finished.
+        ``by_kind``: mean length of the answers to prompts of each kind, from a run in which all answers are finished.
         """
         expected = sum(by_kind[kind] * count for kind, count in self.asked.items()) / sum(self.asked.values())
         return self.trained / expected
 
 
 def lengths(run: RunDir, first_step: int) -> Lengths:
-    """Read the lengths of a run whose store did not restart; trained answers count from a step on."""
+    """Return the lengths of a run whose store did not restart; trained answers count from ``first_step`` on."""
     (path,) = run.store.glob("log.*[0-9]")
     groups: dict[int, range] = {}
     kinds: dict[int, str] = {}
@@ -115,12 +115,12 @@ def lengths(run: RunDir, first_step: int) -> Lengths:
 
 
 class Replay(Struct, frozen=True):
-    """The comparison of a run whose roles were killed with the same training without interruption."""
+    """The comparison of the training in a run whose roles were killed with the same training without interruption."""
 
     steps: int
     parts: int
     parts_repeated: int
-    """Number of parts that a trainer trained once more, after the death of the one before it."""
+    """Number of parts that a trainer trained once more after the death of its previous incarnation."""
     incarnations: dict[ReplicaId, int]
     """Number of the last incarnation of each replica that was killed."""
     same_weights: bool
@@ -129,7 +129,7 @@ class Replay(Struct, frozen=True):
 
 
 def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, int]) -> Replay:
-    """Train once more what the logs say was trained, and compare the result with the newest commit."""
+    """Repeat the training that the logs record, and compare the result with the newest commit."""
     torch.set_num_threads(1)
     spec = read_run_spec(run.run_spec)
     parts, commit = _trained_parts(logs, spec.sampling.max_new_tokens)

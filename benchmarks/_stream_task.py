@@ -1,10 +1,11 @@
-"""The task of benchmarks/stream.py: repeat four letters in another order, after "thinking" for as long as one likes.
+"""The task of benchmarks/stream.py: repeat four letters in another order, after any number of "thinking" tokens.
 
 A prompt is a digit and four letters, ``3aekm=``. A right answer is any number of points, and then the letters with the
 last two exchanged: ``.....aemk``. The supervised warm start shows answers in which only some of the letters are
-exchanged, so that the policy can do both and has to learn which one is rewarded. Their number of points has a geometric
-distribution, with a mean that the digit names. So the lengths of sampled answers are the policy's own, they have a long
-tail, and the prompt explains a part of them, as in reasoning models.
+exchanged, so that the policy can give both kinds of answers and has to learn which one is rewarded. The number of
+points in these answers has a geometric distribution, whose mean depends on the digit (:data:`MEAN_POINTS`). So the
+policy itself decides the lengths of sampled answers. They have a long tail, and the prompt explains a part of their
+variance, as in reasoning models.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ MEAN_POINTS = {"1": 1, "2": 2, "3": 3, "4": 4, "5": 6, "6": 10, "7": 18, "8": 32
 MAX_POINTS = 80
 """Largest number of points in answers of the warm start."""
 ALPHABETS = ("abcd", "efgh", "ijkl", "mnop")
-"""Letters at each place of a prompt. A place has letters of its own, so that the warm start is short."""
+"""Letters at each place of a prompt. Each place has its own letters, so that the warm start is short."""
 PIECES = "".join(MEAN_POINTS) + "=" + POINT + "".join(ALPHABETS)
 EXCHANGED_SHARE = 0.25
 """Share of right answers in the warm start; about the reward at the first step."""
 
 
 def kind_of(item: int) -> str:
-    """Return the digit of an item: each eight items in a row have all eight digits, in an order of their own."""
+    """Return the digit of an item. Each block of eight items has all eight digits, in its own order."""
     block, place = divmod(item, len(MEAN_POINTS))
     kinds = sorted(MEAN_POINTS)
     random.Random(block).shuffle(kinds)
@@ -81,17 +82,19 @@ MODEL = ModelSpec(
     tokenizer=TokenizerSpec(pieces=tuple(PIECES)),
 )  # fmt: skip
 WARM_STEPS = 300
-"""Supervised steps. The model then answers in the right form in 95 of 100 cases, with lengths like those of the answers
-that it was shown, and a quarter of its answers is right (measured; 25 s of processor time)."""
+"""Number of supervised steps. After them the model answers in the right form in 95 of 100 cases, with lengths like
+those of the answers of the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of
+processor time."""
 WARM_BATCH = 64
 WARM_LEARNING_RATE = 4e-3
 _SEED_OFFSET = 10_000
-"""The warm start has other items than the runs, whose seeds are small."""
+"""Offset of the warm start's seed from a run's seed, which is small: so the warm start has other items than the
+runs."""
 
 
 def write_model(folder: Path, shape: ModelSpec = MODEL) -> None:
     """Train the model that all runs of a benchmark start from, and write it as a Hugging Face folder."""
-    import tokenizers  # not needed by the roles that import the task
+    import tokenizers  # imported here, because the roles that import the task do not need it
     from tokenizers import decoders, models, pre_tokenizers
 
     from rrl.roles.models.policy import build_model

@@ -16,7 +16,7 @@ from rrl.tests.support.cli.waiting import eventually
 SETTLING_S = 3.0
 """Seconds before the measurement, in which everything is read and drawn for the first time."""
 MEASURED_S = 15.0
-"""Seconds of the measurement; a manager's lease, which nobody renews here, is good for longer."""
+"""Seconds of the measurement: less than the validity of a manager's lease, which nothing renews here."""
 COLUMNS, ROWS = 200, 60
 _PROGRAM = f"""
 import sys, time
@@ -27,7 +27,8 @@ run = find_run(sys.argv[1]) if sys.argv[1:] else None
 began = time.time() - {BEGAN + 600.0}
 TopApp(RunsWatcher(run, lambda: time.time() - began), run).run()
 """
-"""``rrl top`` with a wall clock that goes on ten minutes after the runs have begun, so that times change as usual"""
+"""A program that runs ``rrl top``. Its wall clock starts ten minutes after the beginning of the runs and advances, so
+that the displayed times change as usual."""
 
 
 def top_cost(replicas: int, runs: int, *, opened: bool) -> float:

@@ -36,7 +36,7 @@ class VllmServer:
         self.process, self.base_url, self.log = process, base_url, log
 
     def kill(self) -> None:
-        """Kill the server with all its processes: its engine outlives the server otherwise (docs/sources.md, vLLM)."""
+        """Kill the server with all its processes: its engine would outlive it otherwise (docs/sources.md, vLLM)."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(model: Path, folder: Path, max_length: int, sequences: int, count: int = 1) -> Iterator[list[VllmServer]]:
-    """Start servers of a model at once, wait until each is healthy, and kill them afterwards.
+    """Start ``count`` servers of a model at the same time, wait until each is healthy, and kill them afterwards.
 
     The arguments are those of rrl's own engine on a CPU (:mod:`rrl.roles.rollout.vllm.config`), one thread included.
 
@@ -103,7 +103,7 @@ def _is_healthy(server: VllmServer) -> bool:
 
 
 def round_robin(base_urls: Sequence[str]) -> Starlette:
-    """Return a plain proxy: it passes each call to the next server, and knows nothing of what it passes."""
+    """Return a plain proxy, which passes each call to the next server and does not interpret it."""
     client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
     upstreams = itertools.cycle(base_urls)
 

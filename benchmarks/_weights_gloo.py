@@ -1,4 +1,4 @@
-"""Measures the yardstick for weight transports: a broadcast by torch.distributed's gloo, with digests as rrl has them.
+"""Measures the baseline for weight transports: a broadcast by torch.distributed's gloo, with digests like those of rrl.
 
 ``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, which receives its commands
 over the socket FD. :class:`Gloo` starts the ranks and commands them. SECONDS is the timeout of the process group.
@@ -102,8 +102,8 @@ class Gloo:
     ) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
         """Return the time at which a broadcast began (s, monotonic clock), and the report of each receiver.
 
-        Instead of a report there is a TimeoutError if the rank sent none within ``timeout_s`` seconds, and a
-        ConnectionError if the rank has ended.
+        For a rank that sent no report within ``timeout_s`` seconds, the entry is a TimeoutError; for a rank that has
+        ended, it is a ConnectionError.
         """
         ranks = self._ranks[: receivers + 1]
         began = time.monotonic()
@@ -133,8 +133,8 @@ def _spawn(
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a rank; return its process and the socket for its commands.
 
-    The rank's stderr is discarded, because torch prints whole screens when a rank is killed. Each rank reports its own
-    failure.
+    The rank's stderr is discarded, because torch prints very long messages when a rank is killed. Each rank reports its
+    own failure.
     """
     env = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     parent_end, rank_end = socket.socketpair()
@@ -158,7 +158,7 @@ class _Rank:
         async with asyncio.timeout(timeout_s):
             line = await self._reader.readline()
         if not line:
-            raise ConnectionError("the rank is gone")
+            raise ConnectionError("the rank has ended")
         report = msgspec.json.decode(line, type=Ready | BroadcastDone | BroadcastFailed)
         if not isinstance(report, kind):
             raise RuntimeError(f"gloo: {report}")

@@ -1,17 +1,16 @@
 """Compares a weight version's transfer on one machine with a plain broadcast and a memcpy of the same bytes; no NIC.
 
-The clock runs from the moment when the receivers are told of a published version (gloo: are told to broadcast) until
-the last receiver has verified the last byte. Publishing comes before that: a copy into one buffer, in parallel with
-digests. The arms ``publish + pull`` include it.
+The measured time begins when the receivers get the message about a published version (gloo: the command to broadcast),
+and ends when the last receiver has verified the last byte. Publishing happens before it: a copy into one buffer, in
+parallel with digests. Only the arms ``publish + pull`` include the publishing.
 
-gloo verifies nothing. ``gloo`` is the broadcast alone. In the other two arms, the receivers also compute the digests
-that a user would need to verify it, in as many threads as rrl: ``gloo, digests after`` when all bytes have arrived, and
-``gloo, digests beside`` while later pieces arrive, as rrl does. rrl is compared with the faster of these two. The
-digests at the source are not part of them; rrl computes those when it publishes.
+gloo verifies nothing. ``gloo`` is the broadcast alone. In the other two arms of gloo, the receivers also compute the
+digests that a user would need for a verification, in as many threads as rrl. In ``gloo, digests after`` they do so when
+all bytes have arrived, in ``gloo, digests beside`` while later pieces arrive, as rrl does. rrl is compared with the
+faster of these two arms, which do not include the digests at the source: rrl computes those when it publishes.
 
-All connections exist before the clock starts. A receiver of rrl writes to memory that it already had, as in every
-version after the second; gloo's buffer is touched before the clock starts. After the clock has stopped, every byte is
-compared with what was sent.
+All connections exist before the measured time begins. A receiver of rrl writes to memory that it already had, as in
+every version after the second; gloo's buffer is touched before. Afterwards, every byte is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ LAYOUTS = {"flat": 1, "400 tensors": 400}
 KINDS = ("ucx", "tcp")
 GLOO, AFTER, BESIDE = "gloo", "gloo, digests after", "gloo, digests beside"
 MAX_OVER_GLOO = 1.1
-"""Bar of the time with one receiver, over that of gloo with digests."""
+"""Bar: largest ratio of the time with one receiver to the time of gloo with digests."""
 
 Case = tuple[int, str]
-"""Number of receivers, and layout."""
+"""Number of receivers, and layout of the tensors."""
 
 
 class Loopback(Struct):
@@ -141,7 +140,7 @@ async def measure(nbytes: int, repeats: int) -> Loopback:
 
 async def _measure_plane(results: Loopback, kind: str, plane: WeightPlane, case: Case) -> None:
     receivers, layout = case
-    await plane.run(receivers, LAYOUTS[layout], 0.0)  # connections, paces and memory are there after it
+    await plane.run(receivers, LAYOUTS[layout], 0.0)  # creates connections, paces and memory
     await plane.forget(memory=False)
     run = await plane.run(receivers, LAYOUTS[layout], QUIET_TIMEOUT_S)
     await plane.forget(memory=True)
@@ -217,19 +216,19 @@ def report(results: Loopback) -> dict[str, object]:
 
 
 def _raw(_: Case) -> str:
-    """Return the arm of gloo alone."""
+    """Return the arm ``gloo``, a broadcast without digests."""
     return GLOO
 
 
 def _faster_verified(results: Loopback, case: Case) -> str:
-    """Return the faster of the arms of gloo whose receivers compute digests."""
+    """Return the faster one of gloo's two arms whose receivers compute digests."""
     return min((AFTER, BESIDE), key=lambda arm: results.median(arm, case))
 
 
 def _highest_ratio(
     results: Loopback, arms: Sequence[str], receivers: int, baseline: Callable[[Case], str]
 ) -> tuple[float, list[float]]:
-    """Return the highest ratio of medians of these arms and all layouts, and its lowest and highest value by round."""
+    """Return the highest ratio of medians of these arms and all layouts, with the range of that ratio over rounds."""
     found = []
     for arm in arms:
         for case in [(receivers, layout) for layout in LAYOUTS]:

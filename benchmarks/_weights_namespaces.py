@@ -2,20 +2,21 @@
 
 Each node is a network namespace. One token bucket limits what the node sends, and one limits what the bridge sends to
 the node. ``ideal`` is the time that the bytes of one copy take at that rate without any header, so no receiver can
-finish earlier. The clock runs from the moment when the receivers are told of a published version until the last
-receiver has verified the last byte. The source counts as free when, according to the counter of its NIC, it has sent
-all but a very small rest of what it sends in that run. The same counter shows how many copies the source sent.
+finish earlier. The measured time begins when the receivers get the message about a published version, and ends when the
+last receiver has verified the last byte. The source counts as free when it has sent all but a very small rest of its
+bytes of that run, according to the counter of its NIC. The same counter shows how many copies the source sent.
 
 The five nodes share the cores of this machine, where real nodes have their own. So the NICs must be slow enough that
-not the cores limit the transfer: the table shows the CPU time of all processes and how many cores were busy, and the
-last line how many cores the chain takes at this rate. NICs of 2 Gbit/s, as in earlier versions of this benchmark, took
-2.4 (tcp) to 2.8 cores (ucx) of the two that were there. Then deadlines of chunks expired for want of a core, and the
-chain took 1.33 to 2.7 times as long as one copy, depending on the speed of the cores and on other processes.
+the cores do not limit the transfer. The table shows the CPU time of all processes and how many cores were busy. The
+last line shows how many cores the chain takes at this rate. NICs of 2 Gbit/s, as in earlier versions of this benchmark,
+would have needed 2.4 (tcp) to 2.8 cores (ucx), but the machine had two. Deadlines of chunks then expired because no
+core was free. The chain took 1.33 to 2.7 times as long as one copy, depending on the speed of the cores and on other
+processes.
 
 In the arm ``fault``, one receiver is killed and another one is stopped as soon as both have half of their copy, and no
-process is informed of that. The pair of receivers differs from round to round, and the first receivers of the chain are
-among them. The time is compared with that of the same surviving receivers without a fault. Afterwards the stopped
-receiver continues, the killed receiver is started again, and both must get the right version.
+process is informed of the fault. The pair of receivers differs from round to round; some pairs include the first
+receivers of the chain. The time is compared with the time of the same surviving receivers without a fault. Afterwards
+the stopped receiver continues, the killed receiver is started again, and both must get the right version.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import Member, Nursery
 
 BITS_PER_S = 0.5e9
-"""Bits per second that a NIC sends, and as many that it receives. Receiving, verifying and sending on 256 MiB takes a
-node 0.6 (tcp) to 0.75 s (ucx) of CPU time on a shared virtual machine; so the chain takes 0.6 to 0.7 cores."""
+"""Bits per second that a NIC sends, and as many that it receives. A node needs 0.6 s (tcp) to 0.75 s (ucx) of CPU time
+to receive, verify and forward 256 MiB on a shared virtual machine. So the chain takes 0.6 to 0.7 cores."""
 SHAPED_RATE = "500mbit"
 NODES = ("n1", "n2", "n3", "n4", "n5")
 RECEIVERS = len(NODES) - 1
 MAX_CHAIN, MAX_SOURCE_FREE = 1.5, 1.2
-"""Bars of the chain's time and of the time after which its source is free, over that of one copy."""
+"""Bars, as multiples of the time of one copy: the chain's time, and the time after which its source is free."""
 BUSY_SHARE = 0.9
-"""Share of this machine's cores from which on they count as all busy: the processes then wait for a core at times."""
+"""Share of busy cores from which on all cores of this machine count as busy: processes then wait at times for a
+core."""
 FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
-"""Indices of the receivers that are killed and stopped, by round."""
+"""Indices of the killed and of the stopped receiver, by round."""
 GLOO_TIMEOUT_S = 30.0
-"""Timeout in seconds of the process group with a fault, twice the time of a broadcast; the default is 30 min."""
+"""Timeout (s) of gloo's process group in the arm with a fault: twice the time of a broadcast. gloo's default is 30
+min."""
 
 
 class Nics(Struct):
@@ -61,20 +64,20 @@ class Nics(Struct):
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_free_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Times at which the source was free."""
+    """Times after which the source was free."""
     source_copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Numbers of copies that the source sent."""
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """CPU times of the source and all receivers together."""
     busy_cores: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Cores of this machine that were busy on average, whatever they did."""
+    """Average number of busy cores of this machine, with all of its processes."""
     receiver_seconds: list[list[float]] = field(default_factory=list)
-    """Times at which each receiver had finished, in the chain without a fault."""
+    """Times after which each receiver had finished, in the chain without a fault."""
     slowdowns: list[float] = field(default_factory=list)
     """Ratios of the time with a fault to the time without a fault."""
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
     gloo_reports: list[str] = field(default_factory=list)
-    """Reports of gloo's surviving ranks in the same situation."""
+    """Reports of gloo's surviving ranks after one rank was killed and one stopped."""
     other_cores: list[float] = field(default_factory=list)
     wrong_copies: int = 0
     ideal_s: float = 0.0
@@ -83,7 +86,7 @@ class Nics(Struct):
 class _Run(Struct):
     began: float
     receiver_seconds: dict[int, float]
-    """Seconds by receiver."""
+    """Seconds until each receiver had finished, by its index."""
     source_free_s: float
     source_copies: float
 
@@ -153,7 +156,7 @@ class _Fleet:
 
     async def measure(self, repeats: int) -> Nics:
         results = self._results
-        for _ in range(2):  # connections, paces and memory are there after them
+        for _ in range(2):  # connections, paces and memory are then created
             await self._run("warm", range(RECEIVERS))
         gloo = await self._gloo(600.0)
         for turn in range(repeats):
@@ -199,7 +202,7 @@ class _Fleet:
         run = _Run(began, done, *monitor.finish(began))
         if run.source_copies < 1:
             raise RuntimeError(
-                f"the source sent {run.source_copies:.2f} copies through its NIC: they went some other way"
+                f"the source sent {run.source_copies:.2f} copies through its NIC: the rest took another path"
             )
         await self._check(version, chosen)
         self._results.seconds[arm].append(max(done.values()))

@@ -11,8 +11,8 @@ from rrl.tests.support.weights.members import TIMEOUT_S
 
 _HALF_COPY = 0.5
 _TRICKLE_FRACTION = 0.005
-"""Share of what a source sends that may still be missing when it counts as free: requests to others,
-acknowledgements, the end of its last chunk."""
+"""Share of a source's bytes that may still be unsent when it counts as free. They are requests to other nodes,
+acknowledgements, and the end of its last chunk."""
 _SAMPLE_INTERVAL_S = 0.005
 """Seconds between two readings of the counters."""
 

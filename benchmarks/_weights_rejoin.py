@@ -1,10 +1,10 @@
 """Measures how soon a restarted rollout or trainer takes part in the transfer of weights again, on one machine.
 
-The clock starts when the new process has its imports done: it is forked from a process that has already imported all
-modules, including ucxx for that transport. The time of a rollout ends when it has verified and committed the newest
-version, which a trainer and another rollout hold. The time of a trainer ends when a rollout has verified the first
-chunk of the version that the trainer publishes. This time does not include how long a trainer takes to get its tensors
-(from its checkpoint), but includes their layout in one buffer, with digests. The benchmark replaces the manager, and
+The measured time begins when the new process has done its imports: it is forked from a process that has already
+imported all modules, for UCX also ucxx. For a rollout, the time ends when it has verified and committed the newest
+version, which a trainer and another rollout hold. For a trainer, the time ends when a rollout has verified the first
+chunk of the version that the trainer publishes. It includes the layout of the tensors in one buffer, with digests, but
+not the time in which the trainer reads them from its checkpoint. The benchmark takes the place of the manager, and
 passes on the addresses of sources at once.
 """
 
@@ -56,7 +56,7 @@ async def measure(nbytes: int, repeats: int) -> Rejoin:
 
 
 class _Testbed:
-    """A trainer and a rollout that stay, and a second rollout that is started for each measurement."""
+    """A trainer and a rollout that keep running, and a second rollout that is started for each measurement."""
 
     def __init__(self, nursery: Nursery, nbytes: int, source: Member, peer: Member) -> None:
         self._nursery, self._nbytes = nursery, nbytes
@@ -101,7 +101,7 @@ class _Testbed:
 
 
 def report(results: Rejoin) -> dict[str, object]:
-    """Print a table; return the results for the JSON object, of the slower transport and of each transport."""
+    """Print a table; return the results of the slower transport and of each transport, for the JSON object."""
     medians = {key: 1000 * statistics.median(values) for key, values in results.seconds.items()}
     rows = [[stage, *(f"{medians[kind, stage]:.1f}" for kind in KINDS),
              *(f"{1000 * max(results.seconds[kind, stage]):.1f}" for kind in KINDS)] for stage in STAGES]  # fmt: skip

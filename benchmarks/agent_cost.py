@@ -1,15 +1,15 @@
 """Measures what an agent costs its node: CPU and memory of a real agent and all its readers, beside eight GPUs.
 
-The GPUs are those of a stand-in driver, which is read once per second. Its calls are free: it answers from memory,
-where a real driver asks the GPU. So the figures leave out the time in the driver, which docs/health.md gives for a real
-one. With ``--native``, the agent reads the GPUs of this machine with its own driver, whose calls count.
-``driver_calls`` in the JSON object says which. Bars: 1 % of one core, and 80 MiB (PSS: pages that several processes
-share are counted once).
+The GPUs are those of a stand-in driver, which is read once per second. Its calls take almost no time: it answers from
+memory, where a real driver asks the GPU. So the figures leave out the time in the driver, which docs/health.md gives
+for a real one. With ``--native``, the agent reads the GPUs of this machine with this machine's driver, and the time in
+the driver counts. ``driver_calls`` in the JSON object names the driver. Bars: 1 % of one core, and 80 MiB (PSS: pages
+that several processes share are counted once).
 
-The cost is measured for ``--seconds`` (60) after ``--settle`` (20), in which processes start, the first readings are
-made and past log entries are searched. The range of the CPU time is that of the six parts of that time. This program
-takes the place of the agent's manager, and is not counted. Prints a table, and one JSON object as its last line
-(benchmarks/_provenance.py).
+The cost is measured for ``--seconds`` (60). Before, ``--settle`` (20) seconds pass, in which processes start, the first
+readings are made and past log entries are searched. The range of the CPU time is taken over six equal parts of the
+measured time. This program takes the place of the agent's manager, and is not counted. Prints a table, and one JSON
+object as its last line (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ GPUS = 8
 MAX_CORES, MAX_PSS_MIB = 0.01, 80.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PARTS = 6
-"""Number of parts of the measured time. The CPU time is that of all parts, the memory the highest one at their ends."""
+"""Number of parts of the measured time. The CPU time is that of all parts; the memory is the highest value at the end
+of a part."""
 STAND_IN_CALLS, REAL_CALLS = "free (stand-in driver)", "counted (driver of this machine)"
-"""What the figures contain of the time that calls take in the GPU driver."""
+"""Whether the figures contain the time that calls take in the GPU driver, as it is printed."""
 
 
 class Sample(Struct, frozen=True):
@@ -95,7 +96,7 @@ def _total_mib(sample: Sample) -> float:
 
 
 def _driver_path() -> dict[str, str]:
-    """Return the variables by which the loader finds the driver's library, where it is not in a standard folder."""
+    """Return environment variables by which the loader finds the driver's library outside of standard folders."""
     return {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "RRL_FAKE_NVML") if name in os.environ}
 
 
@@ -116,7 +117,7 @@ def _process_tree(root: int) -> list[int]:
 
 
 def _ticks(root: int) -> Counter[int]:
-    """Return the CPU time (ticks) of a process and of each descendant, with that of children which they have reaped."""
+    """Return the CPU time (ticks) of a process and of each descendant, including the children that they have reaped."""
     used: Counter[int] = Counter()
     for pid in _process_tree(root):
         try:

@@ -1,14 +1,15 @@
-"""Measures what agents learn, whether their tokens stay exact, what the endpoint costs, and what they see of deaths.
+"""Measures what agents learn, whether their tokens stay exact, what the endpoint costs, and how deaths affect them.
 
 Everything is real: the openai client, the endpoint, the store, the roles, vLLM and its own server. Parts:
 
 - ``learning``: examples/agents.toml (guess a digit) from random weights, with rollout, store, trainer, agents and
-  manager killed once each in the middle (benchmarks/_agents_learning.py). Who ignores the hints finds at most 0.3.
+  manager killed once each in the middle (benchmarks/_agents_learning.py). A policy that ignores the hints finds at most
+  0.3 of the digits.
 - ``drift``: examples/agents_smollm2.toml, SmolLM2 on vLLM with a tool, a second conversation and a condensed context,
   while its weights change. Tokens and contexts are compared with what the engines recorded at their own interface,
   log-probabilities with torch under the versions that the tokens name (benchmarks/_agents_drift.py).
 - ``overhead``: the same 64-token turns to the endpoint of a run and to vLLM's own server, 1 and 32 at once, in
-  alternating rounds (benchmarks/_agents_overhead.py). Inside the clock is all that the client waits for.
+  alternating rounds (benchmarks/_agents_overhead.py). The time of a turn covers all that the client waits for.
 - ``deaths``: 32 agents at work while each kind of process dies, several times (benchmarks/_agents_deaths.py); beside it
   the same agents behind a plain round-robin proxy over two of vLLM's servers, one of which is killed
   (benchmarks/_agents_proxy.py).
@@ -18,12 +19,12 @@ among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the par
 engine sampled in this context with this log-probability and version (bar: 0). ``max_logprob_error`` is the largest
 difference from torch (bar: 1e-3). ``text_would_change`` is the share of SmolLM2's complete answers that have other
 tokens after they were decoded and encoded again. ``added_p50_share_1`` and ``_32`` are the ratio of the medians, minus
-1, of the turns that have all 64 tokens (bar: 0.05); ``throughput_over_direct`` is the ratio of tokens per second at 32
-at once, all rounds together (bar: 0.9). ``client_errors`` counts the calls that a client gave up (bar: 0), and
-``resampled_tokens`` the tokens of calls whose dead attempt had got them already, and the tokens that agents received
-and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the turns of dead attempts that
-the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that failed behind the proxy,
-and the tokens that they had received.
+1, over the turns that have all 64 tokens (bar: 0.05); ``throughput_over_direct`` is the ratio of tokens per second at
+32 at once, all rounds together (bar: 0.9). ``client_errors`` counts the calls that a client gave up (bar: 0).
+``resampled_tokens`` counts the tokens that were sampled again although the dead attempt had received them, and the
+tokens that agents received and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the
+turns of dead attempts that the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that
+failed behind the proxy, and the tokens that they had received.
 
 Prints tables, and one JSON object with all samples as its last line. A part that was not run has null. All parts but
 ``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.
@@ -59,7 +60,7 @@ MIN_THROUGHPUT = 0.9
 
 
 class Results(Struct):
-    """What the parts have shown; None or empty for a part that was not run."""
+    """The results of the parts; None or empty for a part that was not run."""
 
     learned: list[Learned] = []
     drift: Any = None
@@ -120,7 +121,7 @@ def _print_overhead(each: Overhead) -> None:
 
 
 def figures(results: Results) -> dict[str, Any]:
-    """Return the figures that were chosen before; None where a part was not run."""
+    """Return the figures of the module's docstring; None for those of a part that was not run."""
     learned, drift, overhead, deaths, proxied = (
         results.learned, results.drift, results.overhead, results.deaths, results.proxied,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def figures(results: Results) -> dict[str, Any]:
 
 
 def _print_bars(of: dict[str, Any]) -> None:
-    """Print for each bar whether it is met; nothing where its part was not run."""
+    """Print for each bar whether it is met; bars of parts that were not run are left out."""
     bars: tuple[tuple[str, Callable[[float], bool]], ...] = (
         ("found_last10", lambda value: value >= MIN_FOUND),
         ("token_drift", lambda value: value == 0),

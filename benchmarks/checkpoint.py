@@ -9,10 +9,10 @@ the checkpoint of the step before is committed (K = 1). The arms take turns with
 With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``); the others are only
 copied. The default is 1, as in a job.
 
-In the clock of whole steps: ten steps in a row, each with the write of the step before beside it (with ``--every N``:
-each Nth). The write of the step before them is under way when it starts, outside of the clock. So it shows the steady
-state: a step takes as long as computing it beside a write, or as the write, if that is longer. The write shares this
-machine's cores with the step, where a GPU would compute it.
+The time of whole steps covers ten steps in a row. Beside each step (with ``--every N``: each Nth) the checkpoint of the
+step before is written. A write is already under way when the time begins, so the result is the steady state: a step
+takes as long as computing it beside a write, or as long as the write, if that is longer. The write shares this
+machine's cores with the step, where a real step would run on a GPU.
 
 Prints a table. The last line is one JSON object (benchmarks/_provenance.py): ``checkpoint_slowdown`` is the mean of ten
 steps over the mean of ten steps without checkpoints. Needs 7 GB of memory and 5 GB of $TMPDIR.
@@ -65,12 +65,13 @@ MODEL = ModelSpec(
 )  # fmt: skip
 VOCABULARY = 16_000
 TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
-"""Sizes of the fixed batch: number of trajectories and of those in a group, then lengths in tokens."""
+"""Sizes of the fixed batch: number of all trajectories, trajectories in a group, tokens of a prompt, tokens of an
+answer."""
 ROUNDS = 3
 STEPS_PER_ROUND = 10
 """Number of timed steps of each arm in each round."""
 EVERY = (1, 2, 5)
-"""Numbers of steps with one checkpoint that divide ``STEPS_PER_ROUND``: each arm begins and ends with a checkpoint."""
+"""Permitted values of ``--every``. They divide ``STEPS_PER_ROUND``, so each arm begins and ends with a checkpoint."""
 COPIES_PER_ROUND = 2
 """Number of copies of each arm in each round."""
 COMMIT_TIMEOUT_S = 300.0
@@ -80,7 +81,7 @@ ARMS = (AGENT_MEMORY, OWN_MEMORY)
 
 
 class StandInWorker(SimpleNamespace):
-    """The part of :class:`rrl.Worker` that a saver needs. As the store does, a commit has old checkpoints deleted.
+    """The part of :class:`rrl.Worker` that a saver needs. As in a run, a commit makes old checkpoints be deleted.
 
     ``commits`` is a semaphore that each commit releases.
     """
@@ -98,7 +99,7 @@ class StandInWorker(SimpleNamespace):
 
 
 class NoPublisher(SimpleNamespace):
-    """In place of the publisher: this benchmark measures what saving costs (benchmarks/publishing.py: publishing)."""
+    """Takes the place of the publisher. What publishing costs is measured by benchmarks/publishing.py."""
 
     def reserve(self, buffer: memoryview) -> None: ...
 
@@ -112,9 +113,9 @@ class BenchmarkArm:
     """A saver that copies into one kind of memory. All arms have the same learner.
 
     Args:
-        me: The worker.
+        me: The worker whose steps are saved.
         learner: The learner.
-        buffers: The memory.
+        buffers: The memory into which the state is copied.
         every: Number of steps with one checkpoint.
     """
 
@@ -130,7 +131,7 @@ class BenchmarkArm:
         return number % self._every == 0
 
     def timed_save(self) -> float:
-        """Save the learner's step; return the time (s) that a step waits for that."""
+        """Save the learner's step; return the time (s) that a step waits for the save."""
         begun = time.perf_counter()
         self.saver.save("", {})
         seconds = time.perf_counter() - begun
@@ -199,7 +200,7 @@ def main() -> None:
 def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int, every: int) -> Samples:
     """Measure copies, writes and whole steps; the arms take turns."""
     samples, batches = Samples(), fixed_batches()
-    for _ in range(every):  # up to a step with a checkpoint
+    for _ in range(every):  # train up to a step with a checkpoint
         learner.step(next(batches))
     for arm in arms.values():  # the first use of each piece of memory is slower
         for _ in range(2):
@@ -216,7 +217,7 @@ def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int, every:
         samples.steps[WITHOUT].append([_step(learner, batches, None) for _ in range(STEPS_PER_ROUND)])
         for name, arm in arms.items():
             for _ in range(every):
-                _step(learner, batches, arm)  # the write of the last one is under way when the clock starts
+                _step(learner, batches, arm)  # the write of the last step is under way when the timed steps begin
             samples.steps[name].append([_step(learner, batches, arm) for _ in range(STEPS_PER_ROUND)])
             arm.timed_settle()
         print(f"round {turn + 1} of {rounds}", flush=True)
@@ -232,7 +233,7 @@ def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
 
 
 def _step(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
-    """Return the time (s) of a step; with an arm, it is saved, which waits for the commit of the step before."""
+    """Return the time (s) of a step; with an arm, the step is also saved, after the commit of the step before."""
     begun = time.perf_counter()
     learner.step(next(batches))
     if arm is not None:

@@ -2,10 +2,10 @@
 
 ``rrl status`` shows a finished run and a live run, each once with 5 and once with 1,024 replicas. The journal of a live
 run is being written meanwhile, by this program (:mod:`_live_run`). Bar: version and status take less than 0.4 s, a
-completion in bash less than 0.2 s. A command is measured as a whole process, from its start to its end; the process of
-the completion is a bash that completes one line. The result is the median of ten. The commands take turns, so that a
-burst of load on the machine affects all of them alike. This program creates the runs, by writing their journals. Prints
-a table, and one JSON object as its last line (benchmarks/_provenance.py).
+completion in bash less than 0.2 s. A command is measured as a whole process, from its start to its end. For the
+completion this process is a bash that completes one line. The result is the median of ten. The commands take turns, so
+that a burst of load on the machine affects all of them alike. This program creates the runs, by writing their journals.
+Prints a table, and one JSON object as its last line (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FINISHED, FINISHED_MANY, LIVE, LIVE_MANY = "small-7", "large-7", "small-live-7",
 COMPLETION = (
     f"{script('bash')}COMP_WORDS=({RRL} restart {FINISHED} roll) COMP_CWORD=3; _rrl {RRL}; test ${{#COMPREPLY[@]}} = 2"
 )
-"""What bash does when the user types ``rrl restart small-7 roll`` and the tab key: two rollouts are offered."""
+"""The bash commands of a completion of ``rrl restart small-7 roll``, which must offer two rollouts."""
 COMMANDS = {
     "version_s": [RRL, "--version"],
     "status_s": [RRL, "status", FINISHED],

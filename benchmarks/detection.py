@@ -1,15 +1,16 @@
 """Measures how well failures are detected: rrl's detectors and baselines in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--only GLOB] [--jobs N] [--warnings]
-[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl has the
-bounds that it ships. The baselines are one fixed timeout, RobustRL's rules with 5, 15 and 30 s for the answer of a
-suspected rollout, which its paper does not publish, and a judge that warns of everybody.
+[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl uses its
+default limits. The baselines are one fixed timeout, RobustRL's rules, and a judge that warns about every replica.
+RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does not
+publish this time.
 
 Prints the delays of hangs by role beside RobustRL's, then for each suite (``faults``, ``no_fault``) what each method
 found, missed and raised falsely, and its warnings per hour. Then come the delays by role and cause, and each mistake of
-rrl with its scenario and seed. With ``--curve``, rrl's bounds are also shortened until it raises as many false alarms
-as RobustRL: nobody runs it so, and no figure but ``equal_false_alarms`` and ``curve`` comes from it. The last line is
-one JSON object (benchmarks/_provenance.py).
+rrl with its scenario and seed. With ``--curve``, rrl's limits are also shortened until it raises as many false alarms
+as RobustRL. No run uses such limits; only the figures ``equal_false_alarms`` and ``curve`` come from them. The last
+line is one JSON object (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     scenarios: Annotated[Path, typer.Option(help="folder of scenario files")] = SHIPPED,
     seeds: Annotated[int, typer.Option(min=1, help="plays of each scenario")] = 5,
-    first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
-    curve: Annotated[bool, typer.Option("--curve", help="also play all methods with other bounds than theirs")] = False,
+    first_seed: Annotated[int, typer.Option(min=0, help="the first seed")] = 0,
+    curve: Annotated[bool, typer.Option("--curve", help="also play all methods with scaled limits")] = False,
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores that may be used")] = None,
     warnings: Annotated[bool, typer.Option("--warnings", help="also list every WARN of rrl")] = False,
@@ -132,14 +133,14 @@ def _result(
 def _print_results(
     result: Mapping[str, Any], plays: Mapping[str, Sequence[Played]], points: Sequence[Point]
 ) -> None:  # fmt: skip
-    print("hangs, rrl with the bounds that it ships, of those that both find, s: rrl / RobustRL")
+    print("delays of the hangs that both find, s: rrl with its default limits / RobustRL")
     print_table(["role, time for an answer", "both", "rrl alone", "RobustRL alone", *STATISTICS], [
         [f"{role}, {method.removeprefix('robustrl_')}", str(each["both"]), str(each["ours_alone"]),
          str(each["robustrl_alone"]), *(_pair(each.get(name)) for name in STATISTICS)]
         for role, methods in result["hangs"].items() for method, each in methods.items()
     ])  # fmt: skip
     for suite, methods in result["suites"].items():
-        print(f"\nsuite {suite}; warnings: per hour, of them about nothing that has failed, how many of these stand")
+        print(f"\nsuite {suite}; warnings per hour: all, about nothing that has failed, mean of these at a time")
         print_table(
             ["method", "runs", "found", "late", "missed", "false", "precision", "recall", "WARN found", "warnings",
              "unexplained", "stand"],
@@ -150,7 +151,7 @@ def _print_results(
              for method, each in methods.items()],
         )  # fmt: skip
     for method, each in plays.items():
-        print(f"\n{method}: true cause (down) and what it was called")
+        print(f"\n{method}: true cause (down) and reported cause")
         _print_confusion(each)
     print("\ndelay from the failure to the first alarm, s: median / p95 (found)")
     kinds = sorted({kind for each in plays.values() for kind in delays(each)})
@@ -158,7 +159,7 @@ def _print_results(
     print_table(["role, cause", *plays], [[f"{role}, {cause}", *(_spread(by[method].get((role, cause), []))
                                            for method in plays)] for role, cause in kinds])  # fmt: skip
     if points:
-        print("\nbounds multiplied by a factor; 1 is what is shipped or published")
+        print("\nlimits multiplied by a factor; 1: the default or published limits")
         print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
             [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false_per_run:.3f}",
              "" if one.delay is None else f"{one.delay:.0f}"] for one in points

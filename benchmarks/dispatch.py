@@ -1,35 +1,36 @@
 """Measures what expected lengths and dispatch gain over first come, first served, in virtual time.
 
 The production functions (``roles/trajectories/dispatch``) choose which engine gets which answers and which answers
-move. Engines, times and lengths are simulated (benchmarks/_dispatch_world.py). A *trace* is a source of lengths
-(synthetic, or recorded as in benchmarks/_dispatch_traces.py), a shape of τ(b), the seconds of a token with b answers
-running, and a set of engines. Each trace has several steps, of which each is timed from its start until its last answer
-is done, in every arm with the same lengths. Arms: today's order; the same answers dealt out evenly; StreamRL's two
-pools; and the production functions with rankers from none to perfect:
+move. Engines, times and lengths are simulated (benchmarks/_dispatch_world.py). A *trace* consists of three things: a
+source of lengths (synthetic, or recorded as in benchmarks/_dispatch_traces.py), a shape of τ(b), the seconds of a token
+with b answers running, and a set of engines. Each trace has several steps. Each step is timed from its start until its
+last answer is done, in every arm with the same lengths. Arms: first come, first served; the answers assigned evenly to
+the engines beforehand; StreamRL's two pools; and the production functions with rankers from none to perfect:
 
-- ``none`` has observed nothing; ``wrong`` has learned the lengths of other prompts and is certain of them;
+- ``none`` has learned nothing; ``wrong`` has learned for each prompt the lengths of another one;
 - ``unseen`` and ``seen`` have learned 1,000 groups of the source, and the prompts of the steps are new or among them;
-- ``perfect`` knows every length. The *oracle* is the better of this and of a schedule made with all lengths at hand.
+- ``perfect`` knows every length. The *oracle* is the better of this arm and of a schedule made from all true lengths.
 
-- ``true mean`` knows the mean logarithm of each prompt's lengths, and nothing else. No ranker of prompts knows more, so
-  its gain is what a ranker can attain with the production rules; its share of the oracle's gain is shown beside theirs.
+- ``true mean`` knows the mean logarithm of each prompt's lengths, and nothing else. No ranker of prompts can know more,
+  so this arm's gain is the most that a ranker can attain with the production rules. Its share of the oracle's gain is
+  shown beside the shares of the other rankers.
 
 Seconds of a step are noisy: in some traces the ratio of one step to first come, first served has a standard deviation
 of 0.05. The mean of three steps then says little about a bar of 1.02, and the largest of 120 such means exceeds it by
 chance. All arms of a seed have the same lengths, so ratios are paired, and each figure has a standard error
-(benchmarks/_dispatch_figures.py). A trace is played with ``--seeds`` seeds, and with 8 more as long as one of its
-figures is less than three standard errors away from its bar, until it has ``--most-seeds``. This rule was chosen when
-figures of 8 seeds were known for 9 of the 24 traces, and none of more seeds.
+(benchmarks/_dispatch_figures.py). A trace is played with ``--seeds`` seeds. It gets 8 more while one of its figures is
+less than three standard errors away from its bar, up to ``--most-seeds``. When this rule was chosen, figures of 8 seeds
+were known for 9 of the 24 traces, and no figures of more seeds.
 
 Chosen before the first figure: ``worst_over_fifo`` is the largest ratio of summed seconds of a trace, over all traces
 and the rankers from none to perfect (bar: 1.02). ``share_of_oracle`` is the smallest share of the oracle's gain that
-``seen`` and ``unseen`` have, over all traces in which the oracle gains at least 5 % (bar: 0.25). Added later, over the
-same traces: ``attainable_share_of_oracle``, the smallest share that ``true mean`` has, and ``share_of_attainable``, the
-smallest share of the gain of ``true mean`` that ``seen`` and ``unseen`` have. ``recall20_unseen`` is the share of the
-longest 20 % of the recorded prompts that are new to the ranker, among those that it expects to be (bar: 0.7 after 1,000
-groups). ``decision_us`` is the median time of a decision with 10,000 answers waiting and free places everywhere (bar:
-1,000). ``real_over_fifo`` is the ratio of the seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py),
-null without vLLM.
+``seen`` and ``unseen`` have, over all traces in which the oracle gains at least 5 % (bar: 0.25). Two figures were added
+later, over the same traces: ``attainable_share_of_oracle`` is the smallest share of the oracle's gain that ``true
+mean`` has, and ``share_of_attainable`` the smallest share of the gain of ``true mean`` that ``seen`` and ``unseen``
+have. ``recall20_unseen``: of the longest 20 % of the recorded prompts that are new to the ranker, the share that the
+ranker also expects among the longest 20 % (bar: 0.7 after 1,000 groups). ``decision_us`` is the median time of a
+decision with 10,000 answers waiting and free places everywhere (bar: 1,000). ``real_over_fifo`` is the ratio of the
+seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py), null without vLLM.
 
 Prints tables, and one JSON object with all samples as its last line.
 """
@@ -61,16 +62,16 @@ from rrl.roles.trajectories.dispatch.token_times import TokenTimes
 from rrl.roles.trajectories.dispatch.work_sharing import CONSIDERED, EngineView, Waiting, length_class, share
 
 LEARNED_GROUPS = 1_000
-"""Groups of the source that a ranker has observed before the steps: 500 prompts, twice each."""
+"""Number of groups of the source that a ranker has observed before the steps: 500 prompts, each twice."""
 GROUP_SIZE = 8
 TAIL = 0.2
 WAITING = 10_000
 DECISIONS = 200
 SEEDS = 8
-"""Seeds with which a trace begins, and that are added while it is undecided."""
+"""Number of seeds with which a trace begins, and number of seeds that it gets at a time while it is undecided."""
 MOST_SEEDS = 64
 KNOWN_VARIANCE = 1e-4
-"""Variance of a logarithm that is known: estimates need one above 0."""
+"""Variance that stands for a known logarithm of a length, because the variance of an estimate must be above 0."""
 REAL_SEEDS = 3
 MIN_RECALL = 0.7
 MAX_DECISION_US = 1_000.0
@@ -86,7 +87,7 @@ ENGINES: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {
     "4 x 128, half empty": (32, ((128, 1.0),) * 4),
     "3 + 1 half as fast": (32, ((64, 1.0),) * 3 + ((64, 2.0),)),
 }
-"""Prompts of a step, and (places, factor on τ) of each engine."""
+"""Number of prompts of a step, and (places, factor on τ) of each engine."""
 
 
 class Source:
@@ -111,7 +112,7 @@ def _learned(prompts: Sequence[Prompt]) -> Lengths:
 def arms(
     source: Source, prompts: Sequence[Prompt], times: dict[int, TokenTimes], new: bool
 ) -> Iterator[tuple[str, Callable[[World], Policy]]]:
-    """Yield the arms of a step with these prompts, which are new to the rankers or not."""
+    """Yield the arms of a step with these prompts; ``new`` says whether the prompts are new to the rankers."""
 
     def product(lengths: Lengths) -> Callable[[World], Policy]:
         expected = [lengths.expect(prompt.tokens) for prompt in prompts]
@@ -147,7 +148,7 @@ def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int)
     scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
     trace = Trace(source.name, tau, engines, count * GROUP_SIZE)
     times: dict[int, TokenTimes] = {}
-    rng = random.Random(-1)  # a step before the first one, with today's order, in which the engines' times are learned
+    rng = random.Random(-1)  # for a step in the order of creation, which learns the engines' times
     prompts = rng.sample(source.known, count)
     world = World([prompt.answers(GROUP_SIZE, rng) for prompt in prompts], scaled)
     world.run(
@@ -171,7 +172,7 @@ def _slower(tau: Tau, factor: float) -> Tau:
 
 
 def recall(truth: Sequence[float], expected: Sequence[float]) -> float:
-    """Return which share of the longest :data:`TAIL` is among as many that are expected to be the longest."""
+    """Return the share of the longest values (:data:`TAIL` of all) that are also expected to be among the longest."""
     count = int(TAIL * len(truth))
     longest, guessed = (
         set(sorted(range(len(values)), key=lambda i: -values[i])[:count]) for values in (truth, expected)
@@ -192,7 +193,7 @@ def kendall(truth: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def ranked(prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Return the figures of a ranker after 1,000 groups, on prompts that it knows and on the others."""
+    """Return the figures of a ranker after 1,000 groups, for the prompts of these groups and for all other prompts."""
     known, new = prompts[:LEARNED_GROUPS], prompts[LEARNED_GROUPS:]
     lengths = _learned(known)
     figures = {}
@@ -204,7 +205,7 @@ def ranked(prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def decision_times() -> list[float]:
-    """Return the µs of decisions: 10,000 answers wait, nine engines run 64 each and have 64 free places."""
+    """Return the times (µs) of decisions: 10,000 answers wait, and nine engines each run 64 and have 64 free places."""
     rng, table = random.Random(0), CurveTable(LIMIT)
     estimates = [GroupEstimate(rng.gauss(7.3, 0.8), 0.05, 0.35) for _ in range(WAITING // GROUP_SIZE)]
     curves = [table.curve(estimate, 0) for estimate in estimates for _ in range(GROUP_SIZE)]
@@ -226,7 +227,7 @@ def decision_times() -> list[float]:
 
 
 def real(seeds: int) -> dict[str, Any]:
-    """Return what whole runs with vLLM show (benchmarks/_dispatch_real.py), or why they were not made."""
+    """Return the figures of whole runs with vLLM (benchmarks/_dispatch_real.py), or why they were not made."""
     if (why := missing(Need.VLLM)) is not None:
         return {"real_over_fifo": None, "real_over_fifo_reason": why}
     from rrl.benchmarks import _dispatch_real  # imported here: it needs torch and all roles
@@ -237,7 +238,7 @@ def real(seeds: int) -> dict[str, Any]:
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--seeds", type=int, default=SEEDS, help="steps of each trace and kind of prompts, at least")
-    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="the same for a trace that is undecided")
+    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="steps at most, of an undecided trace")
     options.add_argument("--tau", choices=TAUS, action="append", help="only this shape; may be repeated")
     options.add_argument("--real-seeds", type=int, default=REAL_SEEDS, help="whole runs of each arm with vLLM")
     options.add_argument("--only-real", action="store_true", help="only whole runs with vLLM")
@@ -285,7 +286,7 @@ def _print_traces(traces: Sequence[Trace]) -> None:
           *(f"{trace.oracle(kind):.3f}" for kind in ("new", "known")),
           f"{statistics.mean(trace.moved(arm) for arm in LEARNED):.1%}"] for trace in traces],
     )  # fmt: skip
-    print("Gain as a share of the oracle's, where that is 5 % or more, and of that of a ranker that knows true means")
+    print("Gain as a share of the oracle's gain (if that is 5 % or more), and of a ranker's that knows true means")
     print_table(
         ("source, tau, engines", "unseen", "true mean", "of attainable", "seen", "true mean", "of attainable"),
         [[_name(trace), *(cell for arm in LEARNED for cell in _share_cells(trace, arm))] for trace in traces],

@@ -2,17 +2,18 @@
 
 The run is light (real manager, store, agents and weight transport, no models), on this machine's local cluster, and is
 repeated with each weight transport; for ucx, which uses TCP here, the job declares its network as trusted. A smaller
-attack before fills the memory pools of the libraries.
+attack before the measurement fills the memory pools of the libraries.
 
-Three arms take turns within the same run, in three rounds: ``alone``, nothing is done to the run; ``attack``, a third
-of the frames is sent to each port; ``busy``, a busy loop uses the same share of the cores as the attacker did, and
-sends nothing. The attacker runs on the run's own machine, where it takes CPU time from the run, as any program would.
-So the steps/s of ``attack`` are compared with those of ``busy``, and what remains is the work that the attack causes in
-the run. ``run_affected`` is true if a part of the run was restarted, reported in a finding, or stopped, or if the
-median ratio of these steps/s is below 0.9.
+Three arms take turns within the same run, in three rounds. In ``alone``, nothing is done to the run. In ``attack``, a
+third of the frames is sent to each port. In ``busy``, a busy loop uses the same share of the cores as the attacker did,
+and sends nothing. The attacker runs on the run's own machine, where it takes CPU time from the run, as any program
+would. So the steps/s of ``attack`` are compared with those of ``busy``: the difference is the work that the attack
+causes in the run. ``run_affected`` is true if a part of the run was restarted, reported in a finding, or stopped, or if
+the median ratio of these steps/s is below 0.9.
 
-The growth of memory and descriptors of each process is that of all rounds together. A part without an attack shows how
-much the processes grow by themselves. Prints tables, and one JSON object as its last line (benchmarks/_provenance.py).
+The growth of memory and descriptors of each process is measured over all rounds together. A part without an attack
+shows how much the processes grow by themselves. Prints tables, and one JSON object as its last line
+(benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ HALF_OPEN_PER_PORT = 200
 WARMUP_FRAMES = 1_000
 ROUNDS = 3
 WINDOW_S = 10.0
-"""Seconds of ``alone`` in each round, and at least those of ``busy``: a light run commits several steps per second."""
+"""Seconds of ``alone`` in each round, and minimum of those of ``busy``; a light run commits several steps per
+second."""
 MIN_OVER_BUSY = 0.9
-"""Ratio of the steps/s under attack to those beside a busy loop below which the run counts as affected. Rounds of one
-arm differ by as much on a shared machine."""
+"""The run counts as affected if the ratio of the steps/s under attack to those beside a busy loop is lower. On a shared
+machine, rounds of one arm differ by as much."""
 STEPS = 1_000_000
 """Number of steps of the job, which the run never reaches, because it is cancelled after the attack."""
 _BUSY_LOOP = """
@@ -62,7 +64,7 @@ while True:
     if time.process_time() - used > share * (time.monotonic() - began):
         time.sleep(0.001)
 """
-"""A program that uses this share of one core: it sleeps while it is ahead."""
+"""A program that uses a given share of one core: it sleeps while it has used more than this share."""
 
 
 class Round(Struct, frozen=True):
@@ -87,7 +89,7 @@ class Result(Struct, frozen=True):
     kind: str
     rounds: list[Round]
     costs: list[Cost]
-    """Of all rounds together, by process."""
+    """Cost of all rounds together, for each process."""
     own_growth: list[float]
     """Growth of each process's memory in a part without an attack."""
     disturbed: bool
@@ -107,7 +109,7 @@ def main() -> None:
     results = [_measure(kind, frames) for kind in kinds]
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"{frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
+        f"{frames} frames and {HALF_OPEN_PER_PORT} half-open connections a port"
     )
     print_table(
         ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after"),
@@ -132,7 +134,7 @@ def main() -> None:
 
 
 def _ratios(result: Result) -> dict[str, list[float]]:
-    """Return the steps/s under attack over those of the other arms, and the busy loop's over those alone, by round."""
+    """Return for each round the ratios of steps/s between two arms: attack/busy, attack/alone and busy/alone."""
     return {
         "attack_over_busy": [one.over_busy for one in result.rounds],
         "attack_over_alone": [one.attack / one.alone for one in result.rounds],
@@ -176,7 +178,7 @@ def _measure(kind: str, frames: int) -> Result:
 
 
 def _round(run: TestRun, alone: float, storm: Storm) -> Round:
-    """Run the busy loop at the share of the cores that the attacker had, and return the figures of the round."""
+    """Run the busy loop with as many cores as the attacker used, and return the figures of the round."""
     share = storm.cpu_s / storm.seconds
     with _busy_loop(share) as pids:
         began, used = time.monotonic(), cpu_seconds(pids)
@@ -187,7 +189,7 @@ def _round(run: TestRun, alone: float, storm: Storm) -> Round:
 
 @contextlib.contextmanager
 def _busy_loop(cores: float) -> Iterator[list[int]]:
-    """Use so many cores until the block ends, in one process for each core; yield their pids."""
+    """Keep this number of cores busy until the block ends, by one process for each core; yield the pids."""
     count = math.ceil(cores)
     processes = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP, str(cores / count)]) for _ in range(count)]
     try:

@@ -1,11 +1,11 @@
-"""Measures what it costs to look at a run: ``rrl status``, ``rrl explain``, ``rrl top``, and the bytes of ``--live``.
+"""Measures what it costs to watch a run: ``rrl status``, ``rrl explain``, ``rrl top``, and the bytes of ``--live``.
 
 ``status_s`` and ``explain_s`` are medians of whole processes for a run of 10,000 steps, whose journal this program
 writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sends to a real terminal (a pseudo-terminal
 of 200 columns and 60 lines) after its first drawing, for real runs on the local cluster: ``live_idle_Bps`` while five
-processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while the steps of a run with five replicas pass (bar:
-5 kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for
-the screen of a run with 64 replicas and for the table of 20 runs. Prints one JSON object as its last line.
+processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while a run with five replicas commits steps (bar: 5
+kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for the
+screen of a run with 64 replicas and for the table of 20 runs. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIVE_S = 60.0
 """Seconds for which the bytes of the live view are counted."""
 REPLICAS = 5
 STEPS = 100_000
-"""More steps than pass while the benchmark looks."""
+"""Steps of the job: more than the run commits during the measurement."""
 BARS = {"status_s": 0.2, "live_idle_Bps": 2000.0, "live_busy_Bps": 5000.0, "explain_s": 1.0}
 RESTING_JOB = f"""
 [run]
@@ -95,7 +95,7 @@ def time_commands() -> dict[str, float]:
 
 
 def measure_live(toml: str, seconds: float) -> tuple[float, int]:
-    """Return the bytes per second of the live view of a run of this job, and the steps that passed meanwhile."""
+    """Return the bytes per second of the live view of a run of this job, and the number of steps in that time."""
     with temporary_runs_folder() as folder:
         run = submit_here(Path(folder), toml)
         try:
@@ -118,7 +118,7 @@ def measure_live(toml: str, seconds: float) -> tuple[float, int]:
 
 
 def cancel(run: TestRun) -> None:
-    """End the run, and wait until nothing of it is left."""
+    """Cancel the run, and wait until none of its processes is left."""
     run.call("cancel", run.run.id).wait()
     run.wait_gone(60.0)
 

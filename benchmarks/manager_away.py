@@ -1,11 +1,11 @@
-"""Measures what a run learns without its manager: reward at the end and age of the trained tokens.
+"""Measures how well a run learns without its manager: reward at the end and age of the trained tokens.
 
 The quickstart's job (real torch roles, ``[sampling] staleness = 4``) runs in four arms, interleaved seed by seed on the
 same machine. Once step 30 is committed, the manager is stopped by SIGSTOP for 60 s in the arm ``stopped``. In
-``killed`` the manager is killed and has no successor. In ``cancelled`` the manager is requested to end (Slurm: scancel
-of its job and of the pending one; local: SIGTERM), and on the local cluster so is the next manager, which
-``rrl manage`` starts. In ``undisturbed`` nothing is done to the manager. Where no manager is left, ``rrl manage`` ends
-the run once its last checkpoint exists.
+``killed`` the manager is killed and has no successor. In ``cancelled`` the manager is requested to end: on Slurm by
+scancel of its job and of the pending one, on the local cluster by SIGTERM to it and to the next manager, which ``rrl
+manage`` starts. In ``undisturbed`` nothing is done to the manager. Where no manager is left, ``rrl manage`` ends the
+run once its last checkpoint exists.
 
 Reward and ages are read from the store's own log, not from what roles report to the manager. The reward at the end is
 the mean of the task's score over the trajectories of the last 20 steps (5,120 of them). The age of a token of step n is
@@ -46,11 +46,12 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 
 STEPS = 300
 AWAY_FROM_STEP = 30
-"""Step after which the manager is away. The reward is then 0.29 to 0.45 (twelve runs), so most is learned without a
-manager."""
+"""Step after which the manager is away. The reward after this step is 0.29 to 0.45 (twelve runs), so most is learned
+later, without a manager."""
 STOPPED_S = 60.0
 LAST_STEPS = 20
-"""Number of last steps whose mean reward is the reward at the end: one step's standard deviation is 0.005 to 0.022."""
+"""Number of last steps whose mean reward is the reward at the end. The standard deviation of one step is 0.005 to
+0.022."""
 STALENESS = 4
 NODES = 5
 RUN_TIMEOUT_S = 900.0
@@ -59,7 +60,8 @@ UNDISTURBED = "undisturbed"
 
 
 class Result(Struct, frozen=True):
-    """The result of one run. ``ages`` (of the oldest token, in versions) and ``rewards`` (mean) are by step."""
+    """The result of one run. For each step, ``ages`` has the age of the oldest token (training steps), ``rewards`` the
+    mean."""
 
     cluster: str
     arm: str
@@ -104,7 +106,7 @@ def signal_manager(run: TestRun, number: signal.Signals) -> None:
 
 
 def disturb(site: LaunchSite, run: TestRun, arm: str) -> None:
-    """Do to the manager what ``arm`` says. Return when a temporary disturbance is over, else at once."""
+    """Disturb the manager as ``arm`` says. Return when a temporary disturbance is over, else at once."""
     if arm == "stopped":
         signal_manager(run, signal.SIGSTOP)
         try:
@@ -192,9 +194,9 @@ def local() -> Iterator[LaunchSite]:
         return submit_here(folder / name, toml)
 
     def cancel(run: TestRun) -> None:
-        """End the manager, and the next manager, which a person starts afterwards."""
+        """End the manager, start the next one with ``rrl manage``, and end that one too."""
         signal_manager(run, signal.SIGTERM)
-        _wait_for(lambda: holder(run.run) is None, "the first manager does not leave")
+        _wait_for(lambda: holder(run.run) is None, "the first manager does not end")
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
             signal_manager(run, signal.SIGTERM)
 

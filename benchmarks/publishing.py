@@ -2,10 +2,10 @@
 
 Each arm trains the same fixed batch and copies the state of each step to host memory, as the saver does (without
 writing files: benchmarks/checkpoint.py measures that). One arm then waits until the weights are published as bfloat16,
-as if the training thread published; one leaves that to the publishing thread and goes on; one does not publish. The
-arms take turns within one run. The results are the share of a step that the training thread waits for publishing, how
-much longer whole steps take than without publishing, and how many steps pass from the end of a step until rollouts can
-pull its version. Prints a table, and one JSON object as its last line. Needs 6 GB of memory.
+as if the training thread published them. One arm leaves this to the publishing thread and continues. One arm does not
+publish. The arms take turns within one run. The results are the share of a step that the training thread waits for
+publishing, how much longer whole steps take than without publishing, and how many steps pass from the end of a step
+until rollouts can pull its version. Prints a table, and one JSON object as its last line. Needs 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rrl.tests.support.roles.trainer.publishing import PublishingWorker
 
 ROUNDS = 5
 STEPS_PER_ROUND = 2
-"""Number of steps of each arm in each round; the arms follow each other in each round."""
+"""Number of steps of each arm in each round; the arms take turns."""
 BUFFERS = 2
 """Host buffers that are used in turn, as many as an agent provides."""
 NONE, IN_TRAINING_THREAD, BESIDE = "no publishing", "in the training thread", "beside the step"
@@ -43,7 +43,7 @@ MAX_BLOCKED_SHARE = 0.01
 
 
 class TimedWorker(PublishingWorker):
-    """Notes when each version can be pulled."""
+    """Records the time from which each version can be pulled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class TimedWorker(PublishingWorker):
 
 
 class Times(Struct):
-    """What one arm took, in seconds: for each step, or for each round."""
+    """The times of one arm in seconds: for each step, or for each round."""
 
     steps: list[float] = field(default_factory=list)
-    """Mean of each round's steps."""
+    """Mean time of a step, for each round."""
     blocked: list[float] = field(default_factory=list)
-    """Time of each step in which the training thread handed over, and waited for, the publishing."""
+    """Time of each step in which the training thread handed the weights over to the publishing and waited for it."""
     until_available: list[float] = field(default_factory=list)
     """Time from the end of each step whose version was published until the version could be pulled."""
 
@@ -78,7 +78,7 @@ class BenchmarkArm:
         self.times = Times()
 
     def run_steps(self, batches: Iterator[Batch], count: int) -> None:
-        """Take ``count`` steps, and then let the publishing thread finish, which counts for no arm."""
+        """Train ``count`` steps, and then let the publishing thread finish, which counts for no arm."""
         begun, ended_at = time.perf_counter(), dict[int, float]()
         for _ in range(count):
             self._learner.step(next(batches))
@@ -124,7 +124,7 @@ def measure() -> dict[str, Any]:
     nbytes = Layout(learner.tensors()).nbytes
     buffers = [memoryview(bytearray(nbytes)) for _ in range(BUFFERS)]
     arms = {name: BenchmarkArm(name, learner, buffers) for name in (NONE, IN_TRAINING_THREAD, BESIDE)}
-    for arm in arms.values():  # the first use of each piece of memory is another matter
+    for arm in arms.values():  # the first use of each piece of memory is slower
         arm.run_steps(batches, 2)
         arm.times = Times()
     for _ in range(ROUNDS):

@@ -56,7 +56,7 @@ REPLICAS = 64
 STEP_S = 42.0
 """Seconds of a step: about that of RobustRL's runs (docs/sources.md)."""
 RESTART_S = 173.0
-"""Seconds until a failed replica works again: those of RobustRL's trainer."""
+"""Seconds until a failed replica works again, as for RobustRL's trainer (docs/sources.md)."""
 ROLLOUT_FAILS_EVERY, TRAINER_FAILS_EVERY = 100, 500
 ROUNDS = 3
 BARS = {"table_s": 5.0, "page_s": 5.0, "json_s": 5.0, "page_MB": 3.0}
@@ -106,7 +106,7 @@ def write_run(root: Path, steps: int) -> int:
         seq += 1
         stamped = ev.Stamped(seq, BEGAN + at, 1, event)
         journal.append(stamped)
-        if seq < REPLICAS * 5:  # the heads of all segments get the state of the beginning: only the last one is read
+        if seq < REPLICAS * 5:  # every segment begins with this early state, because only the last segment is read
             state = fold(state, stamped)
         if journal.full:
             assert isinstance(state, State)
@@ -123,7 +123,7 @@ def _job(steps: int) -> RunSpec:
 
 
 def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
-    """Yield (seconds since the begin, event) of the whole run."""
+    """Yield the events of the whole run with their times (s since its beginning)."""
     job = _job(steps)
     yield 0.0, ev.RunStarted(RUN, job)
     yield 0.0, ev.ManagerStarted("login1", 4711)

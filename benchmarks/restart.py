@@ -9,21 +9,22 @@ one or more ranks), and the same moments of the kills:
   (docs/sources.md).
 - ``warm_ready``: ``warm``, but each kill waits until the trainer's nodes have ready standby processes.
 
-This program kills the trainer's rank 0 by SIGKILL, unknown to the run. A kill comes at a moment that the seed draws
-from the ``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether a standby process is ready
-by then or not. A trainer without one starts as a new process, and counts in ``warm`` all the same. Chosen before the
-first figure: ``warm`` is the headline, ``warm_ready`` shows what the wait for a standby process hides.
+This program kills the trainer's rank 0 by SIGKILL, unknown to the run. The seed draws the moment of a kill from the
+``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether or not a standby process is ready
+by then. A trainer without a ready standby process starts as a new process, and counts in ``warm`` all the same. Chosen
+before the first figure: ``warm`` is the main result, and ``warm_ready`` shows its best case.
 
-In the clock: everything from the signal until the commit of the first step that the next incarnation trains. Its stages
-are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), work (→ first
-part of a training step is computed), step (→ the step is committed). Not in the clock: the launch of the next standby
-process. The time before the second restart (``[recovery] backoff``, by default 1 s) is 0 in all arms.
-``steps_lost_max`` is the number of steps that were lost: up to K steps may have been trained beyond the committed step,
-and those beyond the step from which the trainer continues, according to its log, count as lost.
+The measured time includes everything from the signal until the commit of the first step that the next incarnation
+trains. Its stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have
+joined), work (→ first part of a training step is computed), step (→ the step is committed). The launch of the next
+standby process is not included. The time before the second restart (``[recovery] backoff``, by default 1 s) is 0 in all
+arms. ``steps_lost_max`` is the largest number of lost steps. Up to K steps may have been trained beyond the committed
+step at the kill. Those beyond the step from which the trainer continues, according to its log, count as lost.
 
 All processes share the cores of this machine. In ``job`` the trainer, both rollouts, store and reward start at once on
-them, where a cluster has a node for each: with few cores ``warm_over_job`` is too favourable. No restart of a whole job
-is faster than the start of its trainer alone, so ``warm_over_in_place`` is what the ratio is at most on separate nodes.
+these cores, while a cluster has a node for each of them. With few cores ``warm_over_job`` is therefore too favourable.
+The restart of a whole job is never faster than the start of its trainer alone, so on separate nodes ``warm_over_job``
+is at most ``warm_over_in_place``.
 
 Prints a table for each cluster. The last line is one JSON object with all clusters (benchmarks/_provenance.py): seconds
 of each arm, and ratios of medians with the range of the ratios of kills at equal moments.
@@ -67,11 +68,12 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 
 ROUNDS = 3
 KILLS_PER_RUN = 2
-"""Number of kills in each run: as many as ``[recovery] per_node`` restarts in place. 6 kills per arm with 3 rounds."""
+"""Number of kills in each run: as many as the restarts in place that ``[recovery] per_node`` allows. 3 rounds have 6
+kills per arm."""
 KILL_WINDOW_S = 30.0
-"""Length (s) of the time from which the moment of a kill is drawn. Real failures are hours apart. A standby process
-starts with low priority, and on few busy cores it is often not ready by then: so the start of one weighs more here than
-in a real run."""
+"""Length (s) of the interval from which the moment of a kill is drawn. Real failures are hours apart. A standby process
+starts with low priority, and on few busy cores it is often not ready before the kill. So its start has more influence
+here than in a real run."""
 STEPS = 1_000_000
 """Number of steps of the job, which a run never reaches, because it is cancelled after its kills."""
 
@@ -83,7 +85,7 @@ class Arm(Struct, frozen=True):
     warm: bool
     """Whether the trainer has standby processes."""
     waits: bool = False
-    """Whether each kill waits until they are ready."""
+    """Whether each kill waits until the standby processes are ready."""
 
 
 ARMS = {
@@ -96,15 +98,15 @@ STAGES = ("detect", "decide", "start", "work", "step")
 UNCOMMITTED = 1
 """K, the default of ``[roles.trainer] uncommitted``."""
 MIN_COMMITS = UNCOMMITTED + 1
-"""Commits after which a trainer has certainly committed a step that it has trained itself: it commits restored ones
-first."""
+"""Number of commits after which a trainer has certainly committed a step that it has trained itself; it commits
+restored steps first."""
 NODES = 6
 KILL_TIMEOUT_S = 600.0
-"""Seconds for a kill and the recovery from it."""
+"""Maximum time (s) for a kill and the recovery from it."""
 
 
 class Restart(Struct):
-    """One kill and the recovery from it, with times of the machine's clock, which is the manager's (s)."""
+    """One kill and the recovery from it; times (s) are by the clock of this machine, which the manager uses too."""
 
     kill: Kill
     standby_ready: bool
@@ -159,7 +161,7 @@ def restored_step(run: RunDir, incarnation: Incarnation) -> int:
     """Return the step from which an incarnation of the trainer continues, according to its log."""
     log = run.log_file(tag_of(run.id, incarnation)).read_text()
     matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
-    assert matches, f"{incarnation} does not say what it goes on from:\n{log[-2000:]}"
+    assert matches, f"{incarnation} logs no step from which it continues:\n{log[-2000:]}"
     return int(matches[-1])
 
 
@@ -237,7 +239,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
-    """Return the restarts by arm, those of all arms in the same order of rounds and kills."""
+    """Return the restarts by arm; their order, by round and kill, is the same in all arms."""
     results: dict[str, list[Restart]] = {name: [] for name in ARMS}
     with launcher(cluster) as submit:
         for turn in range(rounds):
@@ -276,7 +278,7 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
 
 
 def print_arms(cluster: str, results: dict[str, list[Restart]]) -> None:
-    """Print a row for each arm: medians of the stages and of the whole, with the range of the whole."""
+    """Print a row for each arm: medians of the stages and of the whole time, and the range of the whole time."""
     rows = []
     for name, restarts in results.items():
         stages = [statistics.median(values) for values in zip(*(one.stages() for one in restarts), strict=True)]

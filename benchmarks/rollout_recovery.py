@@ -3,13 +3,13 @@
 Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this machine's local cluster. The two arms are
 interleaved run by run. ``preloaded`` is the default: each node of a rollout keeps a process that has imported its
 packages (``[roles.rollout] preload``), and the trainer's nodes keep standby processes (``warm``). ``cold`` has neither:
-each replacement is a new process. This program kills processes by SIGKILL, unknown to the run: each rollout once, and
-last the trainer. A kill comes ``KILL_INTERVAL_S`` after all roles work, whether or not a preloaded process is ready by
+each replacement is a new process. This program kills processes by SIGKILL, unknown to the run: first each rollout once,
+then the trainer. A kill comes ``KILL_INTERVAL_S`` after all roles work, whether or not a preloaded process is ready by
 then; a rollout without one starts cold, and counts in its arm all the same.
 
 The stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ joined), weights (→ holds
 weights), work (→ first tokens; for the trainer: → first part of a training step). The processor time and the memory of
-the preloaded processes at rest are read from /proc at the end of each run, while the run goes on.
+the preloaded processes at rest are read from /proc before the end of each run.
 
 Prints all samples and a table. The last line is a JSON object: the medians of the arms (``preloaded_s``, ``cold_s``),
 their ratio ``preloaded_over_cold`` (the bar: at most 0.25), ``promoted`` of ``kills`` in the arm ``preloaded``, the
@@ -48,12 +48,13 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 ROUNDS = 3
 """Number of runs of each arm, with one kill of each rollout and one of the trainer in each run."""
 KILL_INTERVAL_S = 30.0
-"""Time (s) between the work of all roles, the replacement before among them, and the next kill."""
+"""Time (s) from the moment at which all roles work, the previous replacement included, to the next kill."""
 REST_S = 20.0
 """Time (s) over which the processor time at rest is counted."""
 KILL_TIMEOUT_S = 600.0
 READ_INTERVAL_S = 2.0
-"""Time (s) between two reads of the whole journal, which must not load the machine during a recovery."""
+"""Time (s) between two reads of the whole journal. It is long, so that the reads do not load the machine during a
+recovery."""
 ROLLOUTS = (replica_id("rollout", 0), replica_id("rollout", 1))
 ARMS = {
     "preloaded": {"[roles.rollout]\n": "[roles.rollout]\npreload = true\n"},
@@ -75,7 +76,7 @@ class Recovery(Struct):
 
 
 class Rest(Struct):
-    """What one preloaded process takes while it waits."""
+    """The processor time and memory that one preloaded process uses while it waits."""
 
     core_share: float
     pss_mb: float
@@ -105,7 +106,7 @@ def kill(run: TestRun, arm: str, victim: ReplicaId) -> Recovery:
 
 
 def _stages(run: TestRun, victim: ReplicaId, number: int, killed: float) -> list[float] | None:
-    """Return the times (s) of the stages after the kill of an incarnation; None if it is not over."""
+    """Return the times (s) of the stages after the kill of an incarnation; None if its recovery is not over."""
     times: dict[str, float] = {}
     for stamped in run.events():
         event, at = stamped.event, stamped.at
@@ -130,7 +131,7 @@ def _stages(run: TestRun, victim: ReplicaId, number: int, killed: float) -> list
 
 
 def at_rest(run: TestRun) -> list[Rest]:
-    """Wait until every rollout has a preloaded process, and return what each of them takes for some seconds."""
+    """Wait until every rollout has a preloaded process, and measure what each process uses at rest."""
 
     def waiting(state: State) -> list[int]:
         ready = (r for r in state.replicas.values() if is_preloaded(r.id) and r.status is Status.JOINED)
@@ -169,7 +170,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def measure(rounds: int) -> tuple[list[Recovery], list[Rest], list[float]]:
-    """Return the recoveries of all runs, the preloaded processes at rest, and their times (s) until they are ready."""
+    """Return the recoveries of all runs, and of the preloaded processes their use at rest and time (s) until ready."""
     recoveries: list[Recovery] = []
     rests: list[Rest] = []
     ready: list[float] = []

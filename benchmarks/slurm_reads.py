@@ -1,12 +1,12 @@
-"""Measures what a look at Slurm costs by its commands and by pyslurm: CPU time, latency, and slurmctld's CPU time.
+"""Measures what a poll of Slurm costs by its commands and by pyslurm: CPU time, latency, and slurmctld's CPU time.
 
-A look reads the jobs and steps of a user and five nodes by name, as a manager's poll does. Both readers take turns, in
-blocks of looks, on a lab with a real slurmctld. Without a pyslurm that matches it (docs/sites.md), only the commands
-are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a look in this process and its children,
-``commands_ms`` and ``pyslurm_ms`` median latencies, ``commands_slurmctld_ms`` and ``pyslurm_slurmctld_ms`` the CPU time
-of slurmctld for a look. ``loop_gap_s`` is the longest time for which the event loop did not turn while the reader by
-pyslurm asked a slurmctld that was stopped (bar: 0.5 s). ``--raw`` names a file for the samples of all blocks. Prints
-one JSON object as its last line.
+A poll (in options and figures: look) reads the jobs and steps of a user and five nodes by name, as a manager does. Both
+readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this Slurm
+(docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a poll
+in this process and its children, ``commands_ms`` and ``pyslurm_ms`` median latencies, ``commands_slurmctld_ms`` and
+``pyslurm_slurmctld_ms`` the CPU time of slurmctld for a poll. ``loop_gap_s`` is the longest time for which the event
+loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s). ``--raw`` names a file for the
+samples of all blocks. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from rrl.tests.support.slurm_readers.pyslurm_pair import mismatch
 
 BLOCKS = 10
 LOOKS = 50
-"""Looks in a block. The kernel counts CPU time in ticks of 10 ms, so the sum of the blocks is divided."""
+"""Number of polls in a block. The kernel counts CPU time in ticks of 10 ms, so the time of one poll is the sum of the
+blocks divided by the number of polls."""
 STOPPED_S = 60.0
 NODES = tuple(NodeName(f"n{number}") for number in range(1, 6))
 BAR_LOOP_GAP_S = 0.5
 
 
 class Block(Struct):
-    """Samples of consecutive looks by one reader."""
+    """Samples of consecutive polls by one reader."""
 
     reader: str
     cpu_s: float
-    """CPU time of this process and its children."""
+    """CPU time (s) of this process and its children."""
     slurmctld_s: float
-    """CPU time of slurmctld."""
+    """CPU time (s) of slurmctld."""
     looks_s: list[float]
-    """Latency of each look."""
+    """Latency (s) of each poll."""
 
 
 def main() -> None:
@@ -129,7 +130,7 @@ def own_cpu_s(child: int | None) -> float:
 
 
 async def largest_gap(lab: SlurmLab, reader: SlurmReader, stopped_s: float) -> float:
-    """Return the longest time between two turns of the event loop while a stopped slurmctld is asked."""
+    """Return the longest time between two turns of the event loop while a stopped slurmctld is polled."""
 
     async def ask() -> None:
         while True:

@@ -1,6 +1,6 @@
 """Measures what a snapshot of a trainer's state costs.
 
-The results are the time of the copy that a step waits for, compared with a memcpy of the same bytes; of the digest in
+Four times are measured: of the copy that a step waits for, compared with a memcpy of the same bytes; of the digest in
 the background; of the copy to another node; and of reading the snapshot after a restart. Two real agents run on this
 machine and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: 600 MB (the default)
 are half of the state of 100 M parameters with AdamW in fp32, as one of two ranks has it, and take 3 GB of memory here.
@@ -32,7 +32,7 @@ from rrl.transport.messages import AgentHeartbeat, AgentHello
 
 DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
 HEARTBEAT_INTERVAL_S = 0.1
-"""Seconds between two heartbeats of an agent: shorter than in a run, to notice what delays a heartbeat."""
+"""Seconds between two heartbeats of an agent: shorter than in a run, so that a delayed heartbeat shows."""
 GANG = ReplicaId("trainer/0")
 
 
@@ -73,7 +73,7 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
 
 
 def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict[str, float]:
-    """Measure, with at most five copies of the bytes in memory at once: three here and two at the other agent."""
+    """Return the figures; up to five copies of the bytes are in memory at once: three here, two at the other agent."""
     source, own = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     own.copy_(source)
     prepare = _timed(lambda: client.prepare(size))
@@ -103,7 +103,7 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
 
 
 def _copy_and_seal(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
-    """Do all that a step waits for."""
+    """Copy and seal the state, which is all that a step waits for."""
     torch.frombuffer(client.buffer(source.numel(), step), dtype=torch.uint8).copy_(source)
     client.seal(step)
 

@@ -5,29 +5,30 @@ Whole runs on the local cluster with the built-in roles in torch, at the pace of
 (benchmarks/_stream_task.py). All runs start from one model, which is trained first. The arms of a comparison run at the
 same time with the same seed, so that both see the same load of this machine. Parts:
 
-- ``on-policy``: ``staleness = 0``, with training about as long as generation: whole batches (``barrier``) and parts
-  (``stream``).
-- ``late``: ``staleness`` 1 and 2 with generation as the bottleneck: ``late = "wait"`` and ``late = "drop"``.
+- ``on-policy``: ``staleness = 0``, where training takes about as long as generation; whole batches (``barrier``) are
+  compared with parts (``stream``).
+- ``late``: ``staleness`` 1 and 2 with generation as the bottleneck; ``late = "wait"`` is compared with ``late =
+  "drop"``.
 - ``restart``: the trainer, a rollout and the store are killed while a run streams. The groups of each part are then
   taken from the store's log and trained again, one part after the other, by a learner that was never interrupted. Its
   weights and moments are compared with the last committed checkpoint, bit by bit.
 - ``publishing``: benchmarks/publishing.py, with 100 million parameters.
 
-Inside the clock of a step is all that happens between two commits as the journal has them: leases, tokens, scores,
-parts, the optimizer, the copy for the checkpoint, weights on their way. The first steps are left out
-(:data:`FIRST_STEP`). Idle shares are those that ``rrl status`` shows, over the same steps.
+The time of a step is the time between two commits in the journal. It includes leases, tokens, scores, parts, the
+optimizer, the copy for the checkpoint, and the transfer of weights. The first steps are left out (:data:`FIRST_STEP`).
+Idle shares are those that ``rrl status`` shows, over the same steps.
 
 Chosen before the first figure: ``barrier_over_stream`` is the ratio of the mean steps of the two arms, all seeds
-together (bar: at least 1.45). The arms learn from samples of their own, and lengths change with the policy;
+together (bar: at least 1.45). Each arm learns from its own samples, and lengths change with the policy.
 ``barrier_over_stream_per_token`` therefore compares the seconds per trained token (added after the first figures).
 ``trainer_idle_*`` are means over the seeds (bars: stream at most 0.25, where barrier has about 0.45).
 ``steps_to_reward_*`` is the mean number of steps until the mean reward of five steps reaches 0.8 (bar: within 10 %).
-``dropped_*`` is the share of groups that were dropped for their age: the largest of all runs for ``wait`` (bar: 0), the
-mean for ``drop``. ``length_bias_*`` is the mean length of trained answers over that of all answers that were asked for,
-the mean over the runs (bar for ``wait``: 0.97 to 1.03). Both arms take the length of answers to a kind of prompts from
-``wait``, where all are finished. ``wait_over_drop`` is the ratio of the seconds per trained token. ``max_age_over_n``
-is the largest ratio of the age of a trained token to the limit (bar: 1). ``overrun_*`` is the share of the seconds by
-which roles did not keep their pace.
+``dropped_*`` is the share of groups that were dropped for their age: for ``wait`` the largest of all runs (bar: 0), for
+``drop`` the mean. ``length_bias_*`` is the ratio of the mean length of trained answers to that of all requested
+answers, as a mean over the runs (bar for ``wait``: 0.97 to 1.03). Both arms take the mean length by kind of prompts
+from ``wait``, where all answers are finished. ``wait_over_drop`` is the ratio of the seconds per trained token.
+``max_age_over_n`` is the largest ratio of the age of a trained token to the limit (bar: 1). ``overrun_*`` is the time
+by which roles exceeded their pace, as a share of the time that the pace demands.
 
 Prints tables, and one JSON object with all samples as its last line. A part that was not run has null.
 """
@@ -68,23 +69,24 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 SEEDS = 3
 STORE = ReplicaId("trajectories/0")
 TAU = Tau(50e-3, 0.1e-3)
-"""Seconds of a token: nearly flat, as on a GPU, and several times what the token takes on a busy core (3 to 10 ms)."""
+"""Seconds per token: nearly independent of the number of trajectories, as on a GPU, and several times what a token
+takes on a busy core (3 to 10 ms)."""
 TOKEN_S = 3.3e-3
-"""Seconds in which the trainer trains a token, on-policy. A step of 32 groups of 4 has 1,200 to 1,800 tokens: so
-training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms the trainer that waits
-for whole batches was idle for 0.52 of its time in first runs, not 0.45."""
+"""Seconds in which the trainer trains a token, on-policy. A step of 32 groups of 4 has 1,200 to 1,800 tokens, so
+training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms, a trainer that waits
+for whole batches was idle for 0.52 of its time in the first runs, instead of 0.45."""
 LATE_TOKEN_S = 2.7e-3
-"""Seconds in which the trainer trains a token where generation is the bottleneck."""
+"""Seconds in which the trainer trains a token, in the part where generation is the bottleneck."""
 MAX_NEW_TOKENS = 80
 GROUP_SIZE = 4
 FIRST_STEP = 4
-"""First step that counts: rollouts and trainer have then settled."""
+"""First step that counts: by then rollouts and trainer work at a steady pace."""
 RUN_TIMEOUT_S = 1200.0
 TARGET_REWARD, REWARD_STEPS = 0.8, 5
 ON_POLICY_STEPS, LATE_STEPS, RESTART_STEPS = 22, 30, 18
 KILLS = ((TRAINER, 5), (ReplicaId("rollout/1"), 9), (STORE, 13))
-"""What is killed by SIGKILL, and the committed step after which it is. The trainer is killed when it has trained a part
-of a step and has got the next one."""
+"""The replicas that are killed by SIGKILL, and the committed step after which each is killed. The trainer is killed
+when it has trained a part of a step and has received the next part."""
 PARTS = ("on-policy", "late", "restart", "publishing")
 MIN_BARRIER_OVER_STREAM = 1.45
 MAX_TRAINER_IDLE_STREAM = 0.25
@@ -103,12 +105,12 @@ class Arm(Struct, frozen=True):
     steps: int = ON_POLICY_STEPS
     learning_rate: float = 5e-4
     lease: int = 64
-    """Places of each rollout."""
+    """Number of trajectories that each rollout runs at once."""
     tau: Tau = TAU
     token_s: float = TOKEN_S
     engine: str = "torch"
     first_come: bool = False
-    """True if the store leases answers in the order of their prompts, whatever it learns of lengths."""
+    """True if the store leases answers in the order of their prompts, and ignores what it learns of lengths."""
     kills: tuple[tuple[ReplicaId, int], ...] = ()
 
 
@@ -122,7 +124,7 @@ RESTART = Arm("restart", 16, 1, True, steps=RESTART_STEPS, token_s=LATE_TOKEN_S,
 
 
 class Sample(Struct):
-    """What one run has shown."""
+    """The results of one run."""
 
     arm: str
     seed: int
@@ -135,7 +137,7 @@ class Sample(Struct):
     """Mean number of parts of a step."""
     dropped: float
     lengths: Lengths | None
-    """None for a run whose store restarted."""
+    """Lengths of the run's answers; None for a run whose store restarted."""
     length_bias: float | None
     max_age: int
     ages: dict[int, int]
@@ -146,12 +148,12 @@ class Sample(Struct):
     """Load of this machine (1 minute) at the start and the end of the run."""
 
     def idle_share(self, role: str) -> float:
-        """Return the share of time that a role was idle, whatever it waited for."""
+        """Return the share of time that a role was idle, for all idle causes together."""
         return round(sum(self.idle[role].values()), 4)
 
     @property
     def steps_to_reward(self) -> float | None:
-        """Number of steps until the mean reward of some steps reaches the target, interpolated; None if it does not."""
+        """Return at which step (interpolated) the mean reward of several steps reaches the target; None if never."""
         means = [statistics.mean(self.rewards[end - REWARD_STEPS : end])
                  for end in range(REWARD_STEPS, len(self.rewards) + 1)]  # fmt: skip
         for place, (before, after) in enumerate(pairwise(means), start=REWARD_STEPS):
@@ -210,7 +212,7 @@ backoff = "0s"
 
 
 def run_together(arms: Sequence[Arm], seed: int, model: Path, folder: Path) -> Iterator[tuple[Sample, TestRun]]:
-    """Run these arms at the same time, each as a run of its own; yield what they have shown."""
+    """Run these arms at the same time, each as its own run; yield their results."""
     load = os.getloadavg()[0]
     runs: list[TestRun] = []
     for arm in arms:
@@ -228,13 +230,13 @@ def run_together(arms: Sequence[Arm], seed: int, model: Path, folder: Path) -> I
         made = sample(arm, seed, run, (load, os.getloadavg()[0]))
         if arm.late == "wait":
             whole = made.lengths
-        elif whole is not None and made.lengths is not None:  # its own answers are not all finished
+        elif whole is not None and made.lengths is not None:  # in this arm not all answers are finished
             made.length_bias = round(made.lengths.bias(whole.by_kind), 4)
         yield made, run
 
 
 def _has_ended(run: TestRun, kills: list[tuple[ReplicaId, int]], state: State) -> bool:
-    """Return whether the run has ended. While it goes on, keep its logs, and kill what is to be killed next."""
+    """Return whether the run has ended. While it continues, keep its logs, and make the next kill if it is due."""
     if state.outcome is not None:
         return True
     logs = _place(run) / "logs"
@@ -250,12 +252,12 @@ def _has_ended(run: TestRun, kills: list[tuple[ReplicaId, int]], state: State) -
 
 
 def _place(run: TestRun) -> Path:
-    """Return the folder of a run: that of its job.toml and records."""
+    """Return the folder of a run, which contains its job.toml and records."""
     return run.run.path.parent.parent
 
 
 def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Sample:
-    """Read what a finished run has shown."""
+    """Return the results of a finished run."""
     events = run.events()
     commits = {each.event.step: (each.at, each.event.metrics) for each in events
                if isinstance(each.event, ev.StepCommitted)}  # fmt: skip
@@ -347,7 +349,7 @@ def _shown(value: float | None) -> str:
 
 
 def _figures(samples: Sequence[Sample], replays: Sequence[Replay]) -> dict[str, Any]:
-    """Return the figures that were chosen before; None where a part was not run."""
+    """Return the figures of the module's docstring; None for those of a part that was not run."""
     by_arm: dict[str, list[Sample]] = {}
     for each in samples:
         by_arm.setdefault(each.arm.partition(" ")[0], []).append(each)
@@ -387,7 +389,7 @@ def _figures(samples: Sequence[Sample], replays: Sequence[Replay]) -> dict[str, 
 
 
 def _print_bars(figures: dict[str, Any]) -> None:
-    """Print for each bar whether it is met; nothing where its part was not run."""
+    """Print for each bar whether it is met; bars of parts that were not run are left out."""
     before, after = figures["steps_to_reward_barrier"], figures["steps_to_reward_stream"]
     change = abs(after / before - 1) if before and after else None
     bias = figures["length_bias_wait"]

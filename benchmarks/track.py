@@ -1,11 +1,11 @@
-"""Measures whether trackers get each step once, whether a hanging one slows the run down, and ``rrl metrics``.
+"""Measures whether trackers get each step once, whether a hanging tracker slows a run, and the time of ``rrl metrics``.
 
 Three parts. *once*: a light run with TensorBoard, wandb (offline) and MLflow (files), whose tracker processes are
 killed three times and whose manager once, and which is resumed once; ``missing`` and ``doubled`` count the steps of all
-three (bar: 0 and 0). *hang*: light runs with and without MLflow at a server that accepts connections and never answers,
-interleaved; ``step_time_ratio`` is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its
-standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps,
-as a whole process (bar: 1 s). Prints one JSON object as its last line.
+three (bar: 0 and 0). *hang*: light runs without a tracker, interleaved with runs that log to MLflow at a server that
+accepts connections and never answers. ``step_time_ratio`` is the ratio of the medians of their step times (bar: 1.02),
+``step_time_error`` its standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics``
+for a run of 10,000 steps, as a whole process (bar: 1 s). Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from rrl.tests.support.trackers.sent_steps import sent
 PAIRS = 4
 STEPS = 120
 WARM_UP_STEPS = 20
-"""Steps of a run that are not measured: its roles and the process of its tracker start."""
+"""Number of first steps of a run that are not measured, because its roles and its tracker process are still
+starting."""
 ROUNDS = 5
 PARTS = ("once", "hang", "metrics")
 
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def once() -> dict[str, float]:
-    """Return the number of steps, and how many of them are missing or doubled in a tracker."""
+    """Return the number of steps, and how many of them a tracker has not at all or twice."""
     with temporary_runs_folder() as folder:
         run = play(Path(folder), kills=3)
         steps, missing, doubled = run.state().step, 0, 0
@@ -94,7 +95,7 @@ def step_times(toml: str) -> list[float]:
 
 @contextmanager
 def silent_server() -> Iterator[int]:
-    """Listen on a port of the loopback, and answer nothing: the kernel accepts the connections."""
+    """Listen on a port of the loopback without ever answering; the kernel accepts the connections."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield server.getsockname()[1]
 

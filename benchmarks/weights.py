@@ -1,14 +1,14 @@
 """Measures the weight transports against their bars, in four parts, each of which can be run alone.
 
-``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp, compared with a
-broadcast of torch.distributed's gloo, alone and with digests in as many threads.
-``namespaces`` (:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 0.5 Gbit/s, to four receivers
-along a chain, as a star, with one receiver killed and one stopped in the middle, and with gloo in the same situation.
-``rejoin`` (:mod:`_weights_rejoin`): connections, a restarted rollout, a restarted trainer.
+``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp. It is compared
+with a broadcast by torch.distributed's gloo, without digests and with digests in as many threads. ``namespaces``
+(:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 0.5 Gbit/s, to four receivers: along a
+chain, as a star, along a chain of which one receiver is killed and one is stopped, and by gloo with such a fault.
+``rejoin`` (:mod:`_weights_rejoin`): the time to connect, and the time until a restarted rollout or trainer takes part.
 ``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts during transfers.
 
 Arms are interleaved within each round. Receivers compare every byte after the clock has stopped. Ratios are ratios of
-medians; their ranges are those of the single rounds. Prints tables, and one JSON object as its last line
+medians; their ranges are taken over the rounds. Prints tables, and one JSON object as its last line
 (benchmarks/_provenance.py); values of parts that were not run, or cannot be run on this machine, are null.
 """
 
@@ -59,7 +59,7 @@ async def _loopback(mib: int, repeats: int) -> PartResult:
 
 async def _namespaces(kind: str, mib: int, repeats: int) -> PartResult:
     if (unavailable := _weights_namespaces.unavailable_reason()) is not None:
-        print(f"namespaces: not here: {unavailable}")
+        print(f"namespaces: left out on this machine: {unavailable}")
         return PartResult({})
     results = await _weights_namespaces.measure(kind, mib * MIB, repeats)
     return _of(results, _weights_namespaces.report(results))
@@ -98,7 +98,7 @@ async def _faults(faults: int, seed: int) -> PartResult:
         counts = (tally.faults.total(), tally.versions, tally.commits, len(tally.wrong), len(tally.failed))
         rows.append([kind, *map(str, counts), f"{grown.anonymous / MIB:.1f}", str(grown.descriptors),
                      str(grown.threads)])  # fmt: skip
-    print("faults: growth from the earlier to the later half, of the worse of a receiver and the publisher that lived")
+    print("faults: growth from the earlier to the later half, in the receiver or publisher that grew more")
     print_table(header, rows)
     figures: dict[str, object] = {"faults": sum(t.faults.total() for t in tallies.values())}
     samples = [dict(zip(header, row, strict=True)) for row in rows]
@@ -133,10 +133,10 @@ async def _run_parts(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="run this one; may be said again")
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     parser.add_argument("--repeats", type=int, help="rounds; by default " + str(REPEATS))
-    parser.add_argument("--mib", type=int, help="size of a version; by default 1024, over NICs and to rejoin 256")
-    parser.add_argument("--kind", choices=("ucx", "tcp"), default="ucx", help="the pipe in the namespaces")
+    parser.add_argument("--mib", type=int, help="size of a version; default: 1024, in namespaces and rejoin 256")
+    parser.add_argument("--kind", choices=("ucx", "tcp"), default="ucx", help="the weight transport in the namespaces")
     parser.add_argument("--faults", type=int, default=DEFAULT_FAULTS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Configuration of the documentation site, which Sphinx builds from the Markdown pages: ``make docs``.
 
-docs/index.md is the navigation: each of its sections is a section of the sidebar, and each linked page an entry. A page
-that it does not link fails the build, as do dead links and dead anchors.
+docs/index.md is the navigation: each of its sections is a section of the sidebar, and each page that it links is an
+entry. A page without such a link fails the build, as do dead links and dead anchors.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ exclude_patterns = [".*", "api", "benchmarks", "build", "cli", "config", "core",
                     "roles", "slurm_templates", "tests", "transport", "wheelhouse", "**/__pycache__"]  # fmt: skip
 highlight_language = "text"
 myst_heading_anchors = 4
-suppress_warnings = ["toc.not_included"]  # _check_navigation says what to do about it
+suppress_warnings = ["toc.not_included"]  # _check_navigation warns of the page instead
 
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[[^]]+\]\(([^)#]+)\.md\)", re.MULTILINE)
 RECORDS = "docs/adr/README"
-"""The page with the table of the architecture decision records, which are entries below it."""
+"""The page with the table of the architecture decision records. Each record is an entry below this page."""
 _RECORD = re.compile(r"\((\d{4}-[^)]+)\.md\)")
 _log = logging.getLogger(__name__)
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the steps below to the build."""
+    """Connect the functions below to the build."""
     app.connect("source-read", _add_navigation)
     app.connect("env-check-consistency", _check_navigation)
     app.connect("build-finished", _write_first_page)
 
 
 def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give each section of docs/index.md, and the page of the decision records, a hidden table of contents."""
+    """Add a hidden table of contents to each section of docs/index.md, and to the page of the decision records."""
     if page == RECORDS:
         source[0] += _toctree(_RECORD.findall(source[0]))
     elif page == root_doc:
@@ -67,7 +67,7 @@ def _toctree(pages: list[str], caption: str = "") -> str:
 
 
 def _check_navigation(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warn of pages that the navigation does not reach; ``-W`` makes the warning an error."""
+    """Warn of each page that no link of the navigation reaches; ``-W`` makes the warning an error."""
     reached = {root_doc, *(page for pages in env.toctree_includes.values() for page in pages)}
     for page in sorted(env.found_docs - reached):
         link = f"{page.removeprefix('docs/')}.md" if page.startswith("docs/") else f"../{page}.md"

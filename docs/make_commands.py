@@ -21,9 +21,9 @@ from rrl.docs.struct_tables import meaning
 
 PAGE = Path(__file__).parent / "commands.md"
 _VALUES: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
-"""Names of the values of options that have none of their own."""
+"""Names of the values of options that do not define a name for their value."""
 _EXPLANATION = re.compile(r"( {2,})(?=\S)")
-"""Text between a command line and its explanation."""
+"""The spaces between a command line and its explanation."""
 _INTRODUCTION = """\
 # Commands
 
@@ -61,7 +61,7 @@ def _command(command: Any, name: str) -> Iterator[str]:
 
 
 def _help(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a help text; those after typer's mark for lines that stay as they are as code blocks."""
+    """Yield the paragraphs of a help text. Paragraphs that typer's mark excludes from wrapping become code blocks."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
             lines = [_EXPLANATION.sub(r"\1# ", line, count=1) for line in paragraph[1:].strip("\n").splitlines()]

@@ -43,7 +43,7 @@ class Output(NamedTuple):
     command: str
     form: str
     structs: tuple[type[Struct], ...]
-    """The objects; the keys of several structs are one object, unless ``note`` says otherwise."""
+    """The printed objects. Several structs are one object with the keys of all, unless ``note`` says otherwise."""
     note: str = ""
 
 
@@ -74,7 +74,7 @@ OUTPUTS = (
     Output("rrl health drain-requests --apply --json", LIST, (DrainResult,)),
 )  # fmt: skip
 ALSO = (UnstartedRun,)
-"""Objects that only notes name."""
+"""Objects that are named only in a ``note``."""
 _INTRODUCTION = f"""\
 # JSON outputs
 

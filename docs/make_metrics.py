@@ -18,7 +18,7 @@ from rrl.manager.reporting import metrics
 
 PAGE = Path(__file__).parent / "metrics.md"
 _TYPES = {"_gauge": "gauge", "_labelled": "gauge", "_counter": "counter", "_counted": "counter"}
-"""Functions of the module that make a metric, and its type."""
+"""Functions of the module that make a metric → type of the metric."""
 _INTRODUCTION = """\
 # Metrics for Prometheus
 
@@ -35,10 +35,10 @@ of each training step instead ([glossary.md](glossary.md#metrics-of-a-step)).
 
 
 class MetricCall(NamedTuple):
-    """A metric as the source names it."""
+    """A metric, as a call in the source describes it."""
 
     name: str
-    """As Prometheus shows it: the name of a counter ends with ``_total``."""
+    """The name that Prometheus shows; for a counter it ends with ``_total``."""
     type: str
     labels: tuple[str, ...]
     meaning: str

@@ -1,10 +1,10 @@
-"""docs/status.svg: the status view of a real run, shortly after a killed rollout came back.
+"""Make docs/status.svg, the status view of a real run shortly after a killed rollout was replaced.
 
     .venv/bin/python -m rrl.docs.make_picture                                          # after a change of the view
     .venv/bin/python -m rrl.docs.make_picture ~/rrl-runs/quickstart-1120-072205        # of another run
 
-Nothing in it is staged: the run's journal is folded up to that moment, the state is kept in docs/status.json, and it is
-drawn by the view that ``rrl status`` draws with. Any run will do in which a rollout died and came back; ``make demo``
+The picture shows a real state: the run's journal is folded up to that moment, the state is kept in docs/status.json,
+and the view of ``rrl status`` draws it. Any run in which a rollout died and was replaced is suitable; ``make demo``
 leaves one. A test (tests/project/test_docs.py) draws the state again and compares the pictures.
 """
 
@@ -59,11 +59,11 @@ _SVG = """\
 </g>
 </svg>
 """
-"""rich's frame without its web font: a picture in a README loads nothing from elsewhere"""
+"""rich's frame without its web font, so that a picture in a README loads nothing from other servers"""
 
 
 def representative_state(run: RunDir) -> State:
-    """The first state in which a replaced rollout has worked and all rollouts generate. Raises LookupError."""
+    """Return the first state in which a replaced rollout has worked and all rollouts generate. Raises LookupError."""
     state: State | None = None
     back = False
     for stamped in replay(run):
@@ -76,7 +76,7 @@ def representative_state(run: RunDir) -> State:
 
 
 def picture(state: State) -> str:
-    """SVG, the same for the same state."""
+    """Return the SVG of a state, which depends on nothing else."""
     screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
                      markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
     screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))
@@ -84,12 +84,12 @@ def picture(state: State) -> str:
 
 
 def recorded_state() -> State:
-    """The state that the picture shows."""
+    """Return the state that the picture shows."""
     return msgspec.json.decode(STATE.read_bytes(), type=State)
 
 
 def record(run: RunDir) -> None:
-    """Keep the representative state of a run. Raises LookupError."""
+    """Write the representative state of a run to docs/status.json. Raises LookupError."""
     text = msgspec.json.format(msgspec.json.encode(representative_state(run)), indent=0).decode()
     for folder, name in ((run.path.parent, "/rrl-runs"), (ROOT, "/rrl"), (Path.home(), "")):
         shown = f"/home/user{name}"

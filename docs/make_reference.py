@@ -177,7 +177,7 @@ def _named(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """Return the bounds of a number as text; empty for sizes and durations, which are positive anyway."""
+    """Return the bounds of a number as text; empty for sizes and durations, which are always positive."""
     given = [one for each in metadata for one in getattr(each, "metadata", [each])]
     bounds = [f" {sign} {getattr(one, key)}" for key, sign in _BOUNDS.items() for one in given if hasattr(one, key)]
     return "" if DURATION in metadata or SIZE in metadata else ",".join(bounds)

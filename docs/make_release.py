@@ -3,8 +3,8 @@
     .venv/bin/python -m rrl.docs.make_release https://git.example.org/team/rrl dist
 
 They are built from a copy of the tree, because setuptools leaves folders beside pyproject.toml. In the copy, the links
-and pictures of README.md lead to the tag of this version in the repository: an index shows the page without its files.
-The version comes from pyproject.toml.
+and pictures of README.md lead to the tag of this version in the repository, because an index shows the page without the
+files that it links. The version comes from pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RELATIVE_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
 
 
 def version() -> str:
-    """Return the version of rrl, which pyproject.toml alone names."""
+    """Return the version of rrl from pyproject.toml, the only file that has it."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         return str(tomllib.load(file)["project"]["version"])
 
@@ -42,7 +42,7 @@ def with_absolute_links(page: str, repository: str) -> str:
 
 
 def build(repository: str, out: Path) -> list[Path]:
-    """Build the sdist, from it the wheel, and return both files.
+    """Build the sdist, build the wheel from it, and return both files.
 
     Args:
         repository: URL of the repository, without a slash at its end.

@@ -1,4 +1,4 @@
-"""Markdown tables of the structs that rrl writes as JSON: keys, values, and meanings from attribute docstrings."""
+"""Makes Markdown tables of the structs that rrl writes as JSON: keys, values, and the meanings in their docstrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from msgspec.structs import fields
 from rrl.config.job.json_schema import field_docstrings
 
 MAX_LISTED = 10
-"""Values of an enum, or structs of a union, that are listed in a cell; otherwise only their number is given."""
+"""Largest number of values of an enum, or of structs of a union, that a cell lists; of more it gives only the
+number."""
 _NAMES: dict[Any, str] = {
     str: "text", int: "integer", float: "number", bool: "true or false", bytes: "text (base64)", Any: "any value",
     type(None): "null", dict: "object", list: "list", tuple: "list",
@@ -41,10 +42,10 @@ class Tables:
         }
         assert len(set(self._titles.values())) == len(found), "two structs would have the same heading"
         self.inside = sorted((struct for struct in found if struct not in given), key=self._titles.__getitem__)
-        """The structs that are only in fields of the given ones, by name."""
+        """The structs that occur only in fields of the given structs, sorted by name."""
 
     def table(self, struct: type[Struct]) -> str:
-        """Return a heading, to which other tables link, the docstring and the fields of a struct."""
+        """Return the heading of a struct, to which other tables link, its docstring, and the table of its fields."""
         rows = list(self._rows(struct))
         table = ["| key | value | meaning |", "|---|---|---|", *rows, ""] if rows else []
         return "\n".join([f"### {self._titles[struct]}", "", meaning(inspect.getdoc(struct)), "", *table])
@@ -61,7 +62,7 @@ class Tables:
             yield f"| `{field.encode_name}` | {self._kind(hints[field.name])} | {meaning(texts.get(field.name))} |"
 
     def _kind(self, annotation: Any) -> str:
-        """Return what a value of this type is in JSON."""
+        """Return the JSON form of values of this type, as text."""
         if isinstance(annotation, NewType):
             return self._kind(annotation.__supertype__)
         origin, arguments = get_origin(annotation), get_args(annotation)

@@ -1,15 +1,15 @@
-"""An agent that guesses a digit from hints, and its task. Nothing of rrl is in it: any client of OpenAI's would do."""
+"""An agent that guesses a digit from hints, and its task. It imports nothing of rrl: any OpenAI client works."""
 
 import random
 
 import openai
 
 GUESSES = 3
-CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 
 
 async def run(item, base_url, api_key):
-    """Play one episode, and return its reward: 1 for the digit at once, 0.1 less for each hint, 0 for no digit."""
+    """Play one episode, and return its reward: 1 for the digit at the first guess, 0.1 less for each hint, or 0."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     secret = int(item)
     messages = [{"role": "user", "content": "?"}]

@@ -1,4 +1,4 @@
-"""An agent with a tool, a sub-agent and a condensed context. Nothing of rrl is in it: any OpenAI client would do."""
+"""An agent with a tool, a sub-agent and a condensed context. It imports nothing of rrl: any OpenAI client works."""
 
 import ast
 import asyncio
@@ -20,13 +20,13 @@ TOOLS = [
 CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
 SYSTEM = f"You answer with the result of a tool. Write the call of the tool exactly like this:\n{CALL.format('6 + 2')}"
 EXAMPLES = ("6 + 2", "9 - 5")
-"""Questions with their calls, as earlier turns of the conversation: a small model copies the form."""
+"""Questions that become earlier turns of the conversation with their tool calls, whose form a small model copies."""
 MAX_CALLS = 2
-CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # its connections are shared by all episodes
+CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 
 
 async def run(item, base_url, api_key):
-    """Let one conversation use the tool while another one guesses, and answer from what both have said."""
+    """Let one conversation use the tool while another one guesses, and answer from the results of both."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     found, guessed = await asyncio.gather(with_tool(client, item), ask(client, [user(f"{item} Think aloud.")]))
     notes = f"The calculator says {found}. A friend says: {(guessed.content or '')[:100]}"
@@ -35,7 +35,7 @@ async def run(item, base_url, api_key):
 
 
 async def with_tool(client, item):
-    """Return the result of the tool, or what the model says instead of calling it."""
+    """Return the result of the tool, or the model's text if the model does not call it."""
     messages = [{"role": "system", "content": SYSTEM}]
     for example in EXAMPLES:
         messages += [user(f"What is {example}?"), {"role": "assistant", "content": CALL.format(example)}]
@@ -64,7 +64,7 @@ def user(text):
 
 
 def calculate(arguments):
-    """Run the tool: return the value of a sum or difference, or what is wrong with the arguments."""
+    """Run the tool: return the value of a sum or difference, or an error text about the arguments."""
     try:
         return str(value(ast.parse(json.loads(arguments)["expression"], mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError):
@@ -72,7 +72,7 @@ def calculate(arguments):
 
 
 def value(node):
-    """Return the value of an expression of numbers, + and -; the model wrote it, so nothing else is evaluated."""
+    """Return the value of an expression of numbers, + and -. Nothing else is evaluated, because the model wrote it."""
     operators = {ast.Add: operator.add, ast.Sub: operator.sub}
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value

@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/sweep.py examples/quickstart.toml
 
-On Slurm the three runs wait and work side by side; a local machine of two cores shares them out. Ctrl-C ends only this
-program: the runs go on (rrl list).
+On Slurm the three runs wait and work at the same time; on a local machine they share its cores. Ctrl-C ends only this
+program: the runs continue (rrl list).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sweep(job: str) -> rrl.Run:
         try:
             rewards[run] = run.wait().reward_last10 or 0.0
             print(f"learning rate {rate:g}: reward {rewards[run]:.2f} ({run.id})")
-        except rrl.OperationFailed as error:  # the other runs may still be good
+        except rrl.OperationFailed as error:  # the other runs may still succeed
             print(f"learning rate {rate:g}: {error}")
     return max(rewards, key=lambda run: rewards[run])
 

@@ -1,4 +1,4 @@
-"""Counts, and says so. What it counted is kept in a file of the run, so that a new life goes on where the last died."""
+"""Counts, and keeps the count in a file of the run, so that a new incarnation continues where the last one ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
                 count += 1
                 new = checkpoint.with_suffix(".new")
                 new.write_text(str(count))
-                new.rename(checkpoint)  # at once: a file that a kill has left half written could not be read
+                new.rename(checkpoint)  # atomically: no kill leaves a half-written file
                 worker.progress()
         print(f"counted to {count}", flush=True)
 

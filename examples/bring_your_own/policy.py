@@ -1,4 +1,4 @@
-"""Three tokens in, one token out."""
+"""A policy that answers three tokens with one token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class Policy(nn.Module):
         self.layers = nn.Sequential(nn.Linear(PROMPT * VOCABULARY, 96), nn.ReLU(), nn.Linear(96, VOCABULARY))
 
     def forward(self, prompts: Tensor) -> Tensor:
-        """(batch, 3) tokens to (batch, vocabulary) log-probabilities of the answer."""
+        """Return the log-probabilities of the answer, (batch, vocabulary), for prompts of three tokens, (batch, 3)."""
         flat = nn.functional.one_hot(prompts, VOCABULARY).float().flatten(1)
         return torch.log_softmax(self.layers(flat), -1)

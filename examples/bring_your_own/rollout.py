@@ -1,4 +1,4 @@
-"""A rollout of one's own: the lines of rrl's are those with `rrl`, `me`, `work` or `new` in them."""
+"""A user's own rollout. Only the lines that contain `rrl`, `me`, `work` or `new` use rrl."""
 
 from __future__ import annotations
 

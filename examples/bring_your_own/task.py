@@ -1,4 +1,4 @@
-"""Of three digits, say the largest: 15 of 100 by guessing, 1.0 when learnt."""
+"""A task: answer with the largest of three digits. Guessing is right in 15 of 100 cases, a trained policy in all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Largest:
         return max(self.prompt(i))
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        """The reward that is reported, and the one that is learnt from."""
+        """Return the reward that is reported, and the reward that is learned from."""
         right = float(answer == self.answer(i))
         return right, right
 

@@ -1,4 +1,4 @@
-"""A trainer of one's own: the lines of rrl's are those with `rrl`, `me` or `batch` in them."""
+"""A user's own trainer. Only the lines that contain `rrl`, `me` or `batch` use rrl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 import rrl
 
 STEP_SECONDS = 0.1
-"""A step of a real model takes longer. New weights reach the rollouts within about 0.1 s: in steps of 0.01 s they would
-sample with weights of ten steps ago, and what is learnt from that is nothing (seen)."""
+"""Minimum time (s) of a step; steps of a real model are longer. New weights reach the rollouts within about 0.1 s. With
+steps of 0.01 s, rollouts would sample with weights of ten steps ago, and the policy learns nothing (tried)."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def policy_loss(policy: Policy, batch: rrl.Batch) -> Tensor:
-    """REINFORCE, each reward against the mean of its group, weighed by the importance of tokens of older weights."""
+    """Return the REINFORCE loss with the group's mean reward as baseline, and importance ratios for older weights."""
     trajectories = batch.trajectories
     rewards = torch.tensor([one.training for one in trajectories])
     groups = torch.tensor([one.group for one in trajectories])

@@ -1,10 +1,13 @@
-"""Competition mathematics with whole numbers as answers, scored by rule: DAPO-Math-17k (arXiv:2503.14476), or any JSON
-lines of that shape. It needs nothing but Python. To write the file, once, where Hugging Face's `datasets` is installed:
+"""Competition mathematics with whole numbers as answers, scored by rule: DAPO-Math-17k (arXiv:2503.14476).
+
+Any file of JSON lines of that form works, and the task needs only Python. To write the file of DAPO-Math-17k once, on a
+machine with Hugging Face's `datasets`:
 
     from datasets import load_dataset
     load_dataset("BytedTsinghua-SIA/DAPO-Math-17k", split="train").to_json("dapo-math-17k.jsonl")
 
-Each prompt there asks for a last line "Answer: ...". What follows the last "Answer:" counts, if it is the right number.
+Each prompt of it asks for a last line "Answer: ...". An answer is right if the text after its last "Answer:" is the
+right number.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class DapoMath:
 
 
 def make(seed: int, file: str) -> DapoMath:
-    """``file``: seen by the nodes of store and reward. The same order in every process of a run."""
+    """Return the task of ``file``, which store and reward must be able to read; its order depends only on ``seed``."""
     rows: dict[str, tuple[str, str]] = {}  # the published file has each problem a hundred times
     with Path(file).expanduser().open(encoding="utf-8") as lines:
         for line in lines:
@@ -47,10 +50,10 @@ def make(seed: int, file: str) -> DapoMath:
 
 
 def _plain(text: str) -> str:
-    """A number without what people put around it: "$\\boxed{1,234}$." is 1234."""
+    """Return a number without the marks around and in it: "$\\boxed{1,234}$." is 1234."""
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text.strip())
     text = re.sub(r"[$,\s*]|\\[()\[\]]", "", text).rstrip(".")
-    number = re.fullmatch(r"([+-]?)0*([0-9]+)", text)  # as text: Python makes no number of more than 4300 digits
+    number = re.fullmatch(r"([+-]?)0*([0-9]+)", text)  # text: Python converts 4300 digits at most
     if number is None:
         return text
     sign, digits = number.groups()

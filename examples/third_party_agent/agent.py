@@ -1,7 +1,7 @@
-"""An agent that others wrote: the CodeAgent of smolagents, unchanged. It answers by Python that the model writes.
+"""A third-party agent: the CodeAgent of smolagents, unchanged. It answers by Python code that the model writes.
 
-The code runs in smolagents' own interpreter, which allows few imports and no files, but is no sandbox. Give a real job
-one of its sandboxes (``executor_type``).
+The code runs in smolagents' own interpreter, which allows few imports and no files, but is not a sandbox. A real job
+should use one of smolagents' sandboxes (``executor_type``).
 """
 
 import asyncio
@@ -13,13 +13,13 @@ MAX_STEPS = 2
 
 
 async def run(item, base_url, api_key):
-    """Let the agent add two numbers; the reward is 1 for the right sum. The library blocks, so it gets a thread."""
+    """Let the agent add two numbers; the reward is 1 for the right sum. The agent blocks, so it runs in a thread."""
     answer = await asyncio.to_thread(play, item, base_url, api_key)
     return float(str(answer).strip() == Sums.solution(item))
 
 
 def play(item, base_url, api_key):
-    """Return the answer of the agent, which gives up after some steps and then says what it thinks."""
+    """Return the answer of the agent, which is its best guess if it has none after :data:`MAX_STEPS` steps."""
     model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
     agent = CodeAgent(tools=[], model=model, max_steps=MAX_STEPS, verbosity_level=0)
     return agent.run(f"How much is {item}?")

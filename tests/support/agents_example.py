@@ -17,13 +17,14 @@ _CHANGES = (
 
 
 def submit_agents_example(folder: Path, steps: int, prompts: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example with one replica of the agents, without its own fault, a spare node, and a standby process of
-    the trainer, which loads torch. All roles are on one node, so that there is one agent.
+    """Submit the example in a small form: one replica of the agents, and all roles on one node.
+
+    The example's fault, its spare node and the trainer's standby process, which loads torch, are left out.
 
     Args:
         folder: Folder of the job and of its task.
-        steps: Steps of the run.
-        prompts: Prompts of a step; each has eight episodes.
+        steps: Number of steps of the run.
+        prompts: Number of prompts of a step; each has eight episodes.
         changes: Further pairs of an old and a new text of job.toml, each of which occurs once.
     """
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]

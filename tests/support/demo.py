@@ -1,8 +1,8 @@
 """``make demo-slurm``: the quickstart on a real Slurm of five nodes on this machine, as a plain user.
 
-Starts the cluster, submits, follows the run, and shows Slurm's queue whenever the run has started other steps. The
-cluster and everything on it end with this program; the run directory is copied to the caller's runs, where
-``rrl status`` finds it.
+Starts the cluster, submits the job, follows the run, and shows Slurm's queue each time the run's steps have changed.
+The cluster and everything on it end with this program. The run directory is copied to the caller's runs, where ``rrl
+status`` finds it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     exit_on_sigterm()
     local = 'kind = "local"'
     toml = QUICKSTART.read_text()
-    assert toml.count(local) == 1, "the quickstart's cluster kind is not where this program expects it"
+    assert toml.count(local) == 1, "examples/quickstart.toml: this program finds no cluster kind to replace"
     with SlurmLab.start(nodes=NODES) as lab:
         print(f"Slurm with {NODES} nodes runs in {lab.dir}; submitting as {lab.user}", flush=True)
         job = lab.user_home / "quickstart.toml"
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _follow(lab: SlurmLab, submit: list[str], env: dict[str, str]) -> int:
-    """Submit, print the output with Slurm's queue in between, and return the exit code."""
+    """Submit the job, print its output and now and then Slurm's queue, and return the exit code."""
     with lab.popen_as_user(submit, env=env, stdout=-1) as following:
         assert following.stdout is not None
         shown, looked_at = set[str](), time.monotonic()

@@ -13,7 +13,7 @@ EXAMPLES_ENV = "RRL_TEST_EXAMPLES"
 def examples(few: int, many: int) -> settings:
     """Return settings with ``few`` examples, or ``many`` in ``make test-long``; no example has a deadline.
 
-    Folders of pytest may be shared by the examples, and examples may be slow to draw.
+    Examples may share the folders of pytest, and may be slow to draw.
     """
     return settings(
         max_examples=many if os.environ.get(EXAMPLES_ENV) == "many" else few, deadline=None,

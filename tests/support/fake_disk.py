@@ -1,8 +1,8 @@
-"""A disk that a test can inspect, cut off and fill: it stands between this process and the files of one folder.
+"""A disk that a test can inspect, crash and fill: it intercepts the calls of this process on the files of one folder.
 
-Each call that changes the folder is recorded before and after it is made. :meth:`Moment.images` gives the contents
-that a crash at that moment may leave: of a killed process, and of a power cut that loses writes without fsync. Any
-call can be made to fail instead. The files are real; only files directly in the folder are on this disk.
+Each call that changes the folder is recorded before and after it is made. :meth:`Moment.images` gives the contents that
+a crash at that moment may leave, for a killed process and for a power cut that loses writes without fsync. Any call can
+also be made to fail. The files are real; only files directly in the folder are on this disk.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Moment(Struct, frozen=True):
     call: str
     """The call, for example ``write log.1``."""
     number: int
-    """Number of the call, from 0."""
+    """Number of the call, counted from 0."""
     now: Image
     written: Image
     """Content of the present files as of their last fsync."""
     synced: Image
-    """Content after a power cut: the names and contents that were synced."""
+    """Content that a power cut would leave: the names and contents that were synced."""
     note: int
-    """Value of :attr:`FakeDisk.note` at that time."""
+    """Value of :attr:`FakeDisk.note` at the time of the call."""
 
     def images(self, cuts: Callable[[int, int], Iterable[int]]) -> Iterator[Image]:
         """Yield every content that a crash may leave.
@@ -61,15 +61,15 @@ class Moment(Struct, frozen=True):
 
 
 class Died(BaseException):
-    """Raised where the process is killed with SIGKILL before a call."""
+    """Raised in place of a call before which the process is killed with SIGKILL."""
 
 
 class FakeDisk:
     """The files of ``folder``.
 
-    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes.
-    ``full``: while it is true, each call that needs space fails. ``die_before``: the next such call (as in
-    ``Moment.call``) is not made, and Died is raised.
+    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes. ``full``:
+    while it is true, each call that needs space fails. ``die_before`` is a call as in ``Moment.call``: in place of its
+    next occurrence, Died is raised.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ class FakeDisk:
     def crash_folders(
         self, parent: Path, cuts: Callable[[int, int], Iterable[int]]
     ) -> Iterator[tuple[Moment, Image, Path]]:
-        """Write every different content that a crash at any moment may leave into a folder of its own in ``parent``.
+        """Write every different content that a crash at any moment may leave, each into its own folder in ``parent``.
 
-        Contents are the same only if :attr:`note` is, too. ``cuts`` as in :meth:`Moment.images`.
+        Two contents count as equal only if :attr:`note` is also equal. :meth:`Moment.images` describes ``cuts``.
         """
         observed: set[bytes] = set()
         for moment in self.moments:
@@ -132,7 +132,7 @@ class FakeDisk:
             if name in ("fsync", "fdatasync"):
                 self._sync(what, where)
             elif name == "open":
-                self._synced.pop(os.fstat(done).st_ino, None)  # a new file may have the number of one that is gone
+                self._synced.pop(os.fstat(done).st_ino, None)  # a new file may have the inode number of a removed one
             self._record_moment(reported, number)
             return done
 

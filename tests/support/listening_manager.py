@@ -1,4 +1,4 @@
-"""A run directory with keys, and a manager that only listens: for tests of the first processes of a node."""
+"""A run directory with keys, and a manager that only receives messages, for tests of launchers and agents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Manager:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.refuse = ""
-        """Reason with which steps are refused; empty: they are admitted."""
+        """Reason with which steps are refused; if empty, steps are admitted."""
         self.received: list[Any] = []
         self.peers: dict[Incarnation, bytes] = {}
 
@@ -113,7 +113,8 @@ class Lab:
         return launch
 
     def start(self, launch: Launch, module: str = "launcher.step", patch: str = "") -> subprocess.Popen[bytes]:
-        """Start the first process; with ``patch``, Python statements run before its main."""
+        """Start the launcher or another first process; ``patch`` has Python statements that run before its main
+        function."""
         file = str(self.run.launch_file(launch.tag))
         argv = [sys.executable, "-P", "-m", f"rrl.roles.{module}", file]
         if patch:

@@ -10,7 +10,7 @@ import sys
 
 
 def own_mounts() -> list[str]:
-    """Return the arguments that, before a command line, permit it to mount; empty if this machine forbids it."""
+    """Return the arguments that, put before a command, permit it to mount; empty if this machine forbids that."""
     argv = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
     try:
         tried = subprocess.run([*argv, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)

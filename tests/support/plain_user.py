@@ -1,4 +1,4 @@
-"""Run programs and functions as another user without rights, if root runs the tests."""
+"""Run programs and functions as an unprivileged user, if root runs the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TERMINATE_TIMEOUT_S = 10.0
 
 
 class PlainUser(Struct, frozen=True):
-    """A user without rights, created for the tests of one pytest worker and removed after them."""
+    """An unprivileged user, created for the tests of one pytest worker and removed after them."""
 
     name: str
     uid: int
@@ -50,8 +50,8 @@ class PlainUser(Struct, frozen=True):
         return popen_as(self.name, argv, self.environment(**more), self.home, pipe, pipe, pipe)
 
     def kill_all(self) -> None:
-        """Kill every process of this user and wait until all have ended. Raises AssertionError that names those that
-        remain."""
+        """Kill every process of this user and wait until all have ended. Raises AssertionError with the remaining
+        processes."""
         deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
         while left := _processes_of(self.uid):
             assert time.monotonic() < deadline, f"processes of {self.name} are left: {left}"
@@ -63,10 +63,10 @@ class PlainUser(Struct, frozen=True):
 
 @contextmanager
 def temporary_user(purpose: str) -> Iterator[PlainUser]:
-    """Create a system user with a home of its own; at the end, kill its processes and remove both.
+    """Create a system user with its own home; at the end, kill the user's processes, and remove user and home.
 
     The name contains the pid of the creator, so that pytest workers do not share users. Users of creators that have
-    ended are removed first. Raises PermissionError if users cannot be created: that needs root, and a checkout that
+    ended are removed first. Raises PermissionError if users cannot be created: this needs root, and a checkout that
     other users can run.
     """
     if os.geteuid() != 0 or not others_can_run_us():
@@ -114,7 +114,7 @@ def _processes_of(uid: int) -> list[int]:
 
 
 def cache_folders(home: Path) -> dict[str, str]:
-    """Return variables that make torch and matplotlib store their files in ``home``; torch would store its own in
+    """Return environment variables that make torch and matplotlib store their files in ``home``; torch's default is
     /tmp."""
     cache = home / ".cache"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "torchinductor"), "MPLCONFIGDIR": str(cache / "matplotlib")}

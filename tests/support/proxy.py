@@ -1,4 +1,4 @@
-"""A TCP proxy between two ends under test: it can cut, delay and record the connection."""
+"""A TCP proxy between two processes under test, which can cut, delay and record their connections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whole runs under test: submit a run, follow its journal, inject failures, and check that nothing of it is left.
 
-Everything waits for a record of the journal, with a deadline that only a broken build reaches.
+Every wait is for a record of the journal, with a deadline that only a broken build reaches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WITHOUT_MODEL = tuple(
     (f"[roles.{role}]", f'[roles.{role}]\ncommand = ["{sys.executable}", "{LIGHT}/{program}"]\nmem = "256MiB"')
     for role, program in (("trainer", "light_trainer.py"), ("rollout", "light_turn_rollout.py"))
 )
-"""Changes of ``examples/agents.toml``: a trainer and rollouts that load no torch, which takes each process 4 s of CPU.
+"""Changes of ``examples/agents.toml``: its trainer and rollouts do not load torch, which takes each process 4 s of CPU.
 The answer to each turn is a random digit."""
 
 
@@ -47,8 +47,8 @@ def light_job(
 ) -> str:  # fmt: skip
     """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are real.
 
-    Each node has an agent, and each spare node and each standby of the trainer (``warm``) costs processes. A test that
-    needs none of these has none, and ``one_node`` for all roles.
+    Each node has an agent, and each spare node and each standby process of the trainer (``warm``) costs processes. A
+    test that does not need them leaves them out, and puts all roles on ``one_node``.
     """
     python = sys.executable
     node = 'cpus = 8, mem = "2GiB"' if one_node else 'cpus = 2, mem = "1GiB"'
@@ -97,7 +97,8 @@ step_grace = "3s"
 
 
 def with_light_task(toml: str) -> str:
-    """Return a job with the task of the light roles: reasoning-gym takes each process that imports it 1.2 s of CPU."""
+    """Return a job with the task of the light roles, because importing reasoning-gym takes each process 1.2 s of
+    CPU."""
     table = r"(?ms)^\[task\]\n.*?^(?=\[)"
     changed, count = re.subn(table, '[task]\nfunction = "light_task:make"\n\n', toml)
     assert count == 1
@@ -154,12 +155,12 @@ class TestRun:
 
     def wait_back_alone(self, before: Incarnations, replica: ReplicaId, *also: ReplicaId) -> Incarnations:
         """Wait until the next incarnation of ``replica`` works; only it and ``also`` may differ from ``before``."""
-        following = before[replica][0].number + 1  # a first launch may have failed: slurmctld is busy at times
+        following = before[replica][0].number + 1  # a first launch may have failed, because slurmctld is busy at times
         after = current_incarnations(
             self.wait(lambda s: s.replica(replica).incarnation_number == following and all_work(s))
         )
         unchanged, now = without_replicas(before, after, [replica, *also])
-        assert now == unchanged, "somebody else was touched"
+        assert now == unchanged, "another replica was restarted or moved"
         return after
 
     def hold_in_the_middle(self, index: int) -> None:
@@ -171,7 +172,10 @@ class TestRun:
         (self.run.path / f"hold.{index}").unlink()
 
     def continued(self, dead: float) -> list[int]:
-        """Return the trained trajectories that the incarnation with mark ``dead`` began and another one finished."""
+        """Return the ids of trained trajectories that one incarnation began and another one finished.
+
+        ``dead`` is the mark of the first incarnation: the light rollout records it as log-probability.
+        """
         continued = []
         for path in sorted((self.run.path / "batches").glob("*.json")):
             for one in json.loads(path.read_text()):
@@ -219,7 +223,8 @@ def all_work(state: State) -> bool:
 
 
 def current_incarnations(state: State) -> Incarnations:
-    """Return incarnation, pid and node of every worker and agent, but not of standbys, which come and go."""
+    """Return incarnation, pid and node of every worker and agent. Standby processes are left out, because they change
+    often."""
     present = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != STANDBY_ROLE]
     return {r.id: (r.incarnation, r.pid, r.node) for r in present}
 
@@ -227,7 +232,7 @@ def current_incarnations(state: State) -> Incarnations:
 def joined_incarnations(run: TestRun) -> Incarnations:
     """Wait for step 3 and for every worker and agent to join; return them as :func:`current_incarnations` does.
 
-    On a busy machine the agent of a spare node joins later than the trainer trains.
+    On a busy machine the agent of a spare node may join after the trainer has trained.
     """
 
     def joined(state: State) -> bool:
@@ -256,7 +261,7 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
 
 
 def cancel(run: TestRun) -> None:
-    """Cancel a run by its command, wait until nothing of it is left, and check its records and its store."""
+    """Cancel a run by ``rrl cancel``, wait until nothing of it is left, and check its records and its store."""
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
@@ -287,7 +292,7 @@ def check_records(run: RunDir) -> Outcome | None:
         event = stamped.event
         if isinstance(event, ev.Intended | ev.Decided):
             assert event.action.why.evidence, f"no evidence for {event.action}"  # invariant 6
-        if isinstance(event, ev.Joined):  # invariant 2: joined lives only ever go up
+        if isinstance(event, ev.Joined):  # invariant 2: numbers of joined incarnations never fall
             assert event.incarnation.number >= current.get(event.incarnation.replica, 0)
             current[event.incarnation.replica] = event.incarnation.number
         if isinstance(event, ev.RunEnded):
@@ -353,6 +358,7 @@ def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]])
 def without_replicas(
     before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]
 ) -> tuple[Incarnations, Incarnations]:
-    """Return both without the replicas ``but``: these must be equal if only those replicas failed."""
+    """Return ``before`` and ``after`` without the replicas ``but``: the results are equal if only those replicas
+    failed."""
     unchanged, now = ({id: observed for id, observed in some.items() if id not in but} for some in (before, after))
     return unchanged, now

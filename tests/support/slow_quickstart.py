@@ -1,4 +1,4 @@
-"""The quickstart with small steps that take their time: its real roles mostly wait, and leave the cores to others."""
+"""The quickstart with small steps of a given duration: its real roles mostly wait, and leave the cores to others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _DATASET = (
 def slow_quickstart(folder: Path, prompts: int, step_s: float) -> str:
     """Write the task into ``folder``, and return the quickstart with it, to be written to the same folder.
 
-    The run has no spare node and no standby of the trainer: each process that loads torch takes 4 s of CPU.
+    The run has no spare node and no standby process of the trainer, because each process that loads torch takes 4 s of
+    CPU.
 
     Args:
-        prompts: Prompts of a step, with 16 answers each.
+        prompts: Number of prompts of a step, each with 16 answers.
         step_s: Time (s) that the answers of a step take to score.
     """
     (folder / "slow_task.py").write_text(_SLOW_TASK.format(score_s=step_s / (prompts * 16)))

@@ -1,12 +1,11 @@
-"""``make soak``: hundreds of random faults on whole runs, with a check of every invariant that journal and store
-show.
+"""``make soak``: hundreds of random faults on whole runs. Checks every invariant that journal and store show.
 
-First light workers on the local cluster (manager, steps, agents, store, reward and weight transport are real; there
-is no model), then the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults
-were injected, and is then cancelled; a run that ends earlier has failed. A killed manager is replaced, as Slurm
-would do.
+The first runs have light workers on the local cluster: manager, steps, agents, store, reward and weight transport are
+real, and there is no model. Then follow the quickstart's torch roles on a real Slurm of this machine. A run continues
+until all its faults were injected, and is then cancelled. A run that ends earlier has failed. A killed manager is
+replaced, as by Slurm.
 
-The program prints its findings, and a JSON object as its last line, in which all values but ``faults`` must be 0.
+The program prints the violations, and a JSON object as its last line, in which all values except ``faults`` must be 0.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LIGHT_RUNS = 3
 TORCH_FAULTS = 22
 TORCH_NODES = 5
 STEPS = 1_000_000
-"""Steps of a run: never reached, because a run is cancelled after its faults."""
+"""Number of steps of a run, which is never reached, because a run is cancelled after its faults."""
 SPELL = 240.0
 """Seconds without a fault after which a run counts as stuck."""
 LIGHT = """
@@ -115,7 +114,7 @@ class Tally(Struct):
     faults: int = 0
     """Number of faults that were carried out."""
     violations: int = 0
-    """Number of violations of other invariants than the three below."""
+    """Number of violations of invariants, without the three kinds below."""
     lost_steps: int = 0
     """Number of trajectories whose fate is unknown."""
     trained_twice: int = 0
@@ -134,7 +133,7 @@ class Tally(Struct):
 
 
 class ManagerRestarter:
-    """Starts another manager after one was killed, as Slurm's queue does with the successor that waits there."""
+    """Starts another manager after one was killed. On Slurm, the manager's job that waits in the queue does this."""
 
     def __init__(self, run: TestRun) -> None:
         self._run, self._over = run, threading.Event()
@@ -164,7 +163,7 @@ def performed(run: RunDir) -> list[ev.FaultInjected]:
 
 
 def run_faults(run: TestRun, faults: int, tally: Tally, restarter: ManagerRestarter | None) -> None:
-    """Let the run have its faults, end it, and check what it leaves behind."""
+    """Wait until the run's faults were injected, end the run, and check what it leaves behind."""
     done, since = 0, time.monotonic()
     while done < faults and time.monotonic() < since + SPELL:
         time.sleep(1.0)
@@ -189,11 +188,11 @@ def _end(run: TestRun, tally: Tally) -> None:
     if run.state().outcome is None:
         before = run.state()
         try:
-            run.wait(lambda state: state.step > before.step, 4 * TIMEOUT_S)  # its faults go on until it ends
+            run.wait(lambda state: state.step > before.step, 4 * TIMEOUT_S)  # the run's faults continue until it ends
         except AssertionError as error:
-            tally.violate(f"{run.run.id} does not come back to work: {str(error)[:2000]}")
-        # A fault may kill the manager at this very moment. The command then says that nobody is there and leaves its
-        # request behind, for the next manager.
+            tally.violate(f"{run.run.id} does not work again: {str(error)[:2000]}")
+        # A fault may kill the manager at this moment. The command then reports that there is no manager, and leaves its
+        # request for the next manager.
         run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * TIMEOUT_S)
         try:
             run.wait(lambda state: state.outcome is not None, 4 * TIMEOUT_S)
@@ -285,11 +284,11 @@ class _Reading:
                 elif finding.verdict is Verdict.FAIL and finding.node is not None:
                     self.bad_nodes.add(finding.node)
             case ev.StepCommitted(_, step):
-                if self.committed and step > self.committed + 2:  # one may be told by nobody: its trainer died over it
+                if self.committed and step > self.committed + 2:  # a trainer may die before it reports one
                     say(f"{self.run.id}: step {step} is committed after {self.committed}")
                 self.committed = max(self.committed, step)
             case ev.ManagerStarted():
-                self.committed = 0  # while there was none, steps were committed unheard
+                self.committed = 0  # commits in the time without a manager were not reported
             case _:
                 pass
 
@@ -306,7 +305,7 @@ class _Reading:
         ):
             message = " ".join(fence.why.evidence)
             if not any(node in message for node in self.bad_nodes) and "no longer part" not in message:
-                self.tally.violate(f"{self.run.id}: {incarnation} is fenced though it had not failed: {message}")
+                self.tally.violate(f"{self.run.id}: {incarnation} is fenced although it had not failed: {message}")
         if (
             not fence.charged
             and gang_of(incarnation.replica) == incarnation.replica

@@ -1,9 +1,9 @@
 """Ends Slurm labs and local runs together with the process that started them, however that process ends.
 
 Labs and runs detach from the process that starts them, as in production: if a test or benchmark is killed, it cannot
-end them itself. So each process that starts labs or runs has one supervisor, a child process in a session of its
-own. It receives through a pipe what the process has started, waits for the end of the process by a pidfd (so also
-after SIGKILL), and ends what is left.
+end them itself. So each process that starts labs or runs has one supervisor, a child process in a session of its own.
+The supervisor receives through a pipe what the process has started. It waits for the end of the process by a pidfd, so
+that it also notices SIGKILL, and ends what is left.
 
 A benchmark or a pytest session that gets SIGTERM also unwinds (:func:`exit_on_sigterm`), which removes its temporary
 folders and network namespaces.
@@ -61,11 +61,10 @@ def temporary_runs_folder(prefix: str = "rrl-bench-") -> Iterator[Path]:
 
 
 def exit_on_sigterm(leave: Callable[[], NoReturn] = lambda: sys.exit(SIGTERM_EXIT_CODE)) -> None:
-    """Have SIGTERM call ``leave`` in the main thread; ``leave`` raises an exception, so that context managers clean
-    up.
+    """Make SIGTERM call ``leave`` in the main thread; ``leave`` raises an exception, so that context managers clean up.
 
-    A forked child inherits the handler but ends by the signal, because it must not run its parent's context
-    managers.
+    A forked child inherits the handler. There, it ends the process by the signal, because a child must not run its
+    parent's context managers.
     """
     owner = os.getpid()
 
@@ -74,7 +73,7 @@ def exit_on_sigterm(leave: Callable[[], NoReturn] = lambda: sys.exit(SIGTERM_EXI
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
         leave()
 
     signal.signal(signal.SIGTERM, handle)
@@ -90,7 +89,7 @@ def _register(kind: str, path: Path) -> None:
         )  # fmt: skip
     pipe = _supervisors[pid].stdin
     assert pipe is not None
-    with contextlib.suppress(BrokenPipeError):  # somebody killed it: labs are then swept by the next lab's start
+    with contextlib.suppress(BrokenPipeError):  # it was killed: the next lab's start ends abandoned labs
         pipe.write(f"{kind} {path}\n".encode())
 
 
@@ -119,7 +118,7 @@ def _lines_until_end(pid: int) -> bytes:
             read += chunk
             if not chunk:
                 waiting.remove(0)
-        elif process in ready:  # only when nothing is left to read
+        elif process in ready:  # the end counts only when nothing is left to read
             waiting.remove(process)
     return read
 
@@ -128,7 +127,7 @@ def _stop_lab(path: Path, owner: int) -> None:
     from rrl.tests.support.slurm.lab import SlurmLab  # it imports this module
 
     lab = SlurmLab.load(path)
-    if lab.settings.owner is not None and lab.settings.owner[0] == owner:  # not a later lab in the same folder
+    if lab.settings.owner is not None and lab.settings.owner[0] == owner:  # not a later lab in this folder
         lab.stop()
 
 

@@ -13,13 +13,13 @@ from rrl.manager.reporting.decisions.explanations import Explanation, explain, s
 INSIDE_WORDS = re.compile(
     r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|exit_record|holds)\b"
 )
-"""Words that must not appear in an explanation, because its reader need not know them."""
+"""Words that must not appear in an explanation, because its reader may not know them."""
 FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.FULL_RESTART}
-"""The rung before which ``recovery.policy`` has none."""
+"""The first rung of the repair ladder of each ``recovery.policy``."""
 
 
 def assert_explained(events: Iterable[ev.Stamped], planned: Sequence[Action] | None = None) -> list[Explanation]:
-    """Assert that no decision of a run is left unexplained; return the explanations.
+    """Assert that every decision of a run is explained; return the explanations.
 
     ``planned`` are the decisions of the planner, if the test has recorded decisions of its own.
     """
@@ -34,7 +34,7 @@ def assert_explained(events: Iterable[ev.Stamped], planned: Sequence[Action] | N
             _assert_explained(explanation, first)
     if isinstance(recorded[-1].event, ev.RunEnded):
         unsettled = [one for one in explanations if one.result.arrival in (Arrival.OPEN, Arrival.HOLDS)]
-        assert unsettled == [], "the run has ended, and what was expected is still open"
+        assert unsettled == [], "the run has ended, but an expected effect is still open"
     return explanations
 
 

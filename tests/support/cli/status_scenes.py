@@ -44,8 +44,11 @@ def crowded() -> Story:
 
 
 def gang() -> Story:
-    """Two ranks and their standby processes, one more on a rollout's node, one not ready yet; a standby rollout;
-    a node that the run has left."""
+    """Return a run with a trainer of two ranks and standby processes, which has left a node.
+
+    One standby process of the trainer is on a rollout's node, and one is not ready yet. One standby process is of a
+    rollout.
+    """
     job = job_view()
     ranks = {"trainer": 2, "rollout": 1}
     roles = tuple(msgspec.structs.replace(r, ranks=ranks.get(r.name, 1), warm=r.name in ranks) for r in job.roles)
@@ -59,7 +62,7 @@ def gang() -> Story:
 
 
 def drained() -> Story:
-    """A rollout that was killed and came back, and whose node a user then drained."""
+    """Return a run with a rollout that was killed and replaced, and whose node a user then drained."""
     story = Story().works().recovers("rollout/1").wait(60)
     story.drains("rollout/1")
     story.launches("rollout/1", "n5").wait(3).joins("rollout/1", "generate")
@@ -67,7 +70,8 @@ def drained() -> Story:
 
 
 def ending() -> Story:
-    """A rollout that was killed and came back; all steps are committed, and one process has ended already."""
+    """Return a run whose steps are all committed and of whose processes one has ended; a rollout was killed and
+    replaced."""
     story = Story("small-20261120-064114").works().recovers("rollout/0").wait(5)
     story.stops(Outcome.COMPLETED, "step 12 of 12 is committed")
     reward = story.recorded().replica(ReplicaId("reward/0"))
@@ -75,7 +79,7 @@ def ending() -> Story:
 
 
 def paced() -> Story:
-    """Ten minutes of a run whose trainer waits for rollouts, for commits too after a while."""
+    """Return ten minutes of a run whose trainer waits for rollouts, and after a while also for commits."""
     story = Story().works()
     for minute in range(1, 11):
         readings = [

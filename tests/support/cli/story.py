@@ -110,7 +110,7 @@ class Story:
         return self.record(ev.PhaseEntered(self.incarnation(replica), phase, whom))
 
     def works(self) -> Story:
-        """Add the nodes, all replicas, and twelve steps."""
+        """Add the nodes, the start of all replicas, and twelve training steps."""
         self.requests_nodes().gets_nodes().wait(2)
         for replica in REPLICAS:
             self.launches(replica)
@@ -133,11 +133,12 @@ class Story:
         return self
 
     def clocks(self, replica: str, done: int = 0, **seconds: float) -> Story:
-        """Add a report of one replica's clock; the arguments are those of :meth:`reading`."""
+        """Add a report of one replica's clock; the arguments are the same as for :meth:`reading`."""
         return self.record(ev.ClocksRecorded((self.reading(replica, done, **seconds),)))
 
     def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
-        """Return the clock of a replica: seconds by phase, ``checkpoint__commits`` for phase and idle cause."""
+        """Return the clock of a replica from seconds by phase; ``checkpoint__commits`` names a phase and an idle
+        cause."""
         times = []
         for name, spent in seconds.items():
             phase, _, cause = name.partition("__")
@@ -145,7 +146,7 @@ class Story:
         return self.incarnation(replica), ClockReading(self.incarnations[replica], done, tuple(times))
 
     def loses(self, replica: str, evidence: str = "its step ended by signal 9 (SIGKILL)") -> Finding:
-        """Record that the replica failed and return the finding. The planner has not decided yet."""
+        """Record that the replica failed, before the planner decides on a repair; return the finding."""
         finding = Finding(
             "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, self.now,
             (Evidence("step", evidence, self.now),), incarnation=self.incarnation(replica), proof=True,
@@ -210,7 +211,7 @@ class Story:
 
 
 def at_work(run: str, replicas: int, steps: int = 40) -> Story:
-    """Return a run at work with this many replicas: rollouts are added to the usual five replicas."""
+    """Return a run at work with this number of replicas: rollouts are added to the usual five replicas."""
     rollouts = 2 + replicas - len(REPLICAS)
     job = job_view(steps)
     roles = tuple(

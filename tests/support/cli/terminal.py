@@ -1,4 +1,4 @@
-"""A command in a terminal that is emulated (pyte), so that tests see what a person sees."""
+"""Runs a command in an emulated terminal (pyte), so that tests read the screen as a person would see it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """Return the lines on the screen, without those after the last text."""
+        """Return the lines on the screen, without the empty lines after the last text."""
         with self._drawing:
             lines = [line.rstrip() for line in self._screen.display]
         while lines and not lines[-1]:
@@ -66,7 +66,7 @@ class Terminal:
         os.write(self._mine, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size; the emulated terminal cuts lines off and does not move them, as xterm does."""
+        """Change the size. As in xterm, lines are cut off and are not wrapped again."""
         with self._drawing:
             self._screen.resize(rows, columns)
             _set_size(self._mine, columns, rows)

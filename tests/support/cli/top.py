@@ -22,15 +22,16 @@ from rrl.tests.support.cli.waiting import DEADLINE_S
 _CELL = re.compile(r'<text (?![^>]*text-anchor)[^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 _FONTS = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"'
 _CELL_WIDTH = 12.2
-"""Width of a column in rich's pictures"""
+"""Width of a column in rich's pictures, in units of the SVG."""
 SETTLED_PICTURES = 15
-"""Number of pictures in a row, 0.02 s apart, that are equal once nothing changes any more"""
+"""The picture counts as settled after this number of equal pictures in a row, 0.02 s apart."""
 LEASE_AHEAD_S = 25.0
-"""Time (s) by which a lease is newer than now, since nobody renews it: it is stale 30 s from its time."""
+"""Time (s) by which a lease is dated into the future, because nothing renews it: a lease is stale 30 s after its
+time."""
 
 
 class Top:
-    """The running application, and the pilot that uses it."""
+    """The running application, and Textual's pilot, which sends it keys and mouse events."""
 
     def __init__(self, app: TopApp, pilot: Pilot[None]) -> None:
         self.app, self.pilot = app, pilot
@@ -51,7 +52,7 @@ class Top:
         return self.text()
 
     async def settled_picture(self) -> str:
-        """Return the picture once it no longer changes: focus, footer and scrollbars follow what has been drawn."""
+        """Return the picture once it no longer changes: focus, footer and scrollbars are updated after the content."""
         pictures = [self.picture()]
 
         def settled() -> bool:
@@ -95,7 +96,7 @@ async def running(now: float, size: tuple[int, int], opened: RunDir | None) -> A
 
 
 def allowing(run: str = "quick-7") -> Story:
-    """A run whose job allows faults on demand, in which a rollout was replaced."""
+    """Return a run whose job allows faults on demand, and in which a rollout was replaced."""
     return Story(run, msgspec.structs.replace(job_view(), faults_allowed=True)).works().recovers("rollout/0")
 
 
@@ -110,6 +111,6 @@ def managed(run: RunDir) -> RunDir:
 
 
 def without_web_font(svg: str) -> str:
-    """A picture by rich or Textual that loads no font from elsewhere."""
+    """Return a picture by rich or Textual without its web font, so that it loads nothing from other servers."""
     svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
     return svg.replace("Fira Code, monospace", f"{_FONTS}, monospace")

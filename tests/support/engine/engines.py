@@ -16,7 +16,7 @@ from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import config as vllm_setup
 from rrl.roles.trajectories.types import Item, Segment
 
-torch.set_num_threads(1)  # before vLLM, which then forbids it; two on a busy core wait for each other: 250 ms a step
+torch.set_num_threads(1)  # before vLLM, which forbids it later; two threads on one busy core take 250 ms per step
 VOCABULARY = 101
 EOS = 1
 ATOL = 1e-3
@@ -42,7 +42,7 @@ def tied_folder(folder: Path) -> ModelSpec:
 
 
 def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
-    """Return the model with random weights: every tensor, norms included, differs from that of any other seed."""
+    """Return the model with random weights; each seed gives other values in every tensor, norms included."""
     made = build_model(spec, VOCABULARY, seed)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -104,8 +104,7 @@ class Made:
         return tuple(token for segment in self.segments[trajectory] for token in segment.tokens)
 
     def worst(self, given: Sequence[Item], models: dict[int, nn.Module], temperature: float) -> dict[int, float]:
-        """Return, by step of the weight version, the largest difference between recorded log-probabilities and
-        torch's."""
+        """Return, by step of the version, the largest difference between recorded log-probabilities and torch's."""
         worst: dict[int, float] = {}
         for item in given:
             prefix = [*item.prompt, *(token for segment in item.so_far for token in segment.tokens)]

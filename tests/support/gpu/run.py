@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-gpu"
 REHEARSAL_ENV = "RRL_GPU_REHEARSAL"
-"""Environment variable. If it is set, the tests run without a GPU: torch's tests on the CPU, NVML's with the library
-that the loader finds. Such a rehearsal tests the tests, and says nothing about a GPU."""
+"""Environment variable. If it is set, the tests run without a GPU: torch's tests on the CPU, NVML's tests with the
+library that the loader finds. Such a rehearsal checks only that the tests themselves work."""
 OLDEST_PYTHON = (3, 11)
 TEST_TOOLS = ("pytest", "pytest-timeout")
 _NVML = "libnvidia-ml.so.1"
@@ -53,8 +53,8 @@ def no_gpu() -> str:
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """Return the requirements of all tests, and those of some tests only; each as "name requirement"."""
-    import tomllib  # here, because older interpreters get a message instead (main)
+    """Return the requirements of all tests, and the requirements of only some tests; each as "name requirement"."""
+    import tomllib  # imported here, because main prints a message for interpreters without it
 
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
@@ -75,8 +75,7 @@ def missing(python: str, wanted: list[str]) -> list[str]:
 
 
 def prepared(python: str, wheels: Path) -> str:
-    """Return an interpreter that has rrl and the requirements of its tests: ``python`` itself, or that of
-    ``.venv-gpu``.
+    """Return an interpreter that has rrl and the requirements of its tests: ``python`` or that of ``.venv-gpu``.
 
     Exits with one line if a package that all tests need is neither installed nor in ``wheels``.
     """

@@ -1,7 +1,7 @@
 """Readers that misbehave, each in one way, for tests of the readers' supervisor.
 
-``options.proc`` is a folder for notes. The readers report there by empty files (``what.pid``), and a test controls
-the readers by files there. :func:`place` gives the name by which a reader is started.
+``options.proc`` is a folder for notes, which are empty files. A reader reports by notes ``what.pid``, and a test
+controls the readers by other notes. :func:`place` gives the name by which a reader is started.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Hangs(Good):
 
 
 class HangsInC(Good):
-    """Hangs in a C call that holds the interpreter's lock, so that no signal handler runs, as a driver's library
-    may."""
+    """Hangs, as a driver's library may, in a C call that holds the interpreter's lock, so that no signal handler
+    runs."""
 
     name, timeout_s = "stuck", 0.3
 
     def read(self) -> HostData:
         self._note("stuck")
-        lock = ctypes.create_string_buffer(64)  # more than a pthread_mutex_t, and zeros are an open one
+        lock = ctypes.create_string_buffer(64)  # larger than a pthread_mutex_t; zeros are an unlocked mutex
         calls = ctypes.PyDLL(None)
         calls.pthread_mutex_lock(lock)
         calls.pthread_mutex_lock(lock)
@@ -107,7 +107,7 @@ class IsAbsent(Good):
 
 
 class IsDenied(Good):
-    """Is not permitted to read, which shows already when it is created."""
+    """Is not permitted to read; its creation already fails."""
 
     name = "denied"
 
@@ -123,7 +123,7 @@ class Raises(Good):
 
 
 class Floods(Good):
-    """Returns samples that are larger than a socket's buffer."""
+    """Returns samples that are larger than the buffer of a socket."""
 
     name, interval_s = "floods", 0.0
 

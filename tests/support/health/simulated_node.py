@@ -1,4 +1,4 @@
-"""A node in virtual time with invented samples, which the real checks judge."""
+"""A node in virtual time whose samples are invented and are judged by the real checks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ObservedNode:
         return self
 
     def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
-        """Add NVML samples with these GPUs in place of GPUs 0 and 1, which are healthy otherwise."""
+        """Add NVML samples with these GPUs in place of GPUs 0 and 1, which are healthy by default."""
         there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
         return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
 

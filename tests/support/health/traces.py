@@ -20,7 +20,7 @@ ROLLOUT = ROLLOUTS[0]
 Observed = tuple[str, str, str]
 """Detector, subject and verdict of a finding."""
 BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
-"""Loads: CPU cores, share of the time with a running kernel, share with working tensor cores."""
+"""Loads: CPU cores in use, share of the time with a running kernel, share of the time with busy tensor cores."""
 WORKS, DEAD, NO_PROBE_HANDLER = (
     (ProbeResult.WORKS, "1 token"),
     (ProbeResult.FAILED, "EngineDeadError"),
@@ -28,7 +28,7 @@ WORKS, DEAD, NO_PROBE_HANDLER = (
 )
 """Answers to a probe."""
 _LOAD_INTERVAL_S = 2.0
-"""Time between two loads that an agent sends."""
+"""Time (s) between two loads that an agent sends."""
 
 
 def agent_of(node: str) -> Incarnation:
@@ -47,7 +47,7 @@ def brief(findings: Collection[Finding]) -> set[Observed]:
 
 
 class Trace:
-    """A monitor and a clock; ``play`` advances by one heartbeat interval at a time.
+    """A monitor and a clock; ``play`` advances the clock by one heartbeat interval at a time.
 
     Replicas in ``heartbeat_missing`` send nothing, those in ``still`` make no progress.
     """
@@ -64,9 +64,9 @@ class Trace:
         self.stopped: set[Incarnation] = set()
         """Replicas whose loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
-        """Loads that agents send, unless they are silent."""
+        """Loads that agents send, unless their heartbeats are missing."""
         self.answers: dict[Incarnation, tuple[ProbeResult, str] | None] | None = None
-        """Answers to probes; None: no probes are sent. A replica without an entry answers ``WORKS``."""
+        """Answers to probes; with None no probes are sent. A replica without an entry answers ``WORKS``."""
         self.probed_at: list[tuple[float, Incarnation]] = []
 
     def node(self, name: str, *incarnations: Incarnation, phase: str = "generate") -> Trace:
@@ -124,7 +124,7 @@ class Trace:
             )  # fmt: skip
 
     def restart(self) -> None:
-        """Restart the manager; replicas that are not silent send a Hello."""
+        """Restart the manager; each replica whose heartbeats are not missing sends a Hello."""
         self.monitor.restart(self.now)
         for view in self.monitor.workers():
             if view.incarnation not in self.heartbeat_missing:

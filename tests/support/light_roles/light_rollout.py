@@ -1,7 +1,7 @@
-"""A rollout without a model: it answers each prompt token by token, and records its incarnation as log-probability.
+"""A rollout without a model. It answers each prompt token by token, with its incarnation number as log-probability.
 
-Worker API, store and weight transport are real; only the computation is missing. It is slow on purpose, so that
-there are always unfinished trajectories when it is killed.
+Worker API, store and weight transport are real; only the computation is missing. The rollout is slow on purpose, so
+that there are always unfinished trajectories when it is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rrl.roles.trajectories.types import Item, Segment
 TOKEN_SECONDS = 0.05
 EOS = 1
 BEST_RATE_ENV = "RRL_TEST_BEST_RATE"
-"""Environment variable with the only learning rate with which answers are right; without it they always are."""
+"""Environment variable with a learning rate. If it is set, answers are right only in a job with this learning rate."""
 HOLD = "hold.{}"
 """Name of a control file in the run directory. While it exists, the rollout with that index stops in the middle of
 its work and creates ``held.<index>``. A test that kills it then knows that its trajectories are unfinished."""
@@ -58,7 +58,7 @@ def _hold(me: rrl.Worker) -> None:
 
 
 def _next(item: Item, offset: int, mark: float, version: Version, right: bool) -> Segment:
-    """Return the next segment of the answer: the prompt's digit four times, or fewer, then the end of sequence."""
+    """Return the next token of the answer: the prompt's digit four times (in wrong answers twice), then the end."""
     token = EOS if offset == (4 if right else 2) else item.prompt[0]
     return Segment(item.trajectory, offset, (token,), (mark,), version)
 

@@ -1,8 +1,8 @@
-"""A trainer without a model: its weights are the step number, its checkpoint contains its input.
+"""A trainer without a model: its weights are the step number, and its checkpoint contains its input.
 
-It writes to ``batches/<step>.<incarnation>.json`` in the run directory which trajectories each step trained, and to
-``parts/<step>.<part>.<incarnation>.json`` those of each part. The ranks of a gang meet at every step by files in
-``gang/``. If a rank is lost, the others wait for it, as in a collective.
+In the run directory it writes the trajectories that each step trained to ``batches/<step>.<incarnation>.json``, and
+those of each part to ``parts/<step>.<part>.<incarnation>.json``. The ranks of a gang wait for each other at every step
+by files in ``gang/``. If a rank is lost, the others keep waiting for it, as in a collective.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
             if me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step:
                 _commit(me, step)
             _publish(me, step)
-        if step > (me.committed or 0):  # it was stopped between two checkpoints
+        if step > (me.committed or 0):  # the trainer was stopped between two checkpoints
             _commit(me, step)
 
 

@@ -1,4 +1,4 @@
-"""A small run for the accounting: steps of three seconds, and failures with a known time for each stage."""
+"""A small run for tests of the accounting: steps of three seconds, and failures with a known time for each stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trained(story: Story, first: int, last: int) -> Story:
 
 
 def failed(story: Story, replica: str) -> Story:
-    """Add a failure of a replica and its recovery, without any training meanwhile."""
+    """Add a failure of a replica and its recovery, during which no step is trained."""
     incarnation, since = story.incarnation(replica), story.now
     finding = Finding(
         "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, since,

@@ -1,7 +1,7 @@
-"""Stands for the export program: what it does is in the file ``script`` of the run directory, by step.
+"""A stand-in for the export program; the file ``script`` of the run directory says for each step what it does.
 
-``fails`` writes two lines to stderr, ``hangs`` waits until its stdin is closed and leaves a mark, anything else makes
-the folder.
+``fails`` writes two lines to stderr. ``hangs`` waits until its stdin is closed, and then creates a file. Anything else
+makes the folder.
 """
 
 from __future__ import annotations

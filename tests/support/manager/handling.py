@@ -1,4 +1,4 @@
-"""A message handler with the state of one launched rollout, and what it records and sends."""
+"""A message handler with the state of one launched rollout, which keeps the events and messages that it makes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Handling:
         await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
-        """Start another manager from the state alone."""
+        """Replace the message handler by the one of a new manager, which has only the state."""
         self.monitor = HealthMonitor()
         for replica in self._now_state().replicas.values():
             if replica.is_current and replica.node is not None:

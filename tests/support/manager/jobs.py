@@ -44,7 +44,7 @@ def gang_job(
     min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
     recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
 ) -> RunSpec:  # fmt: skip
-    """Return the small job with a trainer of ``ranks`` ranks; ``engines`` keeps rollouts warm, too."""
+    """Return the small job with a trainer of ``ranks`` ranks; with ``engines``, rollouts have standby processes too."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -65,7 +65,7 @@ def in_node_groups(
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
     start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
 ) -> RunSpec:  # fmt: skip
-    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` are walltimes (s) of single groups."""
+    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` gives walltimes (s) of single node groups."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -85,7 +85,7 @@ def commands(
     *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
     form: str = "pool",
 ) -> RunSpec:  # fmt: skip
-    """Return a job without a trainer: user-defined roles, each replica on a node of its own."""
+    """Return a job without a trainer: it has user-defined roles, and each replica has its own node."""
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":

@@ -1,4 +1,4 @@
-"""A journal that is written by hand, with the state and records that it should lead to."""
+"""A journal that a test writes, with the state and records that should result from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGUN: tuple[ev.Event, ...] = (
 
 
 class Writer:
-    """A journal, with the state and records that it should lead to."""
+    """A journal, with the state and records that should result from it."""
 
     def __init__(self, run: RunDir, epoch: int = 1) -> None:
         self.journal = Journal(run, epoch)
@@ -35,7 +35,7 @@ class Writer:
         return self
 
     def begin(self) -> Writer:
-        """Write two records, after which the trainer is current."""
+        """Write the two records by which the trainer's first incarnation becomes current."""
         return self.write(*BEGUN).flush()
 
     def steps(self, *steps: int) -> Writer:

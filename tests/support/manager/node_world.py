@@ -21,7 +21,7 @@ class Nodes(World):
         self.drains: dict[NodeName, str] = {}
         self.may = may
         self.shrinks = ""
-        """Reason for which the cluster refuses to release single nodes; empty: it releases them."""
+        """Reason for which the cluster refuses to release single nodes; if empty, it releases them."""
         self.unanswered = False
         """True if requests to drain, undrain and shrink stay without an answer."""
         super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)

@@ -34,14 +34,14 @@ class Script(Struct, frozen=True):
 
     outcome: Outcome
     granted: int
-    """Number of allocations that the cluster grants in all."""
+    """Number of allocations that the cluster grants in total."""
     crash_at: int = -1
-    """Training step at whose commit the node of rollout/1 fails; -1: none."""
+    """Training step at whose commit the node of rollout/1 fails; with -1 it never fails."""
     cancel_at: int = -1
-    """Training step at whose commit a user cancels the run; -1: never."""
+    """Training step at whose commit a user cancels the run; with -1 no user cancels it."""
     job: RunSpec = JOB
     at_step: dict[int, Callable[[Site], None]] = {}
-    """Committed training step → what happens to the site then."""
+    """Committed training step → function that is then called with the site."""
     resumed: RunSpec | None = None
     """Job with which a user resumes the ended run."""
 
@@ -54,7 +54,7 @@ def run_to_end(
 ) -> tuple[Site, Outcome, State]:
     """Play a run to its end; return its site, its outcome and the state that its journal folds to."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)  # no script loses power: what was written is there
+        patch.setattr(os, "fsync", lambda fd: None)  # no script has a power cut, so no write is lost
         run = RunDir(Path(folder) / RUN)
         run.create()
         KEYS.save(run.keys)
@@ -93,8 +93,8 @@ def starts(site: Site) -> Counter[str]:
 def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State) -> None:
     assert_over(script, site, outcome, state)
     started = starts(site)
-    assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault died with its manager
-    for node in range(1, 6):  # 0: the launch died with its manager, and the run was over before it was made up for
+    assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault was lost with its manager
+    for node in range(1, 6):  # 0: the launch was lost with its manager, and the run ended before it was repeated
         assert started.pop(f"agent-n{node}", 0) in (0, 1)
     again = 1 + (script.crash_at >= 0)
     assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}

@@ -1,10 +1,10 @@
 """A whole site in virtual time around the real manager: a cluster, agents, workers, and the messages between them.
 
-The site outlasts the manager. The manager can be killed at any record, in the middle of an operation: nothing that it
-does afterwards reaches the site. Files are real.
+The site outlasts the manager. The manager can be killed at any record, in the middle of an operation; nothing that it
+does after the kill reaches the site. Files are real.
 
-Use :class:`Site` for tests of what happens between decisions and their effects: late or repeated messages, lost answers
-of the cluster, polls, hung or full storage, and a manager that is killed at each record in turn. For tests of decisions
+Use :class:`Site` for tests of what happens between decisions and their effects, such as late or repeated messages, lost
+answers of the cluster, polls, hung or full storage, and the kill of a manager at any record. For tests of decisions
 alone use :class:`.world.World`, which runs only ``fold`` and ``plan``; its module says why the two are separate.
 """
 
@@ -89,13 +89,14 @@ class Site:
         """Allocations that were cancelled from outside and that the cluster still lists."""
         self.launched: list[str] = []
         self.started: list[str] = []
-        """Launched steps that ran; on a dead node none does."""
+        """Launched steps that ran. A step that is launched on a dead node does not run."""
         self.promotions: list[str] = []
         """Standby process and new incarnation of every promotion, as text."""
         self.shared_gpus: list[str] = []
         """Pairs of working processes that used one GPU at the same time, as text."""
         self.doubled: list[str] = []
-        """Tags that were requested or launched twice (the executor would survive an error here)."""
+        """Tags that were requested or launched twice. They are collected, because the executor would survive an
+        exception."""
         self.worked: set[Incarnation] = set()
         """Incarnations of roles that worked, whether a manager received a report of it or not."""
         self.lifetimes_ns: dict[Incarnation, int] = {}
@@ -135,7 +136,7 @@ class Site:
         self.shrunk: list[NodeName] = []
         """Nodes that were released singly."""
         self.clock_jump = 0.0
-        """Seconds by which the host's clock is wrong from then on."""
+        """Seconds by which the host's clock is wrong; a test sets the number during the run."""
         self.ill: dict[NodeName, tuple[Finding, ...]] = {}
         """Findings that agents report on their nodes."""
         self.meanwhile: Callable[[], None] = lambda: None
@@ -205,9 +206,9 @@ class Site:
         self.max_nodes_held = max(self.max_nodes_held, sum(len(nodes) for nodes in self.allocations.values()))
 
     def cancel_everything(self, listed: bool) -> None:
-        """Cancel every job of the run from outside: its steps stop, and its nodes are the next to be granted.
+        """Cancel every job of the run from outside: its steps stop, and its nodes are the first to be granted again.
 
-        ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them.
+        With ``listed`` the cluster still lists the jobs as cancelled; otherwise it lists them no longer.
         """
         for actor in list(self.actors.values()):
             actor.ends(ExitReason.STOPPED)
@@ -243,7 +244,7 @@ class Site:
             self.actors[step.tag] = Actor(self, step.tag, launch.incarnation, step.node, gpus)
 
     def _gpus_for(self, node: NodeName, count: int, shared: bool) -> tuple[str, ...]:
-        """Return the GPUs of a new step: all of the node if its process shares the node, else the first free ones.
+        """Return the GPUs of a new step: all GPUs of the node if its process shares the node, else the first free GPUs.
 
         As in Slurm, the GPUs of a process that shares the node do not count as taken, even once it is promoted.
         """
@@ -321,7 +322,7 @@ class Site:
         )
 
     def when(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as the condition holds."""
+        """Call the function ``then`` as soon as the condition holds."""
 
         async def wait() -> None:
             while not condition():
@@ -346,7 +347,8 @@ class Site:
                 actor.finds(finding)
 
     def crash(self, node: NodeName, listed: bool = False) -> None:
-        """End everything on the node. ``listed``: the cluster does not notice, and still lists the steps there."""
+        """End everything on the node. With ``listed`` the cluster does not notice this, and still lists the node's
+        steps."""
         self.dead_nodes.add(node)
         for actor in [actor for actor in self.actors.values() if actor.node == node]:
             if listed:
@@ -375,16 +377,17 @@ class Mortal:
 
 
 class Actor:
-    """A step: its first process and its worker in one, or an agent.
+    """A step: its first process and its worker as one object, or an agent.
 
-    ``incarnation`` is that of its worker; its first process always reports as the incarnation it was ``launched`` as.
+    ``incarnation`` is the incarnation of its worker; its first process always reports the incarnation of its launch,
+    ``launched``.
     """
 
     def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName, gpus: tuple[str, ...]) -> None:
         self.site, self.tag, self.incarnation, self.node = site, tag, incarnation, node
         self.launched = incarnation
         self.gpus = gpus
-        """The GPUs that it uses; of a standby process that shares its node, the GPUs that it can see."""
+        """The GPUs that it uses; for a standby process that shares its node, the GPUs that are visible to it."""
         self.shares_node = role_of(incarnation.replica) == STANDBY_ROLE and shares_node(site.job, incarnation.replica)
         self.peer = tag.encode()
         self.working = False
@@ -404,7 +407,7 @@ class Actor:
         await asyncio.sleep(0.3)
         while True:
             listener = self.site.listener
-            if listener is not None and listener is not self._known:  # a new manager, which received no earlier report
+            if listener is not None and listener is not self._known:  # a new manager, without earlier reports
                 self._known = listener
                 self._send(self._ended or msg.AdmissionRequest(self.launched, self.tag, self.node, 1))
                 if self.working:
@@ -437,7 +440,7 @@ class Actor:
                 loop = asyncio.get_running_loop()
                 for step in range(
                     message.step + 1, self.site.committed + 1
-                ):  # the loop does not keep the order of equal times
+                ):  # the event loop does not keep the order of callbacks with equal times
                     loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
         elif isinstance(message, msg.Peers):
             self.site.evaluations_confirmed = max(self.site.evaluations_confirmed, message.evaluated)
@@ -469,7 +472,8 @@ class Actor:
             self._end(ExitReason.EXITED)
 
     def _report_evaluation(self) -> None:
-        """As the store: report the first evaluation that the manager has not confirmed, if its step is committed."""
+        """Report, as the store does, the first evaluation that the manager has not confirmed, if its step is
+        committed."""
         step = self.site.evaluations_confirmed + 1
         if self.role == "trajectories" and self.site.job.eval is not None and step <= self.site.committed:
             self._send(msg.Evaluated(self.incarnation, step, {"reward": 0.5}))
@@ -481,7 +485,7 @@ class Actor:
             self._began_ns = int(virtual.Clock.monotonic() * 1e9)
 
     def _check_gpus(self) -> None:
-        """Note every other working process that uses one of this process's GPUs."""
+        """Record every other working process that uses one of this process's GPUs."""
         for other in self.site.actors.values():
             if other is not self and other.working and other.role not in (AGENT, STANDBY_ROLE):
                 self.site.shared_gpus += [
@@ -529,7 +533,7 @@ class Actor:
                 self._send(msg.FirstWorkDone(self.incarnation))
 
     def die(self) -> None:
-        """Kill the worker; the first process leaves the exit record."""
+        """Kill the worker; the first process writes the exit record."""
         self.ends(ExitReason.SIGNALED)
 
     def ends(self, reason: ExitReason) -> None:

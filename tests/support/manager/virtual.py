@@ -18,7 +18,7 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise AssertionError("everything waits, and nothing is going to happen")
+            raise AssertionError("deadlock: everything waits, and no event is due")
         self.passed += max(0.0, timeout)
         return super().select(0)
 

@@ -1,15 +1,14 @@
 """A virtual cluster and its processes, as the manager's planner sees them: it takes actions and returns events.
 
 After every event the planner is called, as in the runtime, and its plan is checked:
-- the plan depends on the state alone;
-- planning again, after its decisions are folded in, soon gives nothing more;
+- the plan depends only on the state;
+- after its decisions are folded into the state, planning again soon gives an empty plan;
 - its actions carry evidence;
-- it was not due earlier than announced.
-Time advances only from event to event.
+- the plan was not due earlier than the planner had announced. Time advances only from event to event.
 
 Use :class:`World` for tests of decisions. It runs only the pure core, ``fold`` and ``plan``. Health detectors,
-messages, executor, journal and lease are left out: what they would report is one event, which the test or the world
-records. So runs of many hours are cheap, and the death of a manager before a record is a fold of the events before it.
+messages, executor, journal and lease are left out: in place of their reports, the test or the world records events. So
+runs of many hours are cheap, and after the death of a manager the next one begins with a fold of the recorded events.
 
 For all that lies between a decision and its effect use :class:`.site.Site`, which runs the real manager. The two have
 separate cluster models, because their interfaces differ: World's cluster takes planned actions and answers by events;
@@ -69,7 +68,7 @@ from rrl.tests.support.manager.jobs import RUN
 A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
-"""Number of plans in a row after which the planner counts as never reaching its fixpoint."""
+"""Number of plans in a row that are not empty, after which the planner counts as never coming to rest."""
 _FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY}
 
 
@@ -94,15 +93,15 @@ class World:
         self.broken: dict[str, str] = {}
         """Roles whose processes end before they join, with the reason."""
         self.broken_incarnations: dict[ReplicaId, str] = {}
-        """The same for single replicas and agents."""
+        """Replicas and agents whose processes end before they join, with the reason."""
         self.broken_nodes: dict[NodeName, str] = {}
-        """The same for every role on a node."""
+        """Nodes on which every process ends before it joins, with the reason."""
         self.raises: dict[str, RaisedException] = {}
         """Roles whose processes end after they joined and before their first work, with the exception."""
         self.raises_on: dict[NodeName, RaisedException] = {}
-        """The same for every role on a node."""
+        """Nodes on which every process ends after it joined and before its first work, with the exception."""
         self.slow_to_join = 0.7
-        """Seconds that a role takes to join once its first process runs; broken ones end sooner."""
+        """Seconds that a role takes to join once its first process runs; processes of broken roles end sooner."""
         self.unfit: dict[NodeName, str] = {}
         """Nodes whose probe fails, with its message."""
         self.refuse_launch: set[NodeName] = set()
@@ -124,7 +123,7 @@ class World:
         self.unresponsive: set[NodeName] = set()
         """Nodes whose standby processes never answer a promotion."""
         self.die_before = 0
-        """Number (from 1) of the decision or intent before whose record the manager fails; the next manager takes
+        """Number of the decision or intent (from 1) before whose record the manager fails; then the next manager takes
         over."""
         self.planned = 0
         """Number of decisions and intents recorded."""
@@ -153,7 +152,7 @@ class World:
             if at > end:
                 break
             if at > self.now and self._due and self._due[0][0] == at and at < self._wake:
-                assert not plan(self.state, at).actions, "due before the wake that was named"
+                assert not plan(self.state, at).actions, "due before the announced time"
             self.now = max(self.now, at)
             while self._due and self._due[0][0] <= self.now:
                 heappop(self._due)[2]()
@@ -209,7 +208,7 @@ class World:
             self.happen(found(record.incarnation, "no_progress", self.now))
 
     def lose_node(self, node: NodeName) -> None:
-        """Silence everything on the node; the detectors report it."""
+        """Let every heartbeat from the node fail; the detectors report the node."""
         self.dead.add(node)
         self.steps = {tag: step for tag, step in self.steps.items() if step[1] != node}
         self._later(self.state.job.limits.silence, lambda: self.record(lost(node, self.now)))
@@ -241,7 +240,7 @@ class World:
         self.arrive(0)
 
     def finish(self, replica: ReplicaId) -> None:
-        """Let the replica's process exit with code 0."""
+        """Make the replica's process exit with code 0."""
         record = self.state.replica(replica)
         assert record.step in self.steps
         self._end(record.step, 0)
@@ -305,7 +304,7 @@ class World:
         planned_before: set[tuple[str, Rung | None]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
-            assert planned == plan(self.state, self.now), "two plans from one state"
+            assert planned == plan(self.state, self.now), "one state gave two different plans"
             self._wake = planned.wake_at
             if not planned.actions:
                 break
@@ -326,14 +325,14 @@ class World:
                     self.record(ev.Decided(action))
         else:
             raise AssertionError(f"the plan does not come to rest: {planned.actions}")
-        assert planned.wake_at > self.now, "it asks to be woken in the past"
+        assert planned.wake_at > self.now, "the next planning time is in the past"
         self.over = planned.over
 
     def _succeeded(self, undone: list[ExternalAction]) -> None:
         """Let the next manager take over from the journal.
 
-        It repeats those of the undone actions that are safe to repeat, such as promotions. Of the other actions it
-        finds no trace.
+        It repeats the open actions that are safe to repeat, such as promotions. The other open actions were not carried
+        out.
         """
         self._state = None
         for stamped in self.events:
@@ -393,7 +392,7 @@ class World:
         status = AllocationStatus(
             state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, "")
         )
-        self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, True)))  # no change if it is known already
+        self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, True)))  # no change if already settled
         self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, status)))
         if nodes:
             self._later(1.0 + request.walltime, lambda: self._expire(request.tag))
@@ -420,7 +419,7 @@ class World:
         if action.standby is not None:
             self._promote(action)
             return
-        assert action.step not in self._tags, "one step, two launches"
+        assert action.step not in self._tags, "a step was launched twice"
         self._tags.add(action.step)
         if action.node in self.refuse_launch:
             self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "no such node")))
@@ -429,7 +428,8 @@ class World:
             self._later(0.3, lambda: self._hello(action))
 
     def _finds_memory(self, action: Launch) -> None:
-        """Check that a rollout's standby process finds free memory, and that nothing is started in its memory."""
+        """Check that a rollout's standby process has free GPU memory, and that no other process is started in its
+        memory."""
         running = [incarnation for incarnation, node in self.steps.values() if node == action.node]
         engines = [incarnation for incarnation in running if _memory_claim(incarnation)]
         if _memory_claim(action.incarnation):
@@ -445,9 +445,9 @@ class World:
         if action.node in self.dead or action.node in self.unresponsive:
             self._later(self.state.job.recovery.promote, lambda: self._lose_request(action))
         elif action.step not in self.steps:
-            self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "there is nobody to tell")))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "the step has already ended")))
         else:
-            assert self.steps[action.step] == (action.standby, action.node), "another life's step"
+            assert self.steps[action.step] == (action.standby, action.node), "another incarnation's step"
             self.steps[action.step] = (action.incarnation, action.node)
             self._later(0.2, lambda: self._join(action))
 
@@ -546,7 +546,7 @@ def _memory_claim(incarnation: Incarnation) -> bool:
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
-    """Return the reason and detail of a text of ``exit_text``; any other text is a detail."""
+    """Return the reason and the detail in a text of ``exit_text``; any other text as a whole is the detail."""
     reason, _, detail = text.partition(": ")
     return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
 

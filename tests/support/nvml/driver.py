@@ -5,8 +5,8 @@
     driver.set(3, "ecc_volatile_uncorrected", 2)      # the running process sees it with its next call
     driver.xid(3, 79)
 
-Only the driver's answers are invented. nvidia-ml-py, ctypes and the loader are real, and so is the effect on a process
-of a call that hangs or of a lost device. GPUs are numbered as by NVML; ``None`` means all of them.
+Only the driver's answers are invented. nvidia-ml-py, ctypes and the loader are real. So a hanging call or a lost device
+has its real effect on the process. GPUs are numbered as by NVML; ``None`` means all GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) -
 """Names that :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2."""
 
 Value = int | str | bool | Iterable[str] | None
-"""A number, a text, or texts as in samples.Gpu; ``None``: the device does not support the field."""
+"""A number, a text, or texts as in samples.Gpu; ``None`` means that the device does not support the field."""
 
 
 def library(old: bool = False) -> Path:
@@ -103,7 +103,7 @@ class FakeDriver:
         return {"LD_LIBRARY_PATH": ":".join([str(self._library), *others]), STATE_ENV: str(self.state)}
 
     def load(self) -> None:
-        """Load the library into this process; the loader then uses it for that library name.
+        """Load the library into this process; the loader then uses this library for the name of NVML's library.
 
         Without ``RRL_FAKE_NVML`` in the environment the library reports that no driver is loaded, as other tests of
         this process expect.
@@ -177,7 +177,7 @@ class FakeDriver:
 
     def _write(self) -> Self:
         lines = [f"gpus {self._count}", f"driver {self._version}", f"epoch {self._epoch}"]
-        # what is said of all GPUs comes first, whenever it was said: what is said of one holds for that one
+        # values for all GPUs come first, whenever they were set, so that a value for one GPU replaces them
         lines += sorted(f"{where} {field} {value}" for (where, field), value in self._values.items())
         lines += [f"process {gpu} {pid} {memory}" for (gpu, pid), memory in self._processes.items()]
         lines += [f"fail {function} {code} {gpu}" for (function, gpu), code in self._failing.items()]
@@ -189,7 +189,7 @@ class FakeDriver:
 
 
 def _exported(function: str) -> str:
-    """Return the exported name of a function, given with or without its version: nvmlDeviceGetCount, nvmlInit_v2."""
+    """Return the exported name of a function whose name is given with or without its version, as in nvmlInit_v2."""
     if function == "*" or function.startswith("field:"):
         return function
     plain = re.sub(r"_v\d$", "", function)

@@ -57,8 +57,8 @@ def read_in_child(environ: Mapping[str, str]) -> NvmlData:
 def reading_error(gpu: Gpu, healthy: Gpu) -> list[str]:
     """Return what is wrong with a sample of which a part could not be read.
 
-    A value is wrong if it is neither as in ``healthy`` nor missing with a reason. An empty list means that nothing
-    is wrong.
+    A value is wrong if it is neither as in ``healthy`` nor missing with a reason. An empty result means that nothing is
+    wrong.
     """
     wrong = []
     for field in Gpu.__struct_fields__:

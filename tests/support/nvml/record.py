@@ -37,7 +37,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Version of nvidia-ml-py."""
     reading: NvmlData
     calls: tuple[dict[str, str], ...]
-    """For each GPU: field (and alternative, if there are several) → NVML's answer, or why there is none."""
+    """For each GPU: field (and alternative, if there are several) → NVML's answer, or the reason why there is no
+    answer."""
     cpu_seconds: float
     """CPU time (s) of this process per read, over :data:`READS` reads."""
     smi: str = ""
@@ -65,8 +66,8 @@ def record() -> Recording:
 
 
 def play(recording: Recording, folder: Path) -> FakeDriver:
-    """Return a stand-in driver that answers as the recorded driver did; processes are left out, because they were of
-    another machine."""
+    """Return a stand-in driver that answers as the recorded driver did. Processes are left out, because they were
+    processes of another machine."""
     driver = FakeDriver(folder).gpus(len(recording.reading.gpus)).version(recording.reading.driver)
     for gpu in recording.reading.gpus:
         for field in ("uuid", "name", "serial", "vbios"):

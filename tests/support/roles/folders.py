@@ -43,7 +43,7 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config).float()
-        with torch.no_grad():  # the norms too must be told apart
+        with torch.no_grad():  # the norms must also differ from each other
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(path)

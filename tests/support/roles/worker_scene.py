@@ -127,7 +127,7 @@ class Scene:
 
     @asynccontextmanager
     async def serve(self, store: Store, epoch: int = STORE.number) -> AsyncIterator[str]:
-        """Serve ``store``; provides its endpoint."""
+        """Serve ``store`` until the block ends; provide its endpoint."""
         listener = await Listener.open(self.at.keys, Request, epoch=epoch)
         server = Server(store, listener)
         running = asyncio.create_task(server.run())
@@ -153,7 +153,7 @@ def play(story: Callable[[], Awaitable[None]]) -> None:
 async def role_process(
     scene: Scene, manager: Manager, code: str
 ) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
-    """Start a role that runs ``code``; provides it once it works, and ends it afterwards."""
+    """Start a role that runs ``code``, provide it once it works, and end it afterwards."""
     launch = scene.launch(crew.REWARD)
     env = {
         "PATH": "/usr/bin:/bin",

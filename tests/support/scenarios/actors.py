@@ -17,7 +17,7 @@ from rrl.tests.support.scenarios.values import fixed
 STORE = ReplicaId("trajectories/0")
 STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))
 STORE_PHASES = frozenset({"generate", "wait_work", "wait_data", "score"})
-"""Phases that stop while the store does; heartbeats then name the store as blocking."""
+"""Phases that stop while the store stands still; heartbeats then report that the replica waits for the store."""
 COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
 _MAX_PROBE_ANSWER_S = 2.0
 """Longest time that a healthy worker takes to answer a probe."""
@@ -30,11 +30,11 @@ class Node:
     boot: str
     dead_at: float | None = None
     agent_until: float = inf
-    """Time (s) until which its agent runs."""
+    """Time (s) until which the node's agent runs."""
     agent_frozen: float = 0.0
-    """Time (s) until which its agent is frozen."""
+    """Time (s) until which the node's agent is frozen."""
     cut: float = 0.0
-    """Time (s) until which no message from it reaches the manager."""
+    """Time (s) until which no message from the node reaches the manager."""
     suspended: float = 0.0
     """Time (s) until which the node is suspended."""
     state: str = "up"
@@ -42,7 +42,7 @@ class Node:
     state_until: float = inf
     excluded: bool = False
     introduced: bool = False
-    """Whether its agent has sent a Hello to this manager."""
+    """Whether the node's agent has sent a Hello to the current manager."""
 
     def is_running(self, now: float) -> bool:
         return self.dead_at is None and now >= self.suspended
@@ -51,7 +51,7 @@ class Node:
         return self.is_running(now) and now < self.agent_until and now >= self.agent_frozen
 
     def agent_returns(self) -> None:
-        """Replace the agent by a new incarnation, launched by the manager."""
+        """Replace the agent by a new incarnation, which the manager has launched."""
         self.agent = Incarnation(self.agent.replica, self.agent.number + 1)
         self.agent_until, self.agent_frozen, self.introduced = inf, 0.0, False
 
@@ -76,7 +76,7 @@ class Member:
     welcomed: bool = False
     greeted: bool = False
     """Whether this incarnation has sent its first Hello."""
-    """Whether it has sent a Hello to this manager."""
+    """Whether this incarnation has sent a Hello to the current manager."""
     stuck: float = 0.0
     """Time (s) until which its work makes no progress."""
     stuck_how: str = ""
@@ -84,7 +84,7 @@ class Member:
     false_progress_until: float = 0.0
     """Time (s) until which its progress counter rises although it does nothing."""
     loads: Loads | None = None
-    """Load while it is stuck or reports false progress; None: the load of its phase."""
+    """Load while it is stuck or reports false progress; with None it has the load of an idle process."""
     slow: float = 1.0
     slow_until: float = 0.0
     muted_until: float = 0.0
@@ -94,7 +94,7 @@ class Member:
     answers_until: float = 0.0
     answer: str = "no"
     sent_goodbye: bool = False
-    """Whether it has sent a Goodbye."""
+    """Whether the process has sent a Goodbye."""
     end: tuple[str, int | None, int | None, str] | None = None
     """The end of the actor: ``exit`` or ``vanish``, exit code, signal, last line of output."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
@@ -115,10 +115,10 @@ class Member:
         return self.slow if now < self.slow_until else 1.0
 
     def reply(self, now: float, random: Random, work: bool) -> tuple[float, bool] | None:
-        """Return when a request that arrives now is answered, and whether with success; None: never.
+        """Return when a request that arrives now is answered, and whether with success; None if it is never answered.
 
-        With ``work`` it is a probe for work, which a dead engine cannot answer; else a liveness request, which a stuck
-        main thread cannot answer.
+        With ``work`` the request is a probe for work, which a dead engine cannot answer. Otherwise it is a liveness
+        request, which a stuck main thread cannot answer.
         """
         if not self.runs(now):
             return None
@@ -129,7 +129,7 @@ class Member:
         if stuck in ("hang", "wedge"):
             return (soon, False) if self.answer == "fails" and work else None
         late = self.answers_after() if self.answers_after is not None and now < self.answers_until else 0.0
-        return soon + min(late, max(0.0, self.answers_until - now)), True  # what keeps it is over then
+        return soon + min(late, max(0.0, self.answers_until - now)), True  # the delay is over then
 
 
 @dataclass(slots=True, eq=False)
@@ -147,12 +147,13 @@ class Gang:
     launch_at: float = inf
     """Time of the launch of its next incarnation."""
     round: list[RhythmPhase] = field(default_factory=list)
-    """Phases that are still to come in this round."""
+    """Phases of this round that have not begun."""
     rhythm_phase: RhythmPhase = STARTING
     entered_at: float = 0.0
     remaining: float = 0.0
     data_arrives_in: float = 0.0
-    """s of work of others until a replica in ``wait_data`` could go on, also while it is stuck itself"""
+    """Seconds that other replicas must work until a replica in ``wait_data`` could continue, also while it is stuck
+    itself."""
     compiles_until: float = 0.0
     work: float = 0.0
     reported_progress: int = 0
@@ -166,7 +167,7 @@ class Gang:
     ended_in_round: dict[str, int] = field(default_factory=dict)
     """Phase of the rhythm → number of the last round in which the replica ended or skipped it."""
     held: bool = False
-    """Whether the phase has lasted its time and waits for other replicas or a queue."""
+    """Whether the replica has worked through the phase, and waits for other replicas or a queue to end it."""
     stretched: dict[str, tuple[float, Loads | None]] = field(default_factory=dict)
     """Phase → duration (s) and load of its next pass."""
     stretch_loads: Loads | None = None
@@ -183,18 +184,19 @@ class Gang:
         return self.joined and not any(member.ended for member in self.members)
 
     def productive(self, now: float) -> bool:
-        """Return whether other roles receive from it what they wait for."""
+        """Return whether the replica produces what other roles wait for."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
     def join(self, first: RhythmPhase, lasts: float, now: float) -> None:
-        """Begin an incarnation: ``first`` for ``lasts`` s, then the phases before the first round."""
+        """Begin an incarnation with the phase ``first`` for ``lasts`` s; the phases before the first round follow."""
         self.joined, self.rhythm_phase, self.entered_at, self.remaining = True, first, now, lasts
         self.round, self.passed, self.in_rhythm, self.held = list(self.table.once or ()), set(), False, False
         self.work, self.reported_progress = 0.0, 0
 
     @property
     def round_number(self) -> int:
-        """Number of the current round, or of the next one before it has begun; the first is 1."""
+        """Return the number of the current round, or of the next round if none has begun; the first round has number
+        1."""
         return self.rounds_ended + 1
 
     def _end_phase(self) -> None:
@@ -228,8 +230,8 @@ class Gang:
             self.stretched[phase] = (lasts, loads)
 
     def advance(self, now: float, dt: float, share: float) -> None:
-        """Advance by ``dt`` s. ``share`` is the working share of the role that it waits for, and limits its own
-        speed."""
+        """Advance by ``dt`` s. ``share`` is the working share of the role that the replica waits for, and limits its
+        own speed."""
         speed = share * min(member.speed(now) for member in self.members)
         self.waits = share < 1.0
         if self.rhythm_phase.rate is not None and now >= self.compiles_until:
@@ -240,9 +242,9 @@ class Gang:
         self.remaining -= dt * speed
 
     def common_stack(self, now: float) -> str | None:
-        """Return a text for the stacks of all members: another one with each step of their work, None if they differ.
+        """Return a text for the stacks of all members, which changes while they work; None if the stacks differ.
 
-        A stack is known if the agent of its node answers.
+        Stacks also count as different while an agent does not answer.
         """
         if not all(member.node.agent_is_running(now) and now >= member.node.cut for member in self.members):
             return None
@@ -257,7 +259,7 @@ class Gang:
         return in_phase and any(now < member.stuck and member.stuck_how != "quiet" for member in self.members)
 
     def data_arrive(self, seconds: float, now: float) -> None:
-        """Let others work for ``seconds`` for the data that it waits for; ``quiet`` means that they are not there."""
+        """Let other replicas work for ``seconds`` for the data that this replica waits for."""
         if self.is_stuck_taking_data(now):
             self.data_arrives_in -= seconds
         else:

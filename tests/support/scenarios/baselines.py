@@ -1,9 +1,10 @@
-"""Baselines, to compare with rrl's detectors.
+"""Baselines with which rrl's detectors are compared.
 
-They receive the same messages and the same proof as rrl's detectors: exit records, processes that are gone, nodes
-that the cluster reports as down. ``FixedTimeout`` has one timeout for everything, as PyTorch's process groups and
-NVRx's sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2). ``WarnsOfAll`` warns of every
-replica and node all the time, which shows what a found warning is worth without its price.
+They receive the same messages and the same proof as rrl's detectors: exit records, ended processes, and nodes that the
+cluster reports as down. ``FixedTimeout`` has one timeout for everything, as PyTorch's process groups and NVRx's
+sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2). ``WarnsOfAll`` warns of every
+replica and node all the time. It finds every failure that only requires a warning, which shows why false warnings must
+count, too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ pass."""
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """The knowledge of a baseline about one incarnation."""
+    """The state of one incarnation, as a baseline knows it."""
 
     node: NodeName
     since: float
@@ -195,7 +196,8 @@ class FixedTimeout:
 
 
 class RobustRL:
-    """RobustRL's rules. ``answer_timeout``: seconds that a suspected rollout has to answer (not published)."""
+    """RobustRL's rules. ``answer_timeout`` is the time (s) that a suspected rollout has to answer; the paper does not
+    give it."""
 
     def __init__(self, answer_timeout: float, factor: float = 1.0) -> None:
         self._tensor, self._tokens, self._answer = (
@@ -211,8 +213,8 @@ class RobustRL:
         return role == "rollout" and one.probed_at is not None and now - one.probed_at >= self._answer
 
     def needs_probe(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
-        """Return whether to probe a rollout without tokens now; after an answer, the next probe follows after the
-        same time."""
+        """Return whether to probe a rollout without tokens now. After an answer, the next probe follows after
+        :data:`ZERO_TOKENS_S`."""
         if role_of(incarnation.replica) != "rollout":
             return False
         if one.probed_at is not None and one.tokens_at > one.probed_at:
@@ -224,7 +226,8 @@ class RobustRL:
 
 
 class WarnsOfAll(Baseline):
-    """Warns of each replica and node from its start on. It fails only what has the proof that all methods receive."""
+    """Warns of each replica and node from its start on. It reports FAIL only with the proof that all methods
+    receive."""
 
     def __init__(self) -> None:
         super().__init__(FixedTimeout(inf))

@@ -16,11 +16,11 @@ from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.ours import RrlDetectors
 
 REPAIR_TIMEOUT_S = 300.0
-"""Virtual time (s) in which a failure is repaired."""
+"""Virtual time (s) within which a failure must be repaired."""
 
 
 class RecordingDetectors(RrlDetectors):
-    """rrl's detectors, which keep each failure that they found."""
+    """rrl's detectors, which record each failure that they find."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -39,7 +39,7 @@ class RecordingDetectors(RrlDetectors):
 def decided_about(failure: Finding) -> list[Explanation]:
     """Play a small virtual run in which this failure is found; return the explained decisions about it.
 
-    Asserts that no decision of the run is left unexplained, and that a failure that calls for a decision has one.
+    Asserts that every decision of the run is explained, and that a failure that needs a decision has one.
     """
     world = World(gang_job(2, 1, standbys=1, spares=2), nodes=20).steady().warmed()
     placed = _placed(world, failure)

@@ -33,13 +33,13 @@ class ScenarioEvent:
         named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
         sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
         self._awaited = event.phase is not None or named or sole
-        """Whether the event is a failure or a silence by itself. Otherwise it is a consequence of one, and ends with
-        the incarnation that it affects."""
+        """Whether the event is a failure or a pause of its own. Otherwise it is a consequence of another failure, and
+        ends with the incarnation that it affects."""
         self.name = event.name or event.do
         random = world.chance(f"event {index}")
         at = event.at.draw(random)
         self._wait = at if event.after else inf
-        """Seconds after the event that it follows."""
+        """Seconds from the event that it follows to this event."""
         self.due = inf if event.after else shifted(at, shift)
         self._draw: Callable[[], float] = lambda: event.lasts.draw(random) if event.lasts is not None else inf
         self._random = random
@@ -47,7 +47,7 @@ class ScenarioEvent:
         self.incarnations: dict[str, int] = {}
         """Incarnation number of every replica when the event first took effect; 0 for nodes."""
         self.places: dict[str, str] = {}
-        """Replica → its node at that time."""
+        """Replica → its node when the event first took effect."""
         self._struck: set[str] = set()
         self._meant: dict[str, int] = {}
         """Replica → the incarnation that the event is meant for: the one that existed when the event was due. Later
@@ -55,13 +55,13 @@ class ScenarioEvent:
         next incarnation if it is awaited, else for none."""
 
     def follows(self, other: ScenarioEvent) -> None:
-        """Set the due time if this event comes after ``other`` (its ``after``)."""
+        """Set the due time if this event follows ``other`` (key ``after``)."""
         if self.event.after == other.name and self.due == inf and other.struck_at is not None:
             self.due = other.struck_at + self._wait
 
     @property
     def never_struck(self) -> bool:
-        """Return whether it had no effect, for another reason than that a repair had replaced its target."""
+        """Return whether the event had no effect, and not because a repair had replaced its target."""
         return self.struck_at is None and not self._struck
 
     @property
@@ -171,7 +171,7 @@ class ScenarioEvent:
         starts = member.ended or (not gang.joined and gang.incarnation > 1)
         if starts and event.do != "start_takes" and name not in self._meant:
             if self._awaited and member.ended:
-                return  # it waits for the next life
+                return  # it waits for the next incarnation
             self._meant[name] = gang.incarnation if self._awaited else _NO_INCARNATION
         if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
             self._struck.add(name)

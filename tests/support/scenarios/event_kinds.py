@@ -63,7 +63,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Key of the file → kinds of events that may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are allowed
 for all."""
 PROCESS_STATES = {"hang": ("S", "D"), "freeze": ("T", "t")}
-"""event → states in /proc/PID/stat that its process may have; the first is the default"""
+"""Event → states in /proc/PID/stat that its process may have; the first one is the default."""
 NEEDED: dict[str, str] = {
     "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
     "xid": "xid",

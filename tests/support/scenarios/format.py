@@ -34,7 +34,8 @@ def _many(value: object) -> object:
 
 
 def _gpus(value: object) -> object:
-    """Parse ``2``, ``[0, 3]`` or ``"*"``; ``"*"`` gives None, because only the node knows its GPUs."""
+    """Parse ``2``, ``[0, 3]`` or ``"*"``. For ``"*"`` return None, because the file does not say how many GPUs the node
+    has."""
     if value == "*":
         return None
     several = value if isinstance(value, list | tuple) else [value]
@@ -75,13 +76,13 @@ class RhythmPhase(_Table):
     first: Length = fixed(0.0)
     """Seconds that are added to the first pass of an incarnation."""
     rate: float | None = Field(default=None, gt=0)
-    """Units of work (tokens, samples) per s; None: the phase shows no progress."""
+    """Units of work (tokens, samples) per s; with None the phase shows no progress."""
     every: Length = fixed(0.0)
-    """Seconds between two increases of the progress counter; 0: at each heartbeat."""
+    """Seconds between two increases of the progress counter; with 0 it increases at each heartbeat."""
     waits: str = ""
-    """Role whose work this phase waits for: the phase proceeds at the speed of the working share of that role."""
+    """Role whose work this phase waits for: the speed of the phase is the share of that role's replicas that work."""
     reports_waits_for: bool = False
-    """Whether heartbeats name the role that it waits for (``waits_for``)."""
+    """Whether heartbeats name the role that the replica waits for (``waits_for``)."""
     cpu: Cpu | None = None
     """CPU cores that the process uses during the phase."""
     gpu: Share | None = None
@@ -89,7 +90,7 @@ class RhythmPhase(_Table):
     tensor: Share | None = None
     """Share of the time in which tensor cores work (RobustRL's signal)."""
     every_rounds: int = Field(default=1, ge=1)
-    """N: the phase takes place only in rounds N, 2 N, 3 N ...; the first round is number 1."""
+    """With the value N, the phase takes place only in rounds N, 2 N, 3 N ...; the first round has number 1."""
     until: dict[str, str] = {}
     """Role → phase: this phase ends when every replica of the role has also ended that phase of the same round."""
     puts: dict[str, Count] = {}
@@ -107,31 +108,32 @@ class RhythmPhase(_Table):
 
 class RoleTable(_Table):
     replicas: int = Field(default=1, ge=0, le=1024)
-    """Number of replicas; by default that of the default role of this name."""
+    """Number of replicas; by default the number of the default role with this name."""
     ranks: int = Field(default=1, ge=1, le=512)
     """Number of processes of each replica: a gang, with one process on each node."""
     gpus: int | None = Field(default=None, ge=0, le=16)
-    """GPUs of each process; None: 8 for trainer and rollout, else 0."""
+    """GPUs of each process; None means 8 for trainer and rollout, and 0 for other roles."""
     probed: bool | None = None
-    """Whether it answers probes for work; None: rollouts do, other roles reply that they have no handler."""
+    """Whether it answers probes for work; with None rollouts answer, and other roles reply that they have no
+    handler."""
     on: tuple[str, ...] = ()
     """Nodes, one for each process. If empty, each process has a node of its own, in order; roles without GPUs share
     one."""
     starts: Length | None = None
-    """Time from launch to Hello."""
+    """Time from the launch to the Hello; None means the time of the default role with this name."""
     rhythm: tuple[RhythmPhase, ...] = ()
-    """Phases of a round, repeated; if empty, those of the default role of this name."""
+    """Phases of a round, which is repeated; if empty, the phases of the default role with this name."""
     once: tuple[RhythmPhase, ...] | None = None
-    """Phases before the first round of an incarnation; None: those of the default role of this name."""
+    """Phases before the first round of an incarnation; None means the phases of the default role with this name."""
 
 
 class QueueTable(_Table):
     """A queue between replicas: groups, samples, free slots."""
 
     holds: Count | None = None
-    """Largest number of units in it; None: no limit."""
+    """Largest number of units in the queue; None means no limit."""
     has: int = Field(default=0, ge=0)
-    """Units in it at the beginning."""
+    """Units in the queue at the beginning."""
 
 
 class ClusterTable(_Table):
@@ -145,8 +147,8 @@ class ClusterTable(_Table):
     readers: tuple[Literal["nvml", "dcgm", "kernel", "fabric", "host"], ...] = (
         "nvml", "dcgm", "kernel", "fabric", "host"
     )  # fmt: skip
-    """Readers whose source exists; the others report it as absent. Without dcgm, rrl has no information about tensor
-    cores; RobustRL has it from its own profiler."""
+    """Readers whose source exists; the other readers report their source as absent. Without dcgm, rrl has no
+    information about tensor cores, while RobustRL has it from its own profiler."""
     loads: bool = True
     """Whether agents report the CPU and GPU load of the roles."""
 
@@ -166,7 +168,7 @@ class Event(_Table):
     """Name for ``of`` in [[truth]]; if empty, the event's kind."""
     lasts: Annotated[Length | None, Field(alias="for")] = None
     phase: str | None = None
-    """Phase in which the target must be; the event takes effect when that is first the case after ``at``."""
+    """Phase in which the target must be; the event takes effect when the target is first in this phase after ``at``."""
     cpu: Cpu | None = None
     gpu_use: Share | None = None
     tensor: Share | None = None
@@ -189,7 +191,7 @@ class Event(_Table):
     times: int = Field(default=1, ge=1)
     every: Length = fixed(60.0)
     gpu: Annotated[tuple[int, ...] | None, PlainValidator(_gpus)] = (0,)
-    """GPUs concerned; None: all of the node."""
+    """GPUs concerned; None means all GPUs of the node."""
     link: Annotated[tuple[int, ...] | None, PlainValidator(_links)] = None
     """NVLinks of the GPU that ``set`` and ``grow`` change."""
     xid: int = Field(default=0, ge=0)
@@ -197,7 +199,7 @@ class Event(_Table):
     path: str = ""
     """Path of a mount (default: /home), or device of a kernel line (default: the one in its text)."""
     kind: KernelKind | None = None
-    """Kind of the kernel line; None: derived from its text."""
+    """Kind of the kernel line; with None it is derived from the text of the line."""
     by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
     """Readers that report an Xid (key ``by``)."""
     age: Lasting | None = None
@@ -255,29 +257,29 @@ class Event(_Table):
 
 
 class Truth(_Table):
-    """An expected finding: what has failed. Every other alarm is a false one."""
+    """An expected finding: the replica or node that has failed. Every other alarm is a false alarm."""
 
     who: str
     or_: Annotated[tuple[str, ...], BeforeValidator(_many), Field(alias="or")] = ()
-    """Further replicas or nodes that may be charged instead."""
+    """Further replicas or nodes that the finding may name instead."""
     of: str = ""
-    """Name of the event that causes it; if empty, the only event."""
+    """Name of the event that causes the failure; if empty, the only event."""
     at: Length | None = None
-    """Time since which it has failed; None: the time of the event."""
+    """Time of the failure; None means the time of the event."""
     within: Lasting = Field(default=300.0, gt=0)
-    """Time within which it must be found."""
+    """Time within which the failure must be found."""
     cause: CAUSES
     causes: Annotated[tuple[CAUSES, ...], BeforeValidator(_many)] = ()
     """Further causes that are accepted."""
     verdict: Literal["FAIL", "WARN"] = "FAIL"
-    """Expected verdict; WARN: it must be reported, without any action."""
+    """Expected verdict; with WARN the failure must be reported, and no action may follow."""
     never: Literal["", "fail"] = ""
-    """``fail``: a FAIL for it counts as a false alarm."""
+    """With ``fail``, a FAIL for it counts as a false alarm."""
     required: bool = True
-    """If false, finding it is no false alarm, and not finding it is no miss."""
+    """If false, the finding is optional: its presence is no false alarm, and its absence is no miss."""
     exact: bool = False
-    """If true, only an alarm about ``who`` or ``or`` itself counts: not one about another member of the gang, or
-    about a process on the node."""
+    """If true, only an alarm about ``who`` or ``or`` itself counts. Alarms about another member of the gang, or about a
+    process on the node, do not count."""
 
     @model_validator(mode="after")
     def _fits(self) -> Truth:
@@ -299,7 +301,7 @@ class Scenario(_Table):
     phases: dict[str, PhaseTable] = {}
     health: HealthTable = HealthTable()
     expect: Annotated[Expect, PlainValidator(_expected)] = Expect()
-    """Hardware that the site's rules expect of every node (health.toml)."""
+    """Hardware that the site's rules (health.toml) expect on every node."""
     draws: dict[str, Length] = {}
     """Durations that each seed draws once, for all places with ``{draw = "NAME"}``."""
     queues: dict[str, QueueTable] = {}

@@ -1,4 +1,4 @@
-"""The machines of a scenario: the values that their readers read, healthy until an event changes them.
+"""The machines of a scenario: the values that their readers read, which are healthy until an event changes them.
 
 Readers that can observe an event read at their normal rate, from shortly before the event until after its end. Other
 readers, and other nodes, are read rarely.
@@ -43,7 +43,7 @@ a day, so that the checks still consider lines from the boot."""
 _BOOTING = 60.0
 """Seconds after its boot at which a node wrote the kernel lines that exist from the beginning."""
 _COUNTED = 300.0
-"""Seconds for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)."""
+"""Seconds for which dcgm-exporter counts an Xid: the default window of DCGM_EXP_XID_ERRORS_COUNT."""
 _HEALTH_EVERY = 60.0
 """Seconds between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)."""
 _GIB = 2**30
@@ -71,7 +71,7 @@ class _Change:
     set: dict[str, Any]
     grow: dict[str, float]
     links: frozenset[int] | None = None
-    """NVLinks of the GPU whose values change; None: the GPU's own values change."""
+    """NVLinks of the GPU whose values change; None if the GPU's own values change."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Machine:
     read_at: float = -inf
     """Time (s) up to which kernel lines have been read."""
     first_read_at: float = inf
-    """Time (s) up to which Xids were received or lost by NVML's events; inf: NVML does not listen yet."""
+    """Time (s) up to which NVML's events have delivered or lost Xids; inf if NVML does not listen yet."""
     due: dict[str, float] = field(default_factory=dict)
 
 
@@ -128,11 +128,12 @@ class Machines:
 
     # ── effects of events ────────────────────────────────────────────────────────────────────────────────────────────
     def happen(self, event: Event, node: NodeName, now: float, lasts: float, times: Sequence[float]) -> None:
-        """Let an event happen for ``lasts`` s; ``times`` are those of its lines in the kernel log, s from ``now``."""
+        """Let an event happen for ``lasts`` s; ``times`` are the times of its lines in the kernel log, in s from
+        ``now``."""
         machine, until = self._machine(node), now + lasts
         self.expect(node, event, now)
         machine.busy_until = max(machine.busy_until, until + _AFTER, now + times[-1] + _AFTER)
-        for reader in machine.watched:  # where the event was not expected, the next read may be minutes away
+        for reader in machine.watched:  # if the event was not expected, the next read may be minutes away
             machine.due[reader] = min(machine.due.get(reader, machine.offset), now + PACE[reader])
         given = values_of(struct_of(event), event.set) if event.do in STRUCTS else event.set
         given = {**given, **dict.fromkeys(event.unread)}
@@ -173,7 +174,7 @@ class Machines:
 
     # ── readings ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, node: NodeName, now: float) -> list[r.Reading]:
-        """Return the samples of this second. Their ``at`` is the node's clock, which was ``UPTIME`` at the
+        """Return the samples of this second. Their ``at`` is by the node's clock, which showed ``UPTIME`` at the
         beginning."""
         machine = self._machine(node)
         found: list[r.Reading] = []
@@ -233,8 +234,8 @@ class Machines:
 
 
 def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) -> None:
-    """Report Xids by the kernel log, NVML's events and DCGM's counts, as far as these can be read; Xids from before
-    the beginning only by the log."""
+    """Report Xids by the kernel log, NVML's events and DCGM's counts, if these can be read. Xids from before the
+    beginning are reported only by the log."""
     text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
     line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
     for at in times:
@@ -290,7 +291,7 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
 
 
 def _idle(gpu: r.Gpu) -> r.Gpu:
-    """Return the GPU as it is when no process uses it."""
+    """Return the GPU with the values that it has when no process uses it."""
     return msgspec.structs.replace(
         gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
         clock_reasons=("gpu_idle",),
@@ -342,7 +343,7 @@ def _changed(healthy: Any, changes: Any, now: float) -> Any:
             )
         if change.since <= now < change.until:
             given = dict(change.set)
-            if "nvlink" in given:  # {link = 3, active = false}: one of the links
+            if "nvlink" in given:  # {link = 3, active = false} is one of the links
                 link = given.pop("nvlink")
                 links = tuple(msgspec.structs.replace(one, **link) if one.link == link["link"] else one
                               for one in healthy.nvlinks)  # fmt: skip

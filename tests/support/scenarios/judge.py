@@ -15,8 +15,8 @@ CurrentIncarnations = Sequence[tuple[Incarnation, NodeName]]
 class Judge(Protocol):
     """A judge.
 
-    ``now`` is the manager's clock (s) at receipt, 0 at the beginning of the run. Incarnations are named as by the
-    manager; that of an agent is ``agent/<node>``.
+    ``now`` is the manager's clock (s) at receipt, 0 at the beginning of the run. Incarnations have the names that the
+    manager gives them; an agent is ``agent/<node>``.
     """
 
     probes_work: bool
@@ -42,24 +42,24 @@ class Judge(Protocol):
     def agent(self, node: NodeName, incarnation: Incarnation, now: float, boot: str = "") -> None: ...
     def alive(self, incarnation: Incarnation, now: float) -> None: ...
     def load(self, incarnation: Incarnation, loads: Loads, has_gpu: bool, from_agent: bool, now: float) -> None:
-        """Report a load; ``from_agent``: from the agent of the node, not from a profiler in the role itself."""
+        """Report a load; ``from_agent`` tells loads of the node's agent from loads of a profiler in the role itself."""
 
     def reading(self, node: NodeName, reading: Reading, now: float) -> None: ...
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], polled_at: float, now: float) -> None:
         """Report one poll of the cluster: node → state, text, and whether its processes are suspended."""
 
     def wants_poll(self, now: float) -> bool:
-        """Return whether the judge wants a poll now, and not only at the next regular time."""
+        """Return whether the judge wants a poll now, before the next regular time."""
 
     def due_probes(self, now: float) -> list[Incarnation]:
         """Return the incarnations to probe now."""
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None: ...
     def due_stacks(self, now: float) -> list[Incarnation]:
-        """Gangs whose stacks it wants to compare."""
+        """Return the gangs whose stacks the judge wants to compare."""
 
     def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
-        """What the stacks of all members have in common; None: they differ, or one is not known."""
+        """Report a text for the common stack of all members; None if stacks differ or one is not known."""
 
     def forget(self, incarnation: Incarnation, now: float) -> None:
         """Report that the incarnation was fenced."""
@@ -68,7 +68,7 @@ class Judge(Protocol):
         """Report that the node is no longer used."""
 
     def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
-        """Begin as a new manager, which knows only the current incarnations.
+        """Start as a new manager, which knows only the current incarnations.
 
         Its clock is ``clock_ahead`` s ahead of the time since the run's beginning.
         """
@@ -80,6 +80,6 @@ class Judge(Protocol):
         """Report that the manager killed the incarnation's step."""
 
     def role_died(self, node: NodeName, gpus: list[str], now: float) -> None:
-        """Report that a process with these GPUs (UUIDs) ended there without being killed by the manager."""
+        """Report that a process with these GPUs (UUIDs) ended on a node without being killed by the manager."""
 
     def findings(self, now: float) -> list[Finding]: ...

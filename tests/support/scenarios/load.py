@@ -1,4 +1,4 @@
-"""Loads a scenario file into a :class:`Scenario`, or reports each mistake in one line with the place and a correct
+"""Loads a scenario file into a :class:`Scenario`, or reports each mistake in one line with its place and a correct
 form."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rrl.tests.support.scenarios.validation import mistakes
 
 
 class ScenarioError(Exception):
-    """An invalid scenario file; one line per mistake: file, line, key, what is wrong."""
+    """An invalid scenario file; the text has one line per mistake: file, line, key, what is wrong."""
 
 
 def load_all(folder: Path) -> dict[str, Scenario]:
-    """Load all ``*.toml`` below a folder, or one file, by their path without the suffix. Raises ScenarioError."""
+    """Load all ``*.toml`` below a folder, or one file; return them by path without the suffix. Raises ScenarioError."""
     if folder.is_file():
         return {folder.stem: load(folder)}
     paths = sorted(folder.rglob("*.toml")) if folder.is_dir() else []
@@ -98,7 +98,7 @@ _WANTED = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    "string_type": "text in quotes", "string_too_short": "text, which says something",
+    "string_type": "text in quotes", "string_too_short": "text that is not empty",
 }  # fmt: skip
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
@@ -115,7 +115,7 @@ def _quoted(expected: str) -> list[str]:
 
 
 def _existing(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    """Return the part of a place that exists in the document."""
+    """Return the part of a place (a path of keys) that exists in the document."""
     path: tuple[Any, ...] = ()
     for part in loc:
         there = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
@@ -129,7 +129,7 @@ def _fields(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     for part in loc:
         field = next((one for name, one in model.model_fields.items() if part in (name, one.alias)), None)
         if field is None:
-            continue  # a name of the file's own, or a number
+            continue  # a name that the file defines, or a number
         inner = _model_in(field.annotation)
         if inner is not None:
             model = inner

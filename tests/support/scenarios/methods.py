@@ -1,4 +1,4 @@
-"""The judges by name: rrl's detectors and the baselines, with all their deadlines multiplied by a factor."""
+"""The judges by name: rrl's detectors and the baselines, each with all its deadlines multiplied by a factor."""
 
 from __future__ import annotations
 

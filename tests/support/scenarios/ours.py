@@ -1,8 +1,8 @@
 """rrl's own detectors as a judge, driven as in a run.
 
 The manager drives ``HealthMonitor`` and ``detect``, agents drive the checks, and the findings of both pass the last
-stages of the pipeline (rrl.health.detection.pipeline); no stacks are collected. ``factor`` multiplies all deadlines,
-for the curve over thresholds.
+stages of the pipeline (rrl.health.detection.pipeline); no stacks are collected. ``factor`` multiplies all deadlines;
+the curve of benchmarks/detection.py uses it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RrlDetectors:
         self._monitor = HealthMonitor()
         self._monitor.set_limits(self._limits)
         self._journal = BaselinesLearned({})
-        """Baselines as last recorded."""
+        """The baselines, as they were last recorded."""
         self._baselines = BaselineRecorder(self._monitor, {}, self._record)
         self._memory = CorrelationState()
         self._node_states: dict[NodeName, NodeState] = {}
@@ -96,10 +96,10 @@ class RrlDetectors:
         """Hardware inventory of each node whose agent ended."""
         self._boots: dict[NodeName, str] = {}
         self._node_clock_ahead = UPTIME
-        """s by which the clocks of the nodes are ahead of the manager's."""
+        """Seconds by which the clocks of the nodes are ahead of the manager's clock."""
         self._reported: dict[NodeName, dict[str, Finding]] = {}
         self._fresh: set[NodeName] = set()
-        """Nodes with a reading that their agent has not checked yet."""
+        """Nodes with samples that their agent has not checked yet."""
         self._agent_heartbeat_at: dict[NodeName, float] = {}
         self._has_new_input = True
         self._next_check = 0.0
@@ -118,7 +118,7 @@ class RrlDetectors:
         self._has_new_input = True
 
     def gpus(self, incarnation: Incarnation, node: NodeName, uuids: list[str]) -> None:
-        self._tenants.pop(incarnation, None)  # the newest of a GPU comes last
+        self._tenants.pop(incarnation, None)  # the newest sample of a GPU comes last
         self._tenants[incarnation] = node, uuids
 
     def heartbeat(
@@ -205,7 +205,7 @@ class RrlDetectors:
     def forget(self, incarnation: Incarnation, now: float) -> None:
         self._monitor.remove(incarnation)
         self._tenants.pop(incarnation, None)
-        if role_of(incarnation.replica) == AGENT:  # its node state is lost, except for what it wrote
+        if role_of(incarnation.replica) == AGENT:  # its node state is lost, except for the part that it wrote to disk
             node = NodeName(index_of(incarnation.replica))
             if (node_state := self._node_states.pop(node, None)) is not None:
                 self._past[node] = hardware_inventory(node_state)
@@ -263,7 +263,7 @@ class RrlDetectors:
             self._fresh.add(node)
 
     def _judge_nodes(self, now: float) -> None:
-        """Run the checks of each agent once per second; a silent agent reports nothing."""
+        """Run the checks of each agent once per second; an agent without heartbeats reports nothing."""
         rules = self._rules
         for node in list(self._fresh):
             if now - self._agent_heartbeat_at.get(node, -inf) > self._limits.heartbeat:
@@ -291,7 +291,7 @@ class RrlDetectors:
         self._monitor.on_storage_report(node, stalled, now)
 
     def _admitted(self, node: NodeName) -> None:
-        """End the admission of a node: its GPUs need no longer be free."""
+        """End the admission of a node; from now on its GPUs may be in use."""
         if (
             self._admitting_since.pop(node, None) is not None
             and (node_state := self._node_states.get(node)) is not None
@@ -334,6 +334,6 @@ class RrlDetectors:
 
 
 def _with_times(finding: Finding, ahead: float) -> Finding:
-    """Return the finding with its times in a clock that is ``ahead`` s ahead of theirs."""
+    """Return the finding with times by a clock that is ``ahead`` s ahead of the clock of its present times."""
     evidence = tuple(msgspec.structs.replace(one, at=one.at + ahead) for one in finding.evidence)
     return msgspec.structs.replace(finding, since=finding.since + ahead, evidence=evidence)

@@ -17,9 +17,9 @@ _SOON = 2.0
 def placed(
     scenario: Scenario, seed: int, chance: Callable[[str], Random]
 ) -> tuple[dict[NodeName, Node], dict[ReplicaId, Gang], list[Node]]:
-    """Return nodes, gangs and spares.
+    """Return the nodes, the gangs and the spare nodes of a scenario.
 
-    Each process has a node of its own, but small roles share one, and a role may name its nodes.
+    Each process has its own node, except that small roles share one, and a role may name its nodes.
     """
     nodes: dict[NodeName, Node] = {}
     gangs: dict[ReplicaId, Gang] = {}

@@ -32,7 +32,7 @@ class Alarm(Struct, frozen=True):
     """Number of the incarnation; 0 for nodes."""
     text: str = ""
     until: float = inf
-    """Time when the judge no longer reported it."""
+    """Time from which the judge no longer reported it; inf if it did until the end."""
 
 
 class Outcome(Struct, frozen=True):
@@ -43,10 +43,10 @@ class Outcome(Struct, frozen=True):
     verdict: str
     since: float
     found_at: float | None
-    """Time of the first alarm about the expected finding, in time or late."""
+    """Time (s) of the first alarm about the expected finding, in time or late; None if there was none."""
     in_time: bool
     named: str
-    """Cause in that alarm."""
+    """Cause in the first alarm about the expected finding."""
     detector: str = ""
 
 
@@ -55,15 +55,15 @@ class Played(Struct, frozen=True):
     seed: int
     outcomes: tuple[Outcome, ...]
     false: tuple[Alarm, ...]
-    """FAIL about a replica or node that had not failed."""
+    """Each FAIL about a replica or node that had not failed."""
     lasts: float = 0.0
     """Virtual time (s)."""
     broken: str = ""
-    """Events without a target: the scenario does not do what it declares."""
+    """Events that found no target, as text: the scenario does not do what it declares. Empty if there are none."""
     warnings: tuple[Alarm, ...] = ()
     """Every WARN, right or not."""
     unexplained: tuple[Alarm, ...] = ()
-    """Those WARNs that are about nothing that has failed."""
+    """Every WARN about a replica or node that had not failed."""
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
@@ -119,7 +119,8 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
 
 
 def _alarm_text(finding: Finding) -> str:
-    """Return the text by which a finding counts as new; for a warning, with its first line of evidence."""
+    """Return the text of a finding, which counts as new if the text differs; a warning has its first line of evidence
+    in it."""
     first = finding.evidence[0].text if finding.verdict is Verdict.WARN and finding.evidence else ""
     return f"{finding.verdict}:{finding.key}:{first}"
 
@@ -135,7 +136,7 @@ def _whom(incarnation: Incarnation) -> tuple[str, int]:
 
 
 def _repair(world: World, finding: Finding) -> None:
-    """Repair what failed, approximately as the planner does."""
+    """Repair a reported failure, approximately as the planner does."""
     if finding.node is not None:
         node = world.nodes.get(finding.node)
         if node is not None and not node.excluded:
@@ -161,7 +162,7 @@ def _scored(
     outcomes: list[Outcome] = []
     explained: set[int] = set()
     idle = [one.name for one in events if one.never_struck]
-    broken = f"{', '.join(idle)} struck nobody before the end" if idle else ""
+    broken = f"{', '.join(idle)} had no target before the end" if idle else ""
     for truth in scenario.truth:
         happening = next((one for one in events if one.name == truth.of), events[0] if events else None)
         if truth.at is not None:
@@ -209,10 +210,10 @@ def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def _accepted(truth: Truth, happening: ScenarioEvent | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Return (names that an alarm may name, names that suffer from the same event).
+    """Return (names that a right alarm may name, further names that the event also affects).
 
-    Each name is mapped to the newest incarnation for which that holds: a later one was started by a repair. An alarm
-    about a name of the second kind neither finds the failure nor is false.
+    Each name is mapped to the newest incarnation for which this holds; a later incarnation was started by a repair. An
+    alarm about a name of the second kind does not find the failure, and is not false either.
     """
     named = (truth.who, *truth.or_)
     places = happening.places if happening is not None else {}

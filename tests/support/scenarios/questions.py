@@ -16,8 +16,8 @@ class ProbeExchange:
         self._answers: list[tuple[float, Incarnation, bool]] = []
 
     def exchange(self, judge: Judge, members: Mapping[Incarnation, Member], now: float, clock: float) -> None:
-        """Send the probes that the judge requests now, and deliver the answers that have arrived. Both are lost in a
-        cut network.
+        """Send the probes that the judge requests now, and deliver the answers that have arrived. A cut network loses
+        both.
 
         ``clock`` is the manager's clock (s), which the judge uses.
         """

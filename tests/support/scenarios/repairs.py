@@ -9,14 +9,14 @@ from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, n
 from rrl.tests.support.scenarios.world import World
 
 _PER_NODE = 2
-"""Restarts in place on one node within the window, after which the replica moves (recovery.per_node)."""
+"""Number of restarts in place on one node within the window, after which the replica moves (recovery.per_node)."""
 _WINDOW = 600.0
 """Window in s (recovery.window)."""
 
 
 def restart(world: World, gang: Gang) -> None:
-    """Fence and kill all members of the gang and launch it again: in place, or elsewhere if its node is excluded or
-    failed it."""
+    """Fence and kill all members of the gang and launch it again: in place, or on another node if its node is excluded
+    or has used up its restarts."""
     if gang.launch_at < inf:
         return
     now = world.now
@@ -36,7 +36,7 @@ def restart(world: World, gang: Gang) -> None:
 
 
 def exclude(world: World, node: Node) -> None:
-    """Exclude a node for good; replicas on it start elsewhere."""
+    """Exclude a node for the rest of the run; its replicas start on other nodes."""
     node.excluded = True
     world.spares = [one for one in world.spares if one is not node]
     for gang in world.gangs.values():
@@ -49,7 +49,7 @@ def exclude(world: World, node: Node) -> None:
 
 
 def agent_ends(world: World, node: Node, back_after: float) -> None:
-    """End the agent; ``back_after`` s later another agent runs, no matter who started it."""
+    """End the agent; ``back_after`` s later another agent runs on its node."""
     node.agent_until = world.now
     if back_after < inf:
         world.later(world.now + back_after, lambda: restart_agent(world, node))

@@ -44,7 +44,8 @@ _LOADS = {
 
 
 def loads_of(phase: RhythmPhase, defaults: Loads | None = None) -> Loads:
-    """Return the loads of a phase: those that the file gives, and ``defaults`` or the usual ones of the phase."""
+    """Return the loads of a phase: values of the file where it gives them, else ``defaults`` or the phase's usual
+    values."""
     usual = _LOADS.get(phase.phase, WAITING if phase.phase.startswith("wait") else COMPILING)
     defaults = usual if defaults is None else defaults
     given_loads = (phase.cpu, phase.gpu, phase.tensor)
@@ -96,7 +97,7 @@ DEFAULT_ROLES = {
     "rollout": RoleTable(replicas=3),
 }
 SMALL = ("trajectories", "reward")
-"""Roles that share a node."""
+"""The roles that share a node."""
 
 
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:

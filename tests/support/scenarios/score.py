@@ -14,8 +14,8 @@ MISSED, NOBODY = "missed", "nothing wrong"
 
 
 class Score(Struct, frozen=True):
-    """Numbers of failures that were found in time, found ``late``, or ``missed``; ``false``: FAIL about what had not
-    failed."""
+    """Numbers of failures that were found in time, found ``late``, or ``missed``. ``false`` counts each FAIL about a
+    replica or node that had not failed."""
 
     runs: int
     found: int
@@ -25,7 +25,7 @@ class Score(Struct, frozen=True):
 
     @property
     def precision(self) -> float:
-        """Return the share of right alarms; 1 without any alarm."""
+        """Return the share of right alarms among all alarms; 1 without any alarm."""
         return self.found / (self.found + self.false) if self.found + self.false else 1.0
 
     @property
@@ -44,18 +44,19 @@ def score(plays: Sequence[Played]) -> Score:
 
 
 class Warnings(Struct, frozen=True):
-    """What the warnings of many plays cost a person who reads them."""
+    """How many warnings of many plays a person has to read, and how many of them are unexplained."""
 
     hours: float
     """Virtual hours of the plays."""
     count: int
     unexplained: int
-    """Number of warnings about what had not failed."""
+    """Number of warnings about a replica or node that had not failed."""
     standing_hours: float
-    """Sum of the times for which the unexplained warnings stood."""
+    """Sum of the times (h) for which the unexplained warnings were reported."""
 
     def per_hour(self) -> dict[str, float]:
-        """Return the warnings per hour, the unexplained ones, and how many of these stand at a time on average."""
+        """Return warnings per hour, unexplained warnings per hour, and the average number of unexplained warnings at a
+        time."""
         hours = self.hours or 1.0
         return {
             "warnings_per_hour": round(self.count / hours, 3),
@@ -114,7 +115,7 @@ def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
 
 
 def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str, list[tuple[float, float]]]:
-    """Role → (our delay, theirs) in s, of each hang that both find: delays of different hangs compare nothing."""
+    """Return role → (rrl's delay, the other method's delay) in s for each hang that both find."""
     plays = list(ours)
     mine, other = hang_delays(plays), hang_delays(theirs)
     found: dict[str, list[tuple[float, float]]] = {}
@@ -127,11 +128,11 @@ def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str
 
 
 def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
-    """Return the median ratio of our delay to the other method's for the same hang; None if both found no common
+    """Return the median ratio of rrl's delay to the other method's for the same hang; None if they found no common
     hang.
 
-    For hangs of several roles only: a ratio of two medians would depend on the mix of roles, because RobustRL finds
-    hangs of rollouts and of trainers after two fixed times.
+    Over hangs of several roles, a ratio of two medians would depend on the mix of roles, because RobustRL finds hangs
+    of rollouts and hangs of trainers after two different fixed times.
     """
     mine, other = hang_delays(ours), hang_delays(theirs)
     pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]

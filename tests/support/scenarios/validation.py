@@ -26,7 +26,7 @@ from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
-"""Prefixes by which readers name values that have no name yet."""
+"""Prefixes of the names that readers give to values without a known name."""
 _FEW = range(32)
 _OTHER_CODES = (
     "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
@@ -54,7 +54,7 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
 }  # fmt: skip
 """Field → values that readers report for it."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
-"""name that an author may expect a default role to have → its name"""
+"""Name that an author may expect of a default role → its real name."""
 
 Mistake = tuple[tuple[str | int, ...], str]
 
@@ -127,7 +127,7 @@ def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
     used = list(draws_in(scenario))
     for place, name in used:
         if place[0] == "draws":
-            yield place, "is a draw itself: a duration that is not that of another draw"
+            yield place, "is itself a draw: write a duration that does not name another draw"
         elif name not in scenario.draws:
             known = ", ".join(scenario.draws) or "none"
             yield place, f"there is no {name} in [draws]{_near(name, scenario.draws)}; there are {known}"
@@ -136,7 +136,7 @@ def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
 
 
 def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
-    """Yield the mistakes in ``[queues]``, and in what phases add and take."""
+    """Yield the mistakes in ``[queues]``, and in the units that phases add and take."""
     used: set[str] = set()
     for role, table in roles.items():
         for index, phase in enumerate(table.rhythm):
@@ -178,11 +178,11 @@ def _of_origin(truth: Truth, names: Sequence[str]) -> str:
     """Return what is wrong with the event that an expected finding names; empty if nothing is wrong."""
     known = ", ".join(dict.fromkeys(names)) or "none"
     if truth.at is None and not truth.of and len(names) != 1:
-        return f"is needed where there is not one event: the name of one, or at; there are {known}"
+        return f"is needed unless there is one event: give an event's name, or at; there are {known}"
     if truth.of and truth.of not in names:
         return f"there is no event {truth.of}{_near(truth.of, names)}; there are {known}"
     if names.count(truth.of) > 1:
-        return f"several events are called {truth.of}; give them a name of their own"
+        return f"several events are called {truth.of}; give each its own name"
     return ""
 
 
@@ -193,9 +193,9 @@ def _of_event(
     if event.after and (event.after not in names or event.after == (event.name or event.do)):
         yield "after", f"there is no other event {event.after}; there are {', '.join(names)}"
     elif event.after and names.count(event.after) > 1:
-        yield "after", f"several events are called {event.after}; give them a name of their own"
+        yield "after", f"several events are called {event.after}; give each its own name"
     elif circle := _circle(event, scenario.event):
-        yield "after", f"{', '.join(circle)} come after each other, so none of them comes"
+        yield "after", f"{', '.join(circle)} wait for each other, so none of them occurs"
     if event.at.least >= scenario.lasts:
         yield "at", f"the scenario has ended by then: it lasts {scenario.lasts:g} s"
     struck: set[str] = set()
@@ -213,18 +213,18 @@ def _of_event(
             yield "phase", f"no phase {event.phase} there{_near(event.phase, of)}; there are {_some(sorted(of))}"
     elif event.phase is not None and event.phase not in set().union(*phases.values()):
         of = set().union(*phases.values())
-        yield "phase", f"nobody has a phase {event.phase}{_near(event.phase, of)}; there are {_some(sorted(of))}"
+        yield "phase", f"no replica has a phase {event.phase}{_near(event.phase, of)}; there are {_some(sorted(of))}"
     there = gpus_of(scenario)
     wrong = (event.gpu is None and not there) or any(one >= there for one in event.gpu or ())
     if wrong and event.do in _OF_GPUS and (event.do != "dcgm" or "gpu" in event.model_fields_set):
         yield "gpu", f"nodes have {there} GPUs here, counted from 0"
     if event.age is not None and event.at.draw(Random(0)) > 0:
-        yield "age", 'is of lines that are in the log from the beginning: at = "0s"'
+        yield "age", 'is only for lines that are in the log from the beginning: at = "0s"'
     if event.do == "stretch":
         for pattern in event.who:
             if rank_of(ReplicaId(pattern)):
                 gang = gang_of(ReplicaId(pattern))
-                yield "who", f"stretch is of a whole gang: write {gang}; one rank alone: quiet or slow"
+                yield "who", f"stretch affects a whole gang: write {gang}; for one rank use quiet or slow"
     if event.do == "dcgm" and (code := event.incident.removeprefix("DCGM_FR_")) and code not in CODES:
         yield "incident", f"DCGM has no code {code}{_near(code, CODES)} (docs of DCGM: DCGM_FR_*)"
     if event.do == "kernel" and (wrong_line := _of_kernel_line(event)):
@@ -236,7 +236,8 @@ def _of_event(
 
 
 def _circle(event: Event, events: Sequence[Event]) -> list[str]:
-    """Return the events that wait for each other in a circle; none unless ``event`` is the first in the file."""
+    """Return the events that wait for each other in a circle; empty if ``event`` is not the first of them in the
+    file."""
     by_name = {one.name or one.do: one for one in events}
     circle = [event]
     while (before := by_name.get(circle[-1].after)) is not None:
@@ -287,7 +288,7 @@ def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
     may = [name for name in own if type(None) in get_args(types[name])] if "unread" in types else []
     for name in event.unread:
         if name not in may:
-            yield "unread", f"{name} is nothing that may not be read{_near(name, may)}; there are {', '.join(may)}"
+            yield "unread", f"{name} cannot be unreadable{_near(name, may)}; there are {', '.join(may)}"
 
 
 def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> str:

@@ -29,9 +29,10 @@ class Drawn(Struct, frozen=True):
     """A duration (s) that a seed draws."""
 
     kind: str
-    """``fixed``, ``uniform``, ``lognormal``, ``pareto``, ``mixed``, or ``draw``: that of ``[draws]`` with this name"""
+    """``fixed``, ``uniform``, ``lognormal``, ``pareto``, ``mixed``, or ``draw`` for the duration of ``[draws]`` with
+    this name."""
     a: float = 0.0
-    """The duration; for uniform and pareto the least one, for lognormal the median."""
+    """The duration; for uniform and pareto the least duration, for lognormal the median."""
     b: float = 0.0
     """For uniform the greatest duration, for lognormal sigma, for pareto the exponent."""
     most: float = math.inf
@@ -137,7 +138,7 @@ def _drawn(value: object) -> object:
 
 _MEANING = {
     "uniform": ": least and greatest", "lognormal": f": median, and sigma from 0 to {_MAX_SIGMA:g}",
-    "pareto": ": least, exponent (more than 0), and (need not be given) greatest",
+    "pareto": ": least, exponent (more than 0), and optionally greatest",
     "mixed": ": a weight above 0 and a duration for each kind of draw", "draw": ": the name of a duration in [draws]",
 }  # fmt: skip
 
@@ -148,11 +149,11 @@ def _pair(kind: str, given: Any) -> Drawn | None:
         return None
     first = _seconds(given[0])
     if first == math.inf:
-        raise ValueError(f'"never" has no place in {kind}; use mixed, as in {{mixed = [[0.9, "60s"], [0.1, "never"]]}}')
+        raise ValueError(f'"never" cannot be in {kind}; use mixed, as in {{mixed = [[0.9, "60s"], [0.1, "never"]]}}')
     if kind == "uniform":
         last = _seconds(given[1])
         if first > last:
-            raise ValueError(f'the first of uniform is the smaller one, not "{given[0]}"')
+            raise ValueError(f'the first value of uniform must be the smaller one, not "{given[0]}"')
         return Drawn(kind, first, last) if last < math.inf else None
     number = _number(given[1])
     if number is None or first <= 0:
@@ -195,11 +196,11 @@ def _unit(number: object) -> str:
 
 def _lasting(value: object) -> object:
     if isinstance(value, dict):
-        raise ValueError('is the same for every seed: a duration as in "90s", not a draw')
+        raise ValueError('must be the same for every seed: a duration as in "90s", not a draw')
     return _seconds(value)
 
 
 Length = Annotated[Drawn, PlainValidator(_drawn)]
-"""A duration that each seed draws; ``"never"`` and "for ever" are ``inf``."""
+"""A duration that each seed draws; ``"never"`` is ``inf``."""
 Lasting = Annotated[float, BeforeValidator(_lasting)]
 """A duration in s; ``"never"`` is inf."""

@@ -26,13 +26,13 @@ from rrl.tests.support.scenarios.questions import ProbeExchange
 HEARTBEAT_S = 1.0
 """Heartbeat interval (s): the default of ``limits.heartbeat``."""
 HEARTBEATS_PER_LOAD_REPORT = 2
-"""Heartbeats between two loads of an agent."""
+"""Number of heartbeats between two reports of the load by an agent."""
 CONNECTION_KEEPS_S = 30.0
-"""Time that a cut connection keeps messages; after a longer cut the sender starts with a Hello."""
+"""Time (s) for which a cut connection keeps messages; after a longer cut the sender begins with a Hello."""
 _RECONNECT_S = (0.5, 3.0)
-"""Time until a worker has connected to the manager again."""
+"""Range of the time (s) until a worker has connected to the manager again."""
 _MIN_REPORTED_PHASE_S = 0.25
-"""Time that a phase must last to be reported by a message of its own."""
+"""Time (s) that a phase must last to be reported by its own message."""
 
 
 class World:
@@ -47,7 +47,7 @@ class World:
         self.deaf_how = ""
         self.cluster_away = 0.0
         self.wall_ahead = 0.0
-        """s by which the wall clock of the manager's node is ahead of the time that has passed"""
+        """Seconds by which the wall clock of the manager's node is ahead of the time that has passed."""
         self.clock_ahead = 0.0
         """Seconds by which the manager's clock is ahead of the time that has passed; it follows the wall clock only
         at the start of a manager."""
@@ -63,7 +63,7 @@ class World:
         """Members whose end the manager does not know yet."""
         self._ticks = 0
         self._queued = {name: queue.has for name, queue in scenario.queues.items()}
-        """Queue → units in it."""
+        """Queue → number of units in the queue."""
         self.members_by_incarnation = {one.incarnation: one for gang in self.gangs.values() for one in gang.members}
         for member in self.members_by_incarnation.values():
             self._hand_out(member)
@@ -73,7 +73,7 @@ class World:
 
     # ── members and nodes ─────────────────────────────────────────────────────────────────────────────────────────────
     def members(self, patterns: Iterable[str]) -> list[Member]:
-        """Return the members of current incarnations by replica; the name of a gang is its first member."""
+        """Return the members of current incarnations by replica; the name of a gang stands for its first member."""
         wanted = tuple(patterns)
         return [one for gang in self.gangs.values() for one in gang.members
                 if any(fnmatchcase(one.incarnation.replica, each) for each in wanted)]  # fmt: skip
@@ -100,7 +100,7 @@ class World:
 
     @property
     def clock(self) -> float:
-        """The manager's clock (s)."""
+        """Return the manager's clock (s)."""
         return self.now + self.clock_ahead
 
     def tick(self) -> None:
@@ -170,7 +170,7 @@ class World:
                 self.judge.launched(member.incarnation, member.node.name, self.clock)
 
     def _hand_out(self, member: Member) -> None:
-        """Assign GPUs of the node in order: the first unused ones; if there are not enough, from the first GPU on."""
+        """Assign the first unused GPUs of the node; if there are not enough, assign its GPUs from the first one on."""
         taken = {one for other in self.members_by_incarnation.values()
                  if other is not member and other.node is member.node
                  and not other.ended for one in other.gpu_indices}  # fmt: skip
@@ -229,7 +229,7 @@ class World:
             self._heartbeat(gang, member, stands)
 
     def _may_end(self, gang: Gang) -> bool:
-        """Return whether nothing keeps a replica in a phase that has lasted its time."""
+        """Return whether a replica that has worked through its phase may end the phase now."""
         phase = gang.rhythm_phase
         awaited = (
             other.ended_in_round.get(ended, 0) >= gang.round_number
@@ -307,7 +307,7 @@ class World:
         member.outbox.append((due, method, arguments))
 
     def _deliver(self, member: Member) -> None:
-        """Deliver the messages that have arrived; after a long cut only the newest, preceded by a Hello."""
+        """Deliver the messages that have arrived; after a long cut deliver only the newest one, preceded by a Hello."""
         now = self.now
         lost = max(member.node.cut, member.muted_until)
         if now < lost:
@@ -329,7 +329,7 @@ class World:
     def ends(
         self, member: Member, code: int | None, signal: int | None, last_line: str, *, vanishes: bool = False
     ) -> None:
-        """End the process of a member; ``vanishes``: without an exit record."""
+        """End the process of a member; if it ``vanishes``, there is no exit record."""
         member.ended = True
         member.end = ("vanish" if vanishes else "exit", code, signal, last_line)
         self._unreported_ends.append(member)
@@ -340,7 +340,8 @@ class World:
             self.judge.goodbye(member.incarnation, self.clock)
 
     def _report_ends(self) -> None:
-        """Deliver ends: exit records from shared storage, ends without one only from the agent of the node."""
+        """Deliver ends of processes: exit records from shared storage, and ends without a record only from the node's
+        agent."""
         for member in list(self._unreported_ends):
             if (
                 self.members_by_incarnation.get(member.incarnation) is not member
@@ -372,7 +373,7 @@ class World:
         if how == "paused":
             self.judge.paused(self.clock)
             return
-        self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # no manager begins before the last ended
+        self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # no start before the last manager's end
         current = [(one.incarnation, one.node.name) for gang in self.gangs.values() if gang.launch_at == inf
                     for one in gang.members]  # fmt: skip
         current += [(node.agent, node.name) for node in self.nodes.values() if not node.excluded]

@@ -21,7 +21,7 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import FromManager, Heartbeat
 
 RECOVERY_TIMEOUT_S = 40.0
-"""Deadline (s) for the number of descriptors to return to its initial value: four deadlines of a handshake."""
+"""Deadline (s) for the number of descriptors to return to its initial value: four times the handshake deadline."""
 _NOBODY = Incarnation(ReplicaId("rollout/999"), 1)
 
 
@@ -35,7 +35,7 @@ class Target(Struct, frozen=True):
 
     @property
     def weights(self) -> bool:
-        """Return whether its ports are of weights or of snapshots, which begin with the same handshake."""
+        """Return whether its ports serve weights or snapshots, which begin with the same handshake."""
         return self.name.startswith(("trainer", "rollout", "agent"))
 
 
@@ -45,10 +45,11 @@ class Cost(Struct, frozen=True):
     target: Target
     before: Footprint
     worst: Footprint
-    """Largest value of each figure during the attack."""
+    """Largest value of each resource during the attack."""
     after: Footprint
     frames: int
-    """Malformed messages sent to the port that received the fewest, without ports that accept no connection."""
+    """Number of malformed messages that the port with the fewest received; ports that accept no connection are left
+    out."""
 
     @property
     def memory_growth(self) -> float:
@@ -60,13 +61,13 @@ class Cost(Struct, frozen=True):
 
 
 class Storm(Struct, frozen=True):
-    """The time in which the frames of an attack are sent, without the wait for the descriptors after it."""
+    """The part of an attack in which its frames are sent; the wait for the descriptors follows it."""
 
     seconds: float
     cpu_s: float
     """CPU time (s) of the attacking process."""
     steps: int
-    """Steps that the run committed meanwhile."""
+    """Number of steps that the run committed during this time."""
 
 
 def targets(run: TestRun) -> list[Target]:
@@ -83,7 +84,7 @@ def targets(run: TestRun) -> list[Target]:
 def assault(
     run: TestRun, victims: Sequence[Target], frames: int, halves: int, before: Sequence[Footprint] = ()
 ) -> tuple[list[Cost], Storm]:
-    """Attack all ports of the victims, and return the cost for each, and what happened meanwhile.
+    """Attack all ports of the victims; return the cost for each victim, and the time in which frames were sent.
 
     Each port receives ``frames`` malformed messages, while ``halves`` connections to it stop in the middle of the
     handshake. Ports of the control plane also receive ``frames`` malformed messages from a member with the run's

@@ -1,7 +1,7 @@
-"""What a stranger, or a faulty member with the run's keys, can send to a port: malformed frames, unfinished
+"""Sends to a port what a stranger or a faulty member with the run's keys can send: malformed frames, unfinished
 handshakes.
 
-All functions block, and none waits for an answer: they run in a thread or process of their own.
+All functions block without waiting for an answer, so they run in their own thread or process.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import PROTOCOL_VERSION
 
 CONNECT_BY = 4.0
-"""Seconds until a connection attempt is given up: with a full backlog the kernel retries after 1 s, and 2 s later."""
+"""Seconds until a connection attempt is given up. With a full backlog the kernel retries after 1 s, and again 2 s
+later."""
 SEND_TIMEOUT_MS = 60_000
-"""Milliseconds after which a process that takes no more frames has ended: also a busy one takes some until then."""
+"""A process that takes no frame for this time (ms) has ended; even a busy process takes some frames in it."""
 _DEAF = 1.2
-"""Seconds after which a port counts as not accepting: the kernel has retried once."""
+"""Seconds after which a port counts as not accepting connections; by then the kernel has retried once."""
 _AT_ONCE = 50
-"""Connections of one barrage that are open at the same time: as fast as one thread can be without running out of
+"""Number of connections of one barrage that are open at the same time. It is as large as possible without using up the
 ports."""
 
 
@@ -51,7 +52,7 @@ def half_handshakes(weights: bool) -> list[bytes]:
 
 
 def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
-    """Return one message with which no process of rrl would begin. ``recorded`` is a session of a member, to be
+    """Return one message with which no process of rrl would begin. ``recorded`` is a member's session that may be
     replayed."""
     noise = chance.randbytes(chance.randrange(1, 200))
     hello = b"\x05HELLO"
@@ -64,7 +65,7 @@ def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
         greeting(b"NULL") + _command(b"\x05READY" + noise[:50]),
         greeting(b"PLAIN") + _command(hello + b"\x01a\x01b"),
         greeting(major=chance.choice((0, 1, 2, 9))) + noise,
-        greeting() + _command(hello + chance.randbytes(194)),  # of another run's key, or of none
+        greeting() + _command(hello + chance.randbytes(194)),  # with the key of another run, or without any key
         greeting() + _command(hello + chance.randbytes(chance.randrange(150))),
         greeting() + _command(b"\x08INITIATE" + chance.randbytes(260)),
         greeting() + b"\x06" + (2 ** chance.randrange(21, 63)).to_bytes(8, "big") + noise,
@@ -119,7 +120,7 @@ def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b
 
 
 def deaf(at: tuple[str, int]) -> bool:
-    """Return whether the port accepts no connection. A port of UCX is closed with the connection that it was for."""
+    """Return whether the port accepts no connection. UCX closes a port together with the connection that uses it."""
     try:
         socket.create_connection(at, _DEAF).close()
     except (TimeoutError, ConnectionRefusedError):
@@ -129,7 +130,7 @@ def deaf(at: tuple[str, int]) -> bool:
 
 def _hang_up(connections: list[socket.socket], chance: random.Random) -> None:
     for connection in connections:
-        if chance.random() < 0.5:  # a reset instead of an end
+        if chance.random() < 0.5:  # closes with a reset
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()

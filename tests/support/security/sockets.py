@@ -1,4 +1,5 @@
-"""Lists all sockets that the processes of a run have bound, as the kernel reports them: who could reach them?"""
+"""Lists all sockets that the processes of a run have bound, as the kernel reports them, to show who could reach
+them."""
 
 from __future__ import annotations
 

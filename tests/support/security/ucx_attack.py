@@ -1,9 +1,9 @@
 """Attacks on UCX's ports by a process without a key.
 
-``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints a JSON object: for each port the ways in
-which a UCX was reached. UCX's interface port accepts a peer that sends the 42 bytes with which UCX begins; puts and
-gets over that connection need no key. These bytes are recorded from a UCX of this process, and so is the answer of a
-UCX. UCX's listener is dialled by host and port.
+``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints a JSON object: for each port the ways in which
+a UCX process was reached. UCX's interface port accepts a peer that sends the 42 bytes with which UCX begins; puts and
+gets over that connection need no key. These bytes, and UCX's answer to them, are recorded from a UCX of this process.
+The other way is a connection to UCX's listener by host and port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 
 
 async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
-    """Return the ways in which a UCX was reached, by port."""
+    """Return the ways in which a UCX process was reached, by port."""
     from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
     from ucxx._lib_async.application_context import ApplicationContext
 
@@ -79,7 +79,7 @@ async def _dialled(endpoints: Any, worker: Any, host: str, port: int) -> bool:
 
     try:
         endpoint = endpoints.create(worker, host, port, True)
-    except Exception:  # ucxx raises a family of its own, and RuntimeError
+    except Exception:  # ucxx raises its own exceptions, and RuntimeError
         return False
     try:
         async with asyncio.timeout(TRY_S):

@@ -1,6 +1,6 @@
 """A process with one kind of port: ``python -m rrl.tests.support.security.victim KIND KEYS``.
 
-Prints its address, then serves members of the run until its input ends.
+It prints its address, then serves members of the run until its standard input ends.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def _snapshots(keys: RunKeys) -> None:
 
 
 class _EndlessTurns(FakeTurns):
-    """Turns whose answers never end in an episode with an even number; in any other they end at once."""
+    """Turns of episodes. In episodes with an even number, answers never end; in other episodes they end at once."""
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens:
         if episode_of(turn) % 2:
@@ -76,7 +76,7 @@ class _EndlessTurns(FakeTurns):
         return TurnTokens((2,) * TOKENS, (-0.5,) * TOKENS, (VERSION_OF_WEIGHTS,) * TOKENS, False)
 
     async def open_turn(self, episode: int, *more: Any) -> int:
-        """Keep nothing: what grows in this process is the endpoint's."""
+        """Store nothing, so that the memory of this process grows only because of the endpoint."""
         return 2 * 10**6 + episode
 
 

@@ -23,31 +23,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("install", help="install Debian's packages (root)")
-    command.add_argument("--accounting", action="store_true", help="with slurmdbd and the database's server")
+    command.add_argument("--accounting", action="store_true", help="also install slurmdbd and a database server")
     commands.add_parser("uninstall", help="remove the packages that install has added, and the labs' user (root)")
     command = commands.add_parser("root", help="fetch the programs of another version; prints their folder")
     command.add_argument("version", choices=slurm_root.SUITES)
-    for name, text in (("start", "start a cluster that stays"), ("stop", "kill it and remove its folder"),
-                       ("status", "states of its nodes, and its jobs"), ("env", "shell lines to use it"),
+    for name, text in (("start", "start a cluster that keeps running"), ("stop", "kill it and remove its folder"),
+                       ("status", "states of the nodes, and the jobs"), ("env", "shell lines to use a cluster"),
                        ("crash", "kill everything of a node"), ("up", "start a crashed node"),
-                       ("cut", "take a node's link down"), ("heal", "take it up, undelayed"),
+                       ("cut", "take a node's link down"), ("heal", "take a node's link up, without delay"),
                        ("delay", "delay a node's packets"), ("outage", "stop slurmctld for a while")):  # fmt: skip
         command = commands.add_parser(name, help=text)
-        command.add_argument("--dir", type=Path, required=True, help="its folder; short, since sockets lie in it")
+        command.add_argument("--dir", type=Path, required=True, help="the cluster's folder; its path must be short")
         if name in _FAULTS and name != "outage":
             command.add_argument("node")
         if name == "delay":
             command.add_argument("ms", type=float)
         if name in _FAULTS:
-            command.add_argument("--seconds", type=float, required=name == "outage", help="undone after so long")
+            command.add_argument("--seconds", type=float, required=name == "outage", help="duration of the fault")
         if name == "start":
             command.add_argument("--nodes", type=int, default=5)
-            command.add_argument("--cpus", type=int, default=8, help="that each node claims to have")
+            command.add_argument("--cpus", type=int, default=8, help="CPUs that each node claims to have")
             command.add_argument("--memory", type=int, default=8000, help="MiB that each node claims to have")
             command.add_argument("--gpus", type=int, default=0, help="false GPUs of each node")
-            command.add_argument("--isolated", action="store_true", help="a network for each node (root)")
-            command.add_argument("--accounting", action="store_true", help="slurmdbd; limits are enforced")
-            command.add_argument("--slurm", metavar="VERSION", choices=slurm_root.SUITES, help="not the installed one")
+            command.add_argument("--isolated", action="store_true", help="each node has its own network (root)")
+            command.add_argument("--accounting", action="store_true", help="run slurmdbd, which enforces limits")
+            command.add_argument("--slurm", metavar="VERSION", choices=slurm_root.SUITES, help="run this version")
     try:
         print(_perform(parser.parse_args(argv)))
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:

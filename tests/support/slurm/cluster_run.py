@@ -1,4 +1,4 @@
-"""A run's own SlurmCluster on a real Slurm, used as a plain user; its steps are small shell scripts."""
+"""The SlurmCluster of a run on a real Slurm, used as a plain user; the steps are small shell scripts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Run:
         return Step(self.tag(name), self.pool, NodeName(node), Resources(cpus, gpus, mem * 2**20), *files, agent, agent)
 
     async def hold(self, slurm: SlurmCluster, count: int) -> tuple[NodeName, ...]:
-        """Allocate a pool of ``count`` nodes and return them once it runs."""
+        """Allocate a pool of ``count`` nodes and return the nodes once the allocation runs."""
         await slurm.request(self.allocation_request(count))
         observed = await until(slurm, lambda snapshot: state(snapshot, self.pool) is AllocationState.RUNNING)
         assert observed.allocations is not None

@@ -24,7 +24,7 @@ def forward(names: Sequence[str], late: float) -> None:
     """Forward frames in both directions, each after ``late`` s."""
     ends = [_opened(name) for name in names]
     waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
-    """Frames by the device that they go to, each with the time at which it is due."""
+    """Frames by the device to which they go, each with the time at which it must be sent."""
     other = dict(zip(ends, reversed(ends), strict=True))
     while True:
         due = min((queue[0][0] for queue in waiting.values() if queue), default=None)
@@ -32,14 +32,14 @@ def forward(names: Sequence[str], late: float) -> None:
         for end in select.select(ends, [], [], timeout)[0]:
             try:
                 waiting[other[end]].append((time.monotonic() + late, end.recv(_FRAME)))
-            except OSError:  # said once when the link goes down
+            except OSError:  # the error comes once when the link goes down
                 continue
         for end, queue in waiting.items():
             while queue and queue[0][0] <= time.monotonic():
                 frame = queue.popleft()[1]
                 try:
                     end.send(frame)
-                except OSError:  # the link is down: lost, as on a wire
+                except OSError:  # the link is down: the frame is lost, as on a wire
                     continue
 
 
@@ -53,5 +53,5 @@ def _opened(name: str) -> socket.socket:
 
 if __name__ == "__main__":
     first, second, milliseconds = sys.argv[1:]
-    os.nice(-5)  # a late forwarder would add delay of its own
+    os.nice(-5)  # a late forwarder would add further delay
     forward((first, second), float(milliseconds) / 1000)

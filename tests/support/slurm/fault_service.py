@@ -1,14 +1,14 @@
 """Injects faults on request: the lab's plain user may request faults of its nodes and its controller.
 
 Requests arrive at a Unix socket in the lab's folder, which only the lab's user may open. RRL_LAB_FAULTS in the user's
-environment is its path. A request is one line with a JSON object, and so is the answer:
+environment is the path of the socket. A request is one line with a JSON object, and so is the answer:
 
     {"do": "crash", "node": "n3"}                  -> {"ok": true, "detail": "crash n3"}
     {"do": "cut", "node": "n3", "seconds": 5}      undone after 5 s (crash by up, cut and delay by heal)
     {"do": "delay", "node": "n3", "ms": 200}
     {"do": "outage", "seconds": 5}                 slurmctld is gone for so long
 
-It serves requests one by one, in a process that ends with the lab, and has no targets but those of the lab.
+The service handles requests one by one, in a process that ends with the lab, and has only the lab as its target.
 """
 
 from __future__ import annotations
@@ -82,22 +82,22 @@ def request_fault(path: str | Path, **request: object) -> Answer:
 
 
 def inject(lab: SlurmLab, request: Request) -> str:
-    """Carry out a fault, and have it undone after ``seconds`` if given. Raises RuntimeError with the reason of a
-    refusal."""
+    """Carry out a fault, and undo it after ``seconds`` if given. Raises RuntimeError with the reason if it is
+    refused."""
     if request.seconds is not None and not 0 < request.seconds <= _MAX_DURATION_S:
         raise RuntimeError(f"seconds must be above 0 and at most {_MAX_DURATION_S:.0f}")
     if request.do == "outage":
         if request.node is not None or request.ms is not None:
-            raise RuntimeError("an outage is slurmctld's: it has no node and no ms")
+            raise RuntimeError("an outage is of slurmctld: it takes no node and no ms")
         if request.seconds is None:
-            raise RuntimeError("an outage needs its seconds: nobody but the lab could end it")
+            raise RuntimeError("an outage needs seconds: a user cannot end it")
         with lab.controller_down():
             time.sleep(request.seconds)
         return f"outage of {request.seconds:g} s"
     if request.node not in lab.nodes:
         raise RuntimeError(f"no node {request.node} in this lab: {', '.join(lab.nodes)}")
     if (request.ms is not None) != (request.do == "delay"):
-        raise RuntimeError("ms is what a delay has, and nothing else")
+        raise RuntimeError("a delay needs ms, and no other fault takes it")
     if request.do == "delay":
         assert request.ms is not None
         if not 0 <= request.ms <= _MAX_DELAY_MS:
@@ -121,7 +121,7 @@ def main(path: Path) -> None:
 
 def _converse(lab: SlurmLab, alone: threading.Lock, client: socket.socket) -> None:
     client.settimeout(_CLIENT_TIMEOUT_S)
-    with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # it may leave at any time
+    with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # it may disconnect at any time
         while line := lines.readline(_MAX_LINE_BYTES):
             answer = _answer(lab, alone, line)
             lines.write(msgspec.json.encode(answer) + b"\n")

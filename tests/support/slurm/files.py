@@ -16,12 +16,12 @@ from rrl.tests.support.slurm.netns import Network
 from rrl.tests.support.slurm.root import programs_of, version_of
 
 _CGROUP_CONF_SINCE = (23, 11)
-"""Version from which slurmd reads cgroup.conf whatever the plugins are, and requires cgroups that this machine
-lacks."""
+"""Version from which slurmd reads cgroup.conf with any plugin, and requires cgroups that this machine lacks."""
 _SHORT, _LONG = (2, 6), (4, 10)
-"""(MessageTimeout, SlurmdTimeout) in s: a dead node is down after about 10 s and 18 s."""
+"""(MessageTimeout, SlurmdTimeout) in s. With these values, a dead node is down after about 10 s and 18 s."""
 _LONG_SINCE = (24, 0)
-"""Version from which slurmctld was observed to leave one of ten sruns waiting for more than 2 s on a busy machine."""
+"""Version from which ``_LONG`` is used: on a busy machine, this slurmctld let one of ten sruns wait for more than 2
+s."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -36,21 +36,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     inactive_limit: int = 0
     slurmd_timeout: int = 0
-    """Seconds after which slurmctld ends the jobs of a silent node and sets it down; 0: as few as this version
-    supports."""
+    """Seconds after which slurmctld ends the jobs of a node that does not answer and sets it down; 0 means as few as
+    this version supports."""
     root: str | None = None
-    """Folder of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None: the installed version."""
+    """Folder of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None means the installed version."""
     network: Network | None = None
-    """Network of nodes that have one of their own; None: all nodes use this machine's network."""
+    """Network of nodes that have their own namespaces; None if all nodes use this machine's network."""
     accounting: bool = False
     preempting: int = 0
-    """Grace (s) of jobs in the partitions ``low`` and ``lowest`` when ``main`` takes their nodes; 0: only ``main``
+    """Grace (s) of jobs in the partitions ``low`` and ``lowest`` when ``main`` takes their nodes; with 0 only ``main``
     exists."""
     requeue_delay: int | None = None
-    """Seconds for which slurmctld holds a requeued job; None: as long as this version does (before 25.11 it cannot be
-    set)."""
+    """Seconds for which slurmctld holds a requeued job; None means the default of this version (before 25.11 it cannot
+    be set)."""
     owner: tuple[int, str] | None = None
-    """Pid and start time of the process after whose end the lab counts as abandoned; None: it runs until it is
+    """Pid and start time of the process after whose end the lab counts as abandoned; None if it runs until it is
     stopped."""
 
     @property
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accounting_port(self) -> int:
-        """Return slurmdbd's port: the one after those of slurmctld and the nodes."""
+        """Return slurmdbd's port: the next port after the ports of slurmctld and the nodes."""
         return self.port + self.nodes + 1
 
 

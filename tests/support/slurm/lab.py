@@ -4,8 +4,8 @@ Every node is a real slurmd (``slurmd -N nX``, with a port of its own). The lab 
 all of its files are in one folder. If root starts the lab, the daemons belong to root, and jobs are submitted by a
 plain user without operator rights (:attr:`SlurmLab.user`). If another user starts it, everything runs as that user.
 
-A lab of root can give each node a network of its own, which can be cut and delayed (``isolated``). With ``accounting``
-there are slurmdbd and limits. ``root`` selects another version of Slurm.
+A lab of root can give each node a network of its own, which can be cut and delayed (``isolated``). With ``accounting``,
+slurmdbd runs and limits are enforced. ``root`` selects another version of Slurm.
 
     python -m rrl.tests.support.slurm.lab install
     python -m rrl.tests.support.slurm.lab start --dir /tmp/lab --nodes 5
@@ -47,9 +47,9 @@ _PREFIX = "rrl-lab-"
 _PORTS = range(20_000, 32_000)
 """Ports below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 _DEADLINE_S = 120.0
-"""Generous deadline in s: a busy machine needs many times as long as Slurm otherwise takes."""
+"""Generous deadline in s: Slurm takes many times as long on a busy machine."""
 _POLL_S = 0.2
-"""Seconds between two questions to Slurm. Each starts a command, which takes about 20 ms of CPU."""
+"""Seconds between two queries to Slurm. Each query starts a command, which takes about 20 ms of CPU."""
 COMPLETING_TIMEOUT_S = 200.0
 """Seconds for Slurm to complete jobs that have ended. If a slurmd has not answered a request to end a job in time,
 slurmctld repeats it after 55 s (measured on 22.05), and the job stays COMPLETING until then. On a busy machine
@@ -67,7 +67,7 @@ def missing(root: str | None = None, accounting: bool = False) -> list[str]:
 class SlurmLab:
     """A running cluster; a context manager that stops it.
 
-    ``cpus``, ``memory`` (MiB) and ``gpus`` are what each node claims to have, whatever this machine has.
+    ``cpus``, ``memory`` (MiB) and ``gpus`` are what each node claims to have, independently of this machine.
     """
 
     def __init__(self, path: Path, settings: Settings) -> None:
@@ -87,15 +87,16 @@ class SlurmLab:
         inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
             preempting: int = 0, requeue_delay: int | None = None, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
-        """Start a lab and wait until every node is idle; the rest of a crashed lab in ``path`` is ended first.
+        """Start a lab and wait until every node is idle; the remaining processes of a crashed lab in ``path`` are ended
+        first.
 
         Args:
-            path: Folder of the lab; None: a short temporary folder.
-            slurmd_timeout: Seconds after which a silent node is down; 0: as few as possible.
-            isolated: Whether each node has a network of its own (root only).
+            path: Folder of the lab; None means a temporary folder with a short path.
+            slurmd_timeout: Seconds after which a node that does not answer is down; 0 means as few as possible.
+            isolated: Whether each node has its own network (root only).
             accounting: Whether slurmdbd runs, and associations, limits and QOS are enforced.
-            preempting: Grace (s) of preempted jobs; 0: there are no partitions with preemption.
-            requeue_delay: Seconds for which a requeued job is held; None: the default of this version of Slurm.
+            preempting: Grace (s) of preempted jobs; with 0 there are no partitions with preemption.
+            requeue_delay: Seconds for which a requeued job is held; None means the default of this version of Slurm.
             root: Folder of another version of Slurm (default: ``$RRL_SLURM_ROOT``).
             stays: Whether the lab outlives the calling process.
 
@@ -170,7 +171,8 @@ class SlurmLab:
             raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
 
     def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
-        """Run a program that does not detach itself, beside the daemons; ``log``: file name in the lab's log folder."""
+        """Run a program that does not detach itself, beside the daemons; ``log`` is its file in the lab's log
+        folder."""
         with (self.dir / "log" / log).open("ab") as output:
             subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
                            stdout=output, stderr=output)  # fmt: skip
@@ -194,7 +196,7 @@ class SlurmLab:
         ).stdout  # fmt: skip
 
     def states(self) -> dict[str, str]:
-        """Slurm's short state of each node, flags included (``idle``, ``mix``, ``down*``)."""
+        """Return Slurm's short state of each node, flags included (``idle``, ``mix``, ``down*``)."""
         lines = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines()
         return dict(line.split() for line in lines)
 
@@ -268,7 +270,7 @@ class SlurmLab:
         self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))
 
     def cut(self, node: str) -> None:
-        """Take the node's link down: it runs on, but exchanges no messages. Only if nodes are isolated."""
+        """Take the node's link down: the node keeps running, but exchanges no messages. Nodes must be isolated."""
         netns.cut(self._isolated(), node)
 
     def heal(self, node: str) -> None:
@@ -277,7 +279,7 @@ class SlurmLab:
         netns.heal(self._isolated(), node)
 
     def delay(self, node: str, milliseconds: float) -> None:
-        """Delay every packet to and from the node; 0: no delay. Only if nodes are isolated."""
+        """Delay every packet to and from the node; 0 ends the delay. Nodes must be isolated."""
         network = self._isolated()
         if processes.delaying(self.dir, network.link(node)):
             processes.kill_all(lambda: processes.delaying(self.dir, network.link(node)))
@@ -398,8 +400,8 @@ def _free_ports(count: int) -> int:
 
 
 def _start_time(pid: int) -> str:
-    """Return field 22 of /proc/<pid>/stat, which tells a process from a later one with the same pid; '' if it has
-    ended."""
+    """Return field 22 of /proc/<pid>/stat, which distinguishes a process from a later process with this pid; '' if it
+    has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -15,17 +15,17 @@ from pathlib import Path
 from msgspec import Struct
 
 _NETWORKS = tuple(f"198.{second}.{third}" for second in (18, 19) for third in range(256))
-"""Networks in 198.18.0.0/15, which is for tests of network devices (RFC 2544): no site routes it."""
+"""Networks in 198.18.0.0/15, which is reserved for tests of network devices (RFC 2544), so no site routes it."""
 _BRIDGE_HOST = 254
 
 
 class Network(Struct, frozen=True):
-    """The network of a lab. ``prefix`` begins the names of its devices (at most 15 characters), ``first`` its
-    addresses."""
+    """The network of a lab. The names of its devices (at most 15 characters) begin with ``prefix``, its addresses with
+    ``first``."""
 
     prefix: str
     first: str
-    """The first three octets."""
+    """The first three octets of the network's addresses."""
 
     @property
     def cidr(self) -> str:
@@ -85,7 +85,7 @@ def make(network: Network, nodes: tuple[str, ...]) -> None:
 
 
 def remove(network: Network) -> None:
-    """Remove everything that :func:`make` and :func:`divert` have created, as far as it exists."""
+    """Remove everything that :func:`make` and :func:`divert` have created and that still exists."""
     for path in Path("/run/netns").glob(f"{network.prefix}n*"):
         subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
     for path in Path("/sys/class/net").glob(f"{network.prefix}*"):
@@ -137,7 +137,7 @@ def divert(network: Network, node: str) -> tuple[str, str]:
     """
     link, near, far = network.link(node), f"{network.prefix}d{node}", f"{network.prefix}e{node}"
     _ip("link", "add", near, "type", "veth", "peer", "name", far)
-    for device in (link, near):  # this machine must not answer for the bridge's address on them
+    for device in (link, near):  # this machine must not answer for the bridge's address on these devices
         Path(f"/proc/sys/net/ipv4/conf/{device}/arp_ignore").write_text("1")
     _ip("link", "set", link, "nomaster")
     _ip("link", "set", far, "master", network.bridge, "up")

@@ -1,6 +1,6 @@
 """Installs on this machine what labs need, after announcing it, and removes it again.
 
-Needs root: Debian's packages of Slurm, and the system user as which labs submit jobs.
+It needs root, and installs Debian's packages of Slurm and the system user as which labs submit jobs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _install_packages(accounting: bool) -> str:
     print(f"installing {len(added)} of Debian's packages: {' '.join(added)}", *sizes, sep="\n  ")
     print("make uninstall-slurm removes them", flush=True)
     RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # before: an interrupted installation counts, too
+    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # before it: uninstall undoes interrupted ones, too
     _apt(*wanted, check=True)
     if absent := missing(accounting=accounting):
         raise RuntimeError(f"installed {' '.join(packages)}, and yet these are not there: {', '.join(absent)}")

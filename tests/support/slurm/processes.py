@@ -52,7 +52,7 @@ def running_process(pid: int) -> Process | None:
             return None
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except (OSError, ValueError):  # it ended meanwhile, or is not ours to look into
+    except (OSError, ValueError):  # the process has ended, or this user may not inspect it
         return None
     return Process(pid, int(parent), comm, command, dict(p.split("=", 1) for p in pairs if "=" in p))
 
@@ -88,7 +88,7 @@ def of_node(lab: Path, node: str) -> dict[int, Process]:
 
 
 def _launched_on(process: Process) -> str | None:
-    """Return the node in a role's launch file; the role's environment contains nothing of Slurm."""
+    """Return the node in a role's launch file, because the role's environment contains no variable of Slurm."""
     try:
         launch = json.loads(Path(process.environ["RRL_LAUNCH"]).read_bytes())
     except (KeyError, OSError, ValueError):
@@ -97,7 +97,7 @@ def _launched_on(process: Process) -> str | None:
 
 
 def delaying(lab: Path, link: str) -> dict[int, Process]:
-    """Return the process that delays a link's frames, if there is one."""
+    """Return the process that delays a link's frames, or None."""
     return {pid: one for pid, one in of_lab(lab).items() if {DELAYER, link} <= set(one.command.split())}
 
 
@@ -115,7 +115,7 @@ def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, s
     A slurmstepd overwrites its environment with its title, so only its socket shows what it belongs to.
     """
     inodes: dict[str, dict[str, tuple[str, str]]] = {}
-    """Socket inodes by network namespace, because nodes may have one of their own."""
+    """Socket inodes by network namespace, because nodes may have their own namespaces."""
     holders: dict[tuple[str, str], set[int]] = {}
     for process in everybody.values():
         if process.comm == "slurmstepd":
@@ -163,7 +163,7 @@ def _families(everybody: dict[int, Process], belongs: Callable[[Process], bool])
     def member(pid: int) -> bool:
         if pid not in family:
             process = everybody.get(pid)
-            family[pid] = False  # a cycle cannot be, but a pid reused while we read could make one
+            family[pid] = False  # a pid that is reused during the read could make a cycle
             family[pid] = process is not None and (belongs(process) or member(process.parent))
         return family[pid]
 
@@ -189,8 +189,8 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 def kill_all(find: Callable[[], dict[int, Process]]) -> None:
     """Kill all processes that ``find`` returns, until it returns none.
 
-    All are stopped first, so that none can react to the end of another. Raises TimeoutError with the processes that
-    remain.
+    All are stopped first, so that no process can react to the end of another one. Raises TimeoutError with the
+    processes that remain.
     """
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     while left := find():

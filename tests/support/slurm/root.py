@@ -1,9 +1,9 @@
 """Slurm of other versions beside the installed one: programs of another Debian suite, unpacked into a folder.
 
 Nothing is installed, and no root rights are needed. apt resolves and downloads the packages as for a machine without
-any, and patchelf makes the programs use the libc and the libraries of their folder. So they are ordinary programs of
-this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive the signals to
-srun.
+packages, and patchelf makes the programs use the libc and the libraries of their folder. So they are ordinary programs
+of this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive signals in
+place of srun.
 
     python -m rrl.tests.support.slurm.lab root 24.11
 """
@@ -49,7 +49,7 @@ Acquire::Check-Valid-Until "false";
 
 
 def roots_folder() -> Path:
-    """Return ``$RRL_SLURM_ROOTS``; without it /var/cache for root, whose home other users cannot read, else
+    """Return ``$RRL_SLURM_ROOTS``. If unset, return /var/cache for root, whose home other users cannot read, else
     ~/.cache."""
     if given := os.environ.get(ROOTS_ENV):
         return Path(given).absolute()
@@ -71,7 +71,7 @@ def ensure(version: str) -> Path:
     with _alone(root.with_suffix(".lock")):
         if not (root / "ready").exists():
             if absent := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
-                raise RuntimeError(f"Slurm {version} is unpacked from Debian's packages: no {', '.join(absent)} here")
+                raise RuntimeError(f"to unpack Slurm {version} from Debian's packages, install {', '.join(absent)}")
             shutil.rmtree(root, ignore_errors=True)
             _make(SUITES[version], root)
     if (message := version_of(root)) != version:

@@ -1,10 +1,10 @@
-"""``make test-slurm-versions``: the tests that need Slurm, on each version of it, one after the other; of the long ones
-only those that an option asks for (``-m slurm``).
+"""``make test-slurm-versions``: run the tests that need Slurm on each version of Slurm in turn.
 
     python -m rrl.tests.support.slurm.versions [VERSION ...] [-- PYTEST OPTION ...]
 
-A version's programs are fetched when they are not there (:mod:`rrl.tests.support.slurm.root`). Jobs are submitted by a
-plain user as ever. The last lines say how each version went; the exit code is 0 only if all passed and none skipped.
+Long tests run only with the option ``-m slurm``. The programs of a version are fetched if they are missing
+(:mod:`rrl.tests.support.slurm.root`). Jobs are submitted by a plain user. The last lines give the result of each
+version. The exit code is 0 only if all tests passed and none was skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(root: Path, options: Sequence[str]) -> tuple[bool, str]:
-    """Run the tests, and return whether all passed, with a text that gives numbers and time."""
+    """Run the tests; return whether all passed, and a text with the numbers of tests and the time."""
     env = os.environ | {ROOT_ENV: str(root), "RRL_REQUIRE_SLURM": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

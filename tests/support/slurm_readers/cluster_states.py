@@ -25,12 +25,12 @@ ODD_REASONS = (
 )
 """Reasons of drains that a parser of text might misread."""
 DRAINED, CRASHED, DOWN = "n5", "n4", "n3"
-"""The nodes that are drained with odd reasons, that crashes, and that is set down."""
+"""The node that is drained with odd reasons, the node that crashes, and the node that is set down."""
 DOWN_REASON = "bad fan"
 
 
 class Jobs(Struct):
-    """Ids of the jobs."""
+    """The Slurm ids of the jobs."""
 
     running: str = ""
     suspended: str = ""
@@ -45,7 +45,7 @@ class Jobs(Struct):
 
 
 def play(lab: SlurmLab, look: Callable[[str], None]) -> Jobs:
-    """Bring the lab into all states, and call ``look`` with the name of each moment at which they are to be read.
+    """Bring the lab into all states, and call ``look`` with the name of each moment at which states must be read.
 
     The moments are ``preempting``, ``completing``, ``settled``, ``reason-N`` for each odd reason, and ``down``.
     """
@@ -83,7 +83,7 @@ def play(lab: SlurmLab, look: Callable[[str], None]) -> Jobs:
         lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=DRAIN", f"Reason={reason}")
         look(f"reason-{number}")
         lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=RESUME")
-        # a node that was resumed counts as not responding for some time
+        # a resumed node counts as not responding for some time
         lab.wait_for(lambda: lab.states()[DRAINED] == "idle", f"{DRAINED} does not become idle")
     lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=DRAIN", "Reason=bad disk")
     lab.slurm("scontrol", "update", f"NodeName={DOWN}", "State=DOWN", f"Reason={DOWN_REASON}")

@@ -1,7 +1,7 @@
-"""A false pyslurm: the objects that the real one returned when they were recorded, and ways to misbehave.
+"""A stand-in for pyslurm. It returns recorded objects of the real pyslurm, and can misbehave.
 
-The process of the reader imports it instead of pyslurm. The file that ``FAKE_PYSLURM`` names controls it, and is read
-at each call, so that a test can change what happens next.
+The process of the reader imports it instead of pyslurm. The file that ``FAKE_PYSLURM`` names controls its behaviour.
+The file is read at each call, so that a test can change the next call.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ class Control(Struct):
     moment: str
     """Moment of the recording whose objects are returned."""
     behaviour: str = ""
-    """``""``: as recorded; ``hang``: never return; ``die``: end the process; ``late``: return after ``late_s`` seconds;
-    ``garbage``: a job in a state that does not exist; ``lie``: nodes that are up although they are not."""
+    """``""``: return the recording; ``hang``: never return; ``die``: end the process; ``late``: return after ``late_s``
+    seconds; ``garbage``: return a job in a state that does not exist; ``lie``: return nodes as up although they are
+    down."""
     import_behaviour: str = ""
-    """``hang`` or ``die``, when it is imported."""
+    """Behaviour of the import: ``hang``, ``die``, or empty for a successful import."""
     version: str = ""
-    """Version to report; empty: the recorded one."""
+    """Version to report; if empty, the recorded version."""
     late_s: float = 0.0
     modify_error: str = ""
-    """Name of the recorded error that a change of a node raises; empty: it succeeds."""
+    """Name of the recorded error that a change of a node raises; if empty, changes succeed."""
     queue_length: int = 0
-    """Number of foreign jobs to add to the recorded ones."""
+    """Number of other users' jobs to add to the recorded jobs."""
     changes: str = ""
-    """Path of a file to which each change of a node is appended; empty: none."""
+    """Path of a file to which each change of a node is appended; if empty, changes are not written."""
 
 
 def write_control(path: Path, control: Control) -> None:
@@ -157,12 +158,12 @@ class Node:
         return nodes[name]
 
     def modify(self, change: Node) -> None:
-        """Note the change, or raise the error that the control file names."""
+        """Record the change, or raise the error that the control file names."""
         control = _control()
         if control.changes:
             with Path(control.changes).open("ab") as changes:
                 changes.write(msgspec.json.encode([self.name, change.changes]) + b"\n")
-        _objects("nodes")  # misbehaves as a read does, after the change
+        _objects("nodes")  # after the change, the call misbehaves as reads do
         if control.modify_error:
             raise _recorded_error(control.modify_error)
 

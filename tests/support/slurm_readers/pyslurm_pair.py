@@ -1,8 +1,8 @@
-"""Says whether pyslurm and Slurm are a matching pair here, for ``make test-pyslurm`` and the tests of the readers.
+"""Checks whether pyslurm matches Slurm on this machine, for ``make test-pyslurm`` and the tests of the readers.
 
     python -m rrl.tests.support.slurm_readers.pyslurm_pair
 
-Exits with 2, after one line, if they are not.
+If not, it prints one line and exits with 2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m rrl.tests.support.slurm_readers.recording
 
 Starts a lab, brings it into every state, and writes ``tests/data/recorded/pyslurm/VERSION.json``. pyslurm must match
-the Slurm of the lab (:mod:`.pyslurm_pair`). Only processes forked for it import pyslurm.
+the Slurm of the lab (:mod:`.pyslurm_pair`). Only processes that are forked for this purpose import pyslurm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stands in for the process of a tracker: writes a line for each start, then does what FAKE_TRACKER says."""
+"""A stand-in for the process of a tracker: it writes a line at each start, then behaves as FAKE_TRACKER says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Processes of trackers, forked from one that has imported their packages: those of MLflow take 1 s of CPU.
+"""Tracker processes, forked from a process that has imported their packages, because importing MLflow takes 1 s of CPU.
 
-This is a module of its own because the forked processes import it.
+This is a separate module, because the forked processes import it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 PACKAGES = ["mlflow.tracking", "wandb", "rrl.manager.tracking.main"]
-"""What the processes find imported. The package of TensorBoard is imported in 0.1 s."""
+"""Packages that are imported before the fork. TensorBoard's package is left out: its import takes 0.1 s."""
 PARENT = "PARENT"
 """An argument that stands for the id of the process which forks the others."""
 
@@ -28,7 +28,7 @@ def fork_server() -> Iterator[ForkServerContext]:
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it lives as long as pytest
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it runs as long as pytest
 
 
 def start(
@@ -37,9 +37,9 @@ def start(
     """Start a process that runs a program as ``python -c`` does.
 
     Args:
-        argv: Its arguments, ``PARENT`` among them.
-        folder: Its working directory.
-        log: The file to which it appends what it prints.
+        argv: Arguments of the process, including ``PARENT``.
+        folder: Working directory of the process.
+        log: The file to which the output of the process is appended.
     """
     process = server.Process(target=_run, args=(program, list(argv), dict(env), folder, log))
     process.start()

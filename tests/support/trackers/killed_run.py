@@ -1,4 +1,4 @@
-"""A whole local run whose trackers are killed repeatedly and whose manager is killed once, and which is resumed."""
+"""A whole local run, which is resumed once; its trackers are killed repeatedly, and its manager once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rrl.tests.support.runs import TIMEOUT_S, TestRun, light_job, submit_here
 TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
 STEPS_AFTER_RESUME = 10
 MANY_STEPS = 100_000
-"""More steps than the run makes before it is cancelled."""
+"""Number of steps of the job: more than the run trains before it is cancelled."""
 KEY_ENV, KEY = "TRACKER_TEST_KEY", "key-5a17c9"
-"""A variable that the job passes on as it would pass WANDB_API_KEY, and its value."""
+"""An environment variable that the job passes on, as it would pass WANDB_API_KEY, and its value."""
 
 
 def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") -> str:
@@ -30,7 +30,8 @@ def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") 
 
 
 def play(folder: Path, kills: int) -> TestRun:
-    """Return the run after its end: each tracker killed ``kills`` times, cancelled, resumed and completed."""
+    """Play the run, and return it after its end. Each tracker is killed ``kills`` times; the run is cancelled and
+    resumed."""
     os.environ |= {"WANDB_MODE": "offline", KEY_ENV: KEY}
     run = submit_here(folder, tracked_job(MANY_STEPS, TRACKERS))
     run.wait_steps(1)
@@ -57,7 +58,7 @@ def play(folder: Path, kills: int) -> TestRun:
 
 
 def wait_for_more(run: TestRun) -> None:
-    """Wait until each tracker has got a step that it does not have now."""
+    """Wait until each tracker has received a step that it does not have now."""
     before = {name: read_progress(run.run, name).step for name in TRACKERS}
     wait_until(run, lambda: all(read_progress(run.run, name).step > step for name, step in before.items()))
 

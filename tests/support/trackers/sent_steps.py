@@ -1,4 +1,5 @@
-"""Read the steps that trackers have of a run, by the trackers' own packages, in the order of sending."""
+"""Reads the steps that trackers have stored of a run, by the trackers' own packages, in the order in which they were
+sent."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rrl.core.run_spec import TrackerName
 
 
 def sent(run: RunDir, tracker: TrackerName, metric: str) -> list[tuple[int, float]]:
-    """Return (step, value) of a metric, in the order in which the tracker has them; values that are no numbers too."""
+    """Return (step, value) of a metric, in the order in which the tracker has them, including NaN and infinite
+    values."""
     folder = run.trackers / tracker
     if tracker == "tensorboard":
         return tensorboard_scalars(folder, metric)
@@ -63,5 +65,5 @@ def mlflow_runs(folder: Path) -> tuple[Any, list[str]]:
 
 
 def check_once_each(found: Sequence[tuple[int, float]], steps: int) -> None:
-    """Check that steps 1 to ``steps`` are there, once each and in order."""
+    """Check that the tracker has steps 1 to ``steps``, once each and in order."""
     assert [step for step, _ in found] == list(range(1, steps + 1))

@@ -1,6 +1,6 @@
-"""A chain of receivers under test: a publisher whose version arrives chunk by chunk, receivers, and faulty stores.
+"""A chain of receivers under test: a publisher that offers its version chunk by chunk, receivers, and faulty stores.
 
-Receivers run in this process or in processes of their own. Faulty stores send wrong bytes or do not answer.
+Receivers run in this process or in their own processes. Faulty stores send wrong bytes or do not answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true; the deadline is that of the test."""
+    """Wait until the condition is true; only the test's own deadline ends the wait."""
     while not condition():
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -48,7 +48,7 @@ class Publisher:
             yield
 
     def feed(self, chunks: int | None = None) -> None:
-        """Make this many further chunks available; None: all that are left."""
+        """Make this many further chunks available; None means all remaining chunks."""
         version = self.manifest.version
         count = len(self._left) if chunks is None else chunks
         feeding, self._left = self._left[:count], self._left[count:]

@@ -83,7 +83,7 @@ def right(held: StoredVersion, nbytes: int) -> bool:
 
 
 def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
-    """Return whether every byte is right, at the speed of a memcpy; digests are not used, because they are under
+    """Return whether every byte is right, about as fast as a memcpy. Digests are not used, because they are under
     test."""
     pattern = bytes(content(_PIECE + _PERIOD, seed_of(version)))
     return flat.nbytes == nbytes and all(
@@ -93,7 +93,7 @@ def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
 
 
 class _Store(WeightStore):
-    """A store that notes when the first chunk of a version was verified."""
+    """A store that records when the first chunk of a version was verified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Connection(ManagerConnection):
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
         transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
-        self._loop.close()  # a role's runs in a thread of its own
+        self._loop.close()  # a role's event loop runs in its own thread
         self.weights = store
         self._report_version, self._dropped = report_version, dropped
         self._received = 0
@@ -150,7 +150,7 @@ class _Member:
         self._secret = bytes.fromhex(start.secret)
         self.store = _Store()
         self._announced_at: dict[Version, float] = {}
-        """Times at which it learned of versions that are newer than its own."""
+        """Times at which the member received the messages about versions that are newer than its own."""
         self._checking = asyncio.Lock()
         self._report_task: set[asyncio.Task[None]] = set()
         self._link = _Connection(start, self.store, self._on_version, self.report_to_driver)
@@ -178,7 +178,7 @@ class _Member:
                 for version in self.store.versions():
                     self.store.discard(version)
                 if command.memory:
-                    self.store.allocate(1)  # what was kept does not fit
+                    self.store.allocate(1)  # replaces the kept buffer, which has another size
                 self.report_to_driver(Forgot())
             case Dial():
                 self.report_to_driver(Dialled(tuple([await self._dial(command) for _ in range(command.times)])))
@@ -227,7 +227,7 @@ class _Member:
         telling.add_done_callback(_loud)
 
     async def _report_committed(self, committed: Committed, held: StoredVersion) -> None:
-        async with self._checking:  # one after the other, in their order
+        async with self._checking:  # versions are checked one after the other, in order
             if self._start.check:
                 good = held.manifest.version == committed.version
                 good = good and await asyncio.to_thread(right, held, self._start.nbytes)
@@ -268,7 +268,7 @@ def _loud(task: asyncio.Task[None]) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends; SIGKILL also ends a stopped process."""
+    """Make the kernel send SIGKILL to this process when its parent ends; SIGKILL also ends a stopped process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -299,9 +299,9 @@ def nursery(control: socket.socket) -> None:
 
 if __name__ == "__main__":
     if sys.argv[2] == "ucx":
-        os.environ.update(SETTINGS)  # UCX reads some of them as it is loaded
+        os.environ.update(SETTINGS)  # UCX reads some of these settings while it is loaded
         import ucxx  # noqa: F401
-    # by its full name: what is told and said are classes of that module, not of __main__
+    # imported by its full name: commands and reports are classes of that module, not of __main__
     from rrl.tests.support.weights import member as _this
 
     _this.nursery(socket.socket(fileno=int(sys.argv[1])))

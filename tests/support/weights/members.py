@@ -29,9 +29,9 @@ T = TypeVar("T")
 class Nursery:
     """A process that forks members.
 
-    ``inside`` is the beginning of its command line, which starts it in another network namespace. UCX is kept to TCP
-    there, because it would otherwise use shared memory between these namespaces of one machine. For nixl UCX is kept
-    to TCP everywhere: over shared memory a read ends within the call that begins it, so a test cannot interrupt it.
+    ``inside`` is the beginning of its command line, which starts it in another network namespace. There UCX is limited
+    to TCP, because it would otherwise use shared memory between the namespaces of one machine. For nixl UCX is always
+    limited to TCP: over shared memory a read ends within the call that begins it, so a test cannot interrupt the read.
     """
 
     def __init__(self, kind: str, inside: tuple[str, ...] = ()) -> None:
@@ -76,7 +76,7 @@ class Member:
         self.reports: list[say.Report] = []
         self.gone = False
         self.version: Version | None = None
-        """Newest version that it has reported as complete."""
+        """Newest version that the member has reported as complete."""
         self.serving: say.Serving
         self._on = on
         self._news = asyncio.Event()
@@ -151,7 +151,7 @@ class Member:
         self._signal(signal.SIGCONT)
 
     async def leave(self) -> None:
-        """Have the member leave as a role does on request: it disconnects first."""
+        """Make the member end as a role does on request: it disconnects first."""
         self.send(say.Leave())
         await asyncio.wait([self._reading], timeout=TIMEOUT_S)
 

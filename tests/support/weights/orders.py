@@ -25,9 +25,9 @@ class Start(Struct, frozen=True, tag=True):
     nbytes: int
     check: bool = False
     chunk_by: float = 10.0
-    """[transport] chunk_deadline in s."""
+    """Value of ``[transport] chunk_deadline`` in s."""
     chain: int = 8
-    """[transport] chain"""
+    """Value of ``[transport] chain``."""
 
 
 class Publish(Struct, frozen=True, tag=True):
@@ -37,7 +37,7 @@ class Publish(Struct, frozen=True, tag=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """What a manager would send: the newest version, and the processes that serve weights."""
+    """The message of a manager: the newest version, and the processes that serve weights."""
 
     newest: Version | None
     sources: tuple[WeightSource, ...]
@@ -66,7 +66,7 @@ class Measure(Struct, frozen=True, tag=True):
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """Close the transport as a role does that ends, and exit."""
+    """Close the transport as a role does when it ends, and exit."""
 
 
 Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
@@ -74,8 +74,8 @@ Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 # ── reports of a member ────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
-    """The member serves. ``born`` is the time after its imports; all times are of the machine's monotonic clock, in
-    s."""
+    """The member serves. ``born`` is the time after its imports. All times are in s, by the machine's monotonic
+    clock."""
 
     born: float
     address: str
@@ -84,15 +84,15 @@ class Serving(Struct, frozen=True, tag=True):
 class Published(Struct, frozen=True, tag=True):
     version: Version
     loaded: float
-    """Seconds to create the tensors, which a trainer would have anyway."""
+    """Seconds to create the tensors; a real trainer has them already."""
     seconds: float
-    """Seconds to copy them into one buffer, with digests."""
+    """Seconds to copy the tensors into one buffer, with digests."""
 
 
 class Committed(Struct, frozen=True, tag=True):
     version: Version
     announced_at: float
-    """Time at which it learned of the version."""
+    """Time at which the member received the message about the version."""
     first: float
     """Time at which the first chunk was verified."""
     at: float
@@ -122,7 +122,7 @@ class Dialled(Struct, frozen=True, tag=True):
 
 class Usage(Struct, frozen=True, tag=True):
     anonymous: int
-    """Resident bytes that are not backed by a file."""
+    """Resident memory (bytes) that is not backed by a file."""
     descriptors: int
     threads: int
     held: tuple[Version, ...]

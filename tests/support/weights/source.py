@@ -1,4 +1,4 @@
-"""A source of one weight version in a process of its own, to be killed and stopped by tests.
+"""A source of one weight version in its own process, which tests kill and stop.
 
 ``python -m rrl.tests.support.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address and
 serves a version until its standard input ends: :func:`content` as :data:`VERSION`, or the version that it pulls from

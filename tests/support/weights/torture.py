@@ -1,9 +1,9 @@
-"""Versions flow from a publisher to receivers, each a process, while they are killed, stopped and restarted at random.
+"""Transfers versions from a publisher to receivers, each a process, which are killed, stopped and restarted at random.
 
-Every receiver checks every byte of every version that it commits. One receiver is never killed and the publisher only
-in the second half, so that growth over many faults of others can be seen in those that live.
+Every receiver checks every byte of every version that it commits. One receiver is never killed, and the publisher only
+in the second half of the faults. So the growth of their memory over many faults of other members can be measured.
 
-    python -m rrl.tests.support.weights.torture KIND FAULTS [SEED]      prints what it saw
+    python -m rrl.tests.support.weights.torture KIND FAULTS [SEED] prints the result
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ CHUNK_BY = 0.5
 WITNESS = "rollout/0"
 """Receiver that is never killed."""
 _APART = (0.0, 0.15)
-"""Seconds between two faults; a version takes longer."""
+"""Range of the seconds between two faults; the transfer of a version takes longer."""
 _FROZEN = (0.02, 0.7)
-"""Duration of a freeze in s."""
+"""Range of the duration of a freeze in s."""
 _LONG_FREEZE_S = STARVATION_TIMEOUT_S + 1
 """Duration of a long freeze in s: longer than a receiver waits for a source that is itself waiting."""
 _LONG_EVERY = 6
-"""Number of freezes of which one is long."""
+"""One of this number of freezes is long."""
 _NOTICED = (0.0, 0.2)
-"""Seconds until a dead member is no longer listed as a source; until then others still send requests to it."""
+"""Range of the seconds until a dead member is no longer listed as a source; until then others send requests to it."""
 _FAULT_KINDS = ("kill", "kill", "freeze", "freeze", "restart")
 _CHECK_EVERY_FAULTS = 40
 """Faults between two measurements of the processes' resources, with all processes idle."""
@@ -58,7 +58,7 @@ class Tally(Struct):
     failed: list[str] = field(default_factory=list)
     """Pulls that were given up, which is allowed."""
     usage: dict[str, list[say.Usage]] = field(default_factory=lambda: {WITNESS: [], TRAINER: []})
-    """Measurements of the members that are never killed; those of the publisher until it is killed itself."""
+    """Measurements of the members that are never killed, and of the publisher until it is killed."""
 
     def growth(self) -> say.Usage:
         """Return the largest growth of a member between the means of its earlier and its later measurements.
@@ -85,7 +85,7 @@ class _Torture:
         self._newest: Version | None = None
         self._harming: dict[str, asyncio.Task[None]] = {}
         self._rest = asyncio.Lock()
-        """Held while a version is published, and while no version may be published."""
+        """Lock that is held while a version is published, and while no version may be published."""
         self.tally = Tally()
 
     async def run(self) -> Tally:
@@ -134,13 +134,13 @@ class _Torture:
                 pass
 
     async def _flow(self) -> None:
-        """Publish one version after another, each as soon as the witness has the one before it."""
+        """Publish one version after another, each as soon as the witness has the previous version."""
         while True:
             async with self._rest:
                 await self._publish()
             newest = self._newest
             if newest is not None:
-                with contextlib.suppress(TimeoutError):  # it is stopped, or waits for who is: the next one comes
+                with contextlib.suppress(TimeoutError):  # the witness or its source is stopped: go on without it
                     await self._members[WITNESS].committed(newest, by=self._chance.uniform(0.1, 2.0))
             await asyncio.sleep(0)
 
@@ -148,7 +148,7 @@ class _Torture:
         trainer = self._members[TRAINER]
         step = self._newest.step + 1 if self._newest else 0
         version = Version(step, trainer.incarnation.number)
-        self._published.add(version)  # it may be killed with the version out and its report not
+        self._published.add(version)  # the trainer may be killed between the publishing and its report
         try:
             await trainer.request(say.Publish(version, 7, self._chunk_bytes), say.Published)
         except ConnectionError:
@@ -183,7 +183,7 @@ class _Torture:
 
     async def _freeze(self, name: str, member: Member) -> None:
         self._freezes += 1
-        long = self._freezes % _LONG_EVERY == 1  # the first one is: there is one in a short run
+        long = self._freezes % _LONG_EVERY == 1  # the first freeze is long, so that a short run has one
         member.freeze()
         await asyncio.sleep(_LONG_FREEZE_S if long else self._chance.uniform(*_FROZEN))
         member.thaw()

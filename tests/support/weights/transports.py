@@ -1,4 +1,4 @@
-"""Weight transports and sources under test, in this process or one of their own, and a transport that counts chunks."""
+"""Weight transports and sources under test, in this process or in their own, and a transport that counts chunks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ TRANSPORTS_ENV = "RRL_TEST_TRANSPORTS"
 KINDS = tuple(os.environ.get(TRANSPORTS_ENV, "tcp").split(","))
 """Transports that the tests of this process use.
 
-ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
-process of its own (test_nixl_apart.py), since its UCX and ucxx's cannot share one: after ucx, nixl and ucx in turn
-UCX's thread crashed when a peer died (SIGSEGV in ucp_memh_invalidate, in 4 of 4 runs), and never without nixl.
+ucx runs in its own network namespace (test_ucx_apart.py), because its ports have no authentication. nixl runs in its
+own process (test_nixl_apart.py), because its UCX and the UCX of ucxx cannot share a process. After tests of ucx, nixl
+and ucx in turn, UCX's thread crashed when a peer died (SIGSEGV in ucp_memh_invalidate, in 4 of 4 runs). Without nixl it
+never crashed.
 """
 TIMEOUT_S = 30.0
 SECRET = b"s" * 32
@@ -71,7 +72,7 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
     """Start a source in a process of its own; provide its address and pid.
 
     Args:
-        upstream: Address of the source that it pulls from itself; empty: it has the version already.
+        upstream: Address of the source from which the child pulls; if empty, it has the version already.
     """
     argv = [
         sys.executable,

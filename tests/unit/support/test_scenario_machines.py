@@ -221,7 +221,7 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
     ("text", "expected_text"),
     [
         (CRASH + CRASH.replace("first", "other") + TRUTH.replace('of = "first"\n', ""),
-         "one.toml:14: truth.0.of: is needed where there is not one event"),
+         "one.toml:14: truth.0.of: is needed unless there is one event"),
         (CRASH + TRUTH.replace("first", "nope"), "truth.0.of: there is no event nope"),
         (CRASH + CRASH + TRUTH, "truth.0.of: several events are called first"),
         (event("gpu", 'gpu = 1\nset = {remap_failed = "yes"}'), 'remap_failed must be true or false, not "yes"'),
@@ -235,8 +235,8 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("port", "set = {symbol_error = 200}"), "grow = {symbol_error = 2.0}"),
         (event("hang", "for = 30", "5min", "rollout/1"), 'a duration needs a unit; write for example "30s"'),
         (event("stretch", 'for = "3min"', "5min", "trainer/0.1") + "[roles.trainer]\nranks = 2\n",
-         "stretch is of a whole gang: write trainer/0"),
-        (event("xid", 'xid = 31\nage = "2h"'), "event.0.age: is of lines that are in the log from the beginning"),
+         "stretch affects a whole gang: write trainer/0"),
+        (event("xid", 'xid = 31\nage = "2h"'), "event.0.age: is only for lines that are in the log from the beginning"),
         ('[roles.rollout]\nrhythm = ["generate"]\n', "roles.rollout.rhythm.0: must be a table"),
         ("[expect]\ngpu = 8\n", "what can be expected of a node"),
         ("[roles.store]\nstarts = '9s'\n", 'roles.store: there is no default role store; did you mean "trajectories"?'),
@@ -251,7 +251,7 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("port", 'set = {link_layer = "RoCE"}'), "it has InfiniBand, Ethernet"),
         (CRASH + CRASH + event("cut", 'after = "first"'), "event.2.after: several events are called first"),
         (event("cut", 'name = "a"\nafter = "b"') + event("cut", 'name = "b"\nafter = "a"'),
-         "event.0.after: a, b come after each other, so none of them comes"),
+         "event.0.after: a, b wait for each other, so none of them occurs"),
     ],
 )  # fmt: skip
 def test_mistake_is_one_line_with_its_place_and_a_correct_form(tmp_path: Path, text: str, expected_text: str) -> None:

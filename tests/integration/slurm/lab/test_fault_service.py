@@ -61,7 +61,7 @@ def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, s
         ({"do": "reboot", "node": "n1"}, "Invalid enum value 'reboot'"),
         ({"do": "crash", "node": "n1", "pid": 1}, "unknown field `pid`"),
         ({"do": "crash", "node": "n1", "seconds": -1}, "seconds must be above 0"),
-        ({"do": "crash", "node": "n1", "ms": 5}, "ms is what a delay has"),
+        ({"do": "crash", "node": "n1", "ms": 5}, "a delay needs ms, and no other fault takes it"),
         ({"do": "outage"}, "an outage needs its seconds"),
         ({"do": "cut", "node": "n1"}, "the nodes of this lab have no network of their own"),
         ({"do": "delay", "node": "n1", "ms": 5}, "the nodes of this lab have no network of their own"),

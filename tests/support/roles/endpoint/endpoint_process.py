@@ -1,8 +1,8 @@
 """A replica of the endpoint without a manager, over a real store: run it with ``python -m``.
 
-Its arguments are the run directory, which has the keys and the address file of a
-:class:`~rrl.tests.support.roles.trajectories.store_process.StoreProcess`, and the number of its incarnation. Its own
-address is written as that of replica 0.
+Its arguments are the run directory and the number of its incarnation. The run directory has the keys and the address
+file of a :class:`~rrl.tests.support.roles.trajectories.store_process.StoreProcess`. The replica writes its own address
+as the address of replica 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORE_TIMEOUT_S = 600.0
 
 
 class EndpointProcess:
-    """The process of such a replica: start it, kill it, start it again."""
+    """Starts and kills the process of such a replica, any number of times."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -1,4 +1,5 @@
-"""A stand-in for a replica of the endpoint, which answers each request as the test says and can break off."""
+"""A stand-in for a replica of the endpoint, which answers each request as the test demands and can break
+connections."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Act = Callable[[Request], Awaitable[Response]]
 
 
 class FakeEndpoint:
-    """Each request gets the next act, and the last act is repeated; without acts, an answer with the text "5"."""
+    """Answers each request by the next of its acts, and repeats the last act. Without acts, each answer has the text
+    "5"."""
 
     def __init__(self, *acts: Act) -> None:
         self._acts = deque(acts)
@@ -49,7 +51,7 @@ class FakeEndpoint:
 
 
 class _BrokenOff(Exception):
-    """Ends a connection in the middle of a content."""
+    """Closes a connection in the middle of its content."""
 
 
 def replies(content: Any, status: int = 200, **headers: str) -> Act:
@@ -60,7 +62,7 @@ def replies(content: Any, status: int = 200, **headers: str) -> Act:
 
 
 def plain(status: int, text: str) -> Act:
-    """Answer as the server does that runs the application."""
+    """Answer as the server that runs the application does."""
 
     async def act(request: Request) -> Response:
         return Response(text, status, media_type="text/plain")

@@ -25,9 +25,9 @@ class FakeTurns:
         self.turns: dict[int, Turn] = {}
         self.max_new: dict[int, int] = {}
         self.recorded: list[Turn] = []
-        """turns of an earlier attempt, as the store would tell them"""
+        """Turns of an earlier attempt, as the store would return them."""
         self.holding: tuple[int, ...] = ()
-        """what the newest request said that it has"""
+        """The turns that the newest request reported to have."""
         self._episode_of: dict[int, int] = {}
         self._lock = threading.Lock()
 

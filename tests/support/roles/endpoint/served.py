@@ -27,7 +27,7 @@ CHAT = open_chat(ModelSpec(tokenizer=TokenizerSpec((*"0123456789", "12", "<", ">
 })))  # fmt: skip
 MAX_LENGTH = 24
 DEADLINE_S = 30.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
+"""Seconds after which a test gives up; only a broken build takes so long."""
 USER: list[Any] = [{"role": "user", "content": "7"}]
 
 
@@ -39,7 +39,7 @@ class Scene:
         self.turns = FakeTurns(self._opened)
         self.opened: list[Turn] = []
         self.policy: Callable[[Turn], None] | None = None
-        """what samples a turn once it is opened; None: the test does it"""
+        """Samples each turn when it is opened; None if the test does so itself."""
         self._changed = threading.Condition()
         run: dict[str, Any] = {"policy": Policy(1.0), "max_new": 4, "max_length": MAX_LENGTH, **changed}
         self.endpoint = Endpoint(ServedRun(RUN, SECRET, **run), chat, self.turns)
@@ -64,7 +64,7 @@ class Scene:
         self.policy = sample
 
     def wait_opened(self, count: int) -> Turn:
-        """Wait until so many turns are opened, and return the newest."""
+        """Wait until ``count`` turns are opened, and return the last of them."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.opened) >= count, DEADLINE_S)
             return self.opened[count - 1]

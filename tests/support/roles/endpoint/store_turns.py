@@ -1,4 +1,4 @@
-"""Turns and episodes of a real store in this process, as the endpoint asks for them."""
+"""Turns and episodes of a real store in this process, through the interface that the endpoint uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLL_S = 0.005
 
 
 class StoreInProcess:
-    """The store, for one incarnation; a request that waits asks again."""
+    """A client of the store for one incarnation; a request that has to wait is repeated."""
 
     def __init__(self, store: Store, who: Incarnation) -> None:
         self.store, self._who = store, who

@@ -1,4 +1,4 @@
-"""A run directory with committed checkpoints of a small model, without processes of a run."""
+"""A run directory with committed checkpoints of a small model, without any process of the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "01
 
 
 class CommittedRun:
-    """A run in ``path`` whose steps are committed one by one, as a trainer of one process does.
+    """A run in ``path`` whose steps are committed one by one, as by a trainer of one process.
 
     Args:
         path: The run directory.
         model: Table ``[model]`` of job.toml.
-        keep: ``keep_checkpoints``.
+        keep: Value of ``keep_checkpoints``.
     """
 
     def __init__(self, path: Path, model: dict[str, Any] | None = None, keep: int = 2) -> None:
@@ -47,7 +47,7 @@ class CommittedRun:
         self.folders: dict[int, Path] = {}
 
     def commit(self, number: int, *, untrained: bool = False) -> Path:
-        """Commit a step whose weights are random, or those of the untrained model; return the checkpoint's folder."""
+        """Commit a step with random weights, or with those of the untrained model; return the checkpoint's folder."""
         spec = self.job.model
         model = build_model(spec, open_tokenizer(spec).size, seed=number)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -78,6 +78,6 @@ class CommittedRun:
         return {name: tensor.detach().to(dtype) for name, tensor in weights(self.models[number]).items()}
 
     def reopen_store(self) -> None:
-        """Close the store and open it again, as a new process does; its log is then written anew."""
+        """Close the store and open it again, as a new process does, which rewrites the store's log."""
         self._store.close()
         self._store = crew.open_store(self.run.store, retained_commits=self.job.trainer.keep_checkpoints)

@@ -21,7 +21,7 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Part, Segment, Trajectory
 
-torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
+torch.set_num_threads(1)  # the tests share their cores, and so small a model gains nothing from a second core
 SMALL = ModelSpec(
     hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, head_dim=16, max_length=64,
     initializer_range=0.05,
@@ -54,7 +54,7 @@ def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> N
 def engine(
     weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
 ) -> TorchEngine:
-    """Return an engine with the learner's present weights; the engine's model is built with another seed."""
+    """Return an engine with the learner's current weights; the engine's model is built with another seed."""
     made = TorchEngine(
         build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling
     )
@@ -63,8 +63,8 @@ def engine(
 
 
 def roll_out(with_engine: Engine, items: Sequence[Item]) -> dict[int, list[Segment]]:
-    """Return all segments by trajectory, those of earlier incarnations first. Each item must be reported finished
-    once."""
+    """Return all segments by trajectory, those of earlier incarnations first. The engine must report each item as
+    finished once."""
     segments = {item.trajectory: list(item.so_far) for item in items}
     finished: list[int] = []
     waiting = list(items)
@@ -124,7 +124,7 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
 
 
 def step_in_parts(student: Learner, batch: Batch, sizes: Sequence[int]) -> dict[str, float]:
-    """Train one step in parts of these numbers of groups, and return its metrics."""
+    """Train one step in parts with these numbers of groups, and return its metrics."""
     student.open(batch.number)
     for part in parts_of(batch, sizes):
         student.add(part)
@@ -137,7 +137,8 @@ def learn(
 ) -> Iterator[dict[str, float]]:  # fmt: skip
     """Yield the metrics of each step.
 
-    The batch of step n was sampled with the weights of step n - 1 - ``lag``, or of step 0 if that is negative.
+    The batch of step n was sampled with the weights of step n - 1 - ``lag``, or with the weights of step 0 if this
+    number is negative.
     """
     waiting: collections.deque[Batch] = collections.deque()
     for number in itertools.count(1):

@@ -28,14 +28,14 @@ from rrl.roles.trajectories.types import Part
 from rrl.roles.worker.api import Worker
 
 PUBLISHED = "published"
-"""Folder in the run directory; if it exists, the trainer also writes each version that it publishes into it."""
+"""Folder in the run directory. If it exists, the trainer also writes each published version into this folder."""
 
 
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
     """Run the trainer of the launch file, with its output in ``log``.
 
-    If ``dies``, it kills itself at ``moment`` of ``step``. Random states are seeded with ``seed``, so that a state
-    that is not restored shows in the result.
+    If ``dies``, it kills itself at ``moment`` of ``step``. Random states are seeded with ``seed``, so that a state that
+    is not restored changes the result.
     """
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -81,15 +81,15 @@ def _die() -> None:
 
 
 def _compute_deterministically() -> None:
-    """Choose kernels on the GPU that give the same bits each time: some of the fast ones add in any order."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch asks for; read when cuBLAS is first used
+    """Choose GPU kernels that always give the same bits; some of the fast kernels add in any order."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch demands this setting; cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def _mark_with_chance() -> None:
-    """Make each part and step depend on every random state; the model itself has no dropout."""
+    """Make each part and step depend on every random state, because the model itself has no dropout."""
     add, close = Learner.add, Learner.close
     noise = [0.0]
 
@@ -148,7 +148,7 @@ def _before_it_is_copied(step: int) -> None:
 
 
 def _once_it_is_sealed(step: int, dies: bool) -> None:
-    """Die after all members have sealed and copied the snapshot, before anything of the step is on the disk."""
+    """Die after all members have sealed and copied the snapshot, before any file of the step is written."""
     keep = AsyncSaver._write_and_commit
 
     def wrapped(saver: AsyncSaver, staged: Any) -> None:
@@ -156,7 +156,7 @@ def _once_it_is_sealed(step: int, dies: bool) -> None:
             client, buddy = saver._buffers._client, saver._buffers._buddy()
             if client is not None and buddy is not None:
                 client.wait_until_sealed()
-                with contextlib.suppress(SnapshotError):  # an agent that the test has ended
+                with contextlib.suppress(SnapshotError):  # the test has ended this agent
                     client.copy_to(buddy)
             saver._gather(Written({}))
             if dies:
@@ -215,9 +215,9 @@ def _after_the_commit(step: int) -> None:
 PUBLISHING = "while it publishes"
 SEALED = "once it is sealed"
 SHARED = "while the batch is shared"
-"""Moment that exists only in a gang."""
+"""Name of the moment that exists only in a gang."""
 AFTER_A_PART = "after a part"
-"""Moment that exists only in a run that streams."""
+"""Name of the moment that exists only in a run that streams."""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,

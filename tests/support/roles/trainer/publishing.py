@@ -1,4 +1,4 @@
-"""Publishing outside of a run: a worker that publishes versions without receivers, and members with a model of 200
+"""Publishing outside of a run: a worker that publishes versions without receivers, and gang members with a model of 200
 MB."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _MEETS_BY = timedelta(seconds=120)
 class PublishingWorker(SimpleNamespace):
     """The part of :class:`rrl.Worker` that a publisher needs, with a real :class:`WeightStore`.
 
-    While ``may_publish`` is not set, the publishing thread hangs after the first tensor of a version; ``publishing`` is
-    set once it has come so far.
+    While ``may_publish`` is not set, the publishing thread hangs after the first tensor of a version; it sets
+    ``publishing`` when it reaches this point.
     """
 
     def __init__(self, staleness: int | None = None, world: int = 1, chunk: int = CHUNK_BYTES) -> None:
@@ -63,7 +63,7 @@ class PublishingWorker(SimpleNamespace):
         self.announced: list[int] = []
         """Steps of the versions that were announced, in order."""
         self.phases: list[str] = []
-        """The phases that the training thread is in, the current one last."""
+        """The nested phases of the training thread; the last one is the current phase."""
         self._chunk = chunk
         self.launch = SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1))
         self._connection: Any = SimpleNamespace(
@@ -73,7 +73,7 @@ class PublishingWorker(SimpleNamespace):
 
     @contextmanager
     def idle(self, cause: str) -> Iterator[None]:
-        """Do not count the wait."""
+        """Return a context that does not count the wait."""
         yield
 
     @contextmanager
@@ -101,7 +101,7 @@ class PublishingWorker(SimpleNamespace):
 
 
 class LearningWorker(PublishingWorker):
-    """A worker that can also save; of its commits only the number is recorded."""
+    """A worker that can also save; it records only the number of each commit."""
 
     def __init__(self, run_dir: RunDir, world: int) -> None:
         super().__init__(world=world)
@@ -120,7 +120,7 @@ class LearningWorker(PublishingWorker):
 
 
 def gang_of(rank: int, world: int, folder: str) -> Gang:
-    """Meet the other members of a gang on the CPU."""
+    """Join the other members in a process group on the CPU, and return the gang."""
     store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_MEETS_BY)
     control_group, file_group, publish_group = (dist.new_group(backend="gloo") for _ in range(3))
@@ -224,7 +224,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
 
 
 def _growth(do: Callable[[], None]) -> int:
-    """Return the bytes by which the resident memory grew at most while ``do`` ran."""
+    """Return the largest growth of the resident memory (bytes) while ``do`` ran."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
     before = _status("VmRSS")
     do()

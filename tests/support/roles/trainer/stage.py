@@ -52,13 +52,13 @@ def nursery() -> Iterator[ForkServerContext]:
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it lives as long as pytest
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it runs as long as pytest
 
 
 def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False) -> Store:
     """Return a store with all trajectories that ``steps`` steps train on; they are the same at every call.
 
-    With ``stream`` each part has one group, because a second one would not fit into the message.
+    With ``stream`` each part has one group, because a second group would not fit into the message.
     """
     dice = random.Random(7)
     cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}
@@ -83,9 +83,9 @@ class Stage:
     """A run of ``steps`` training steps in ``path`` by a gang of ``world`` members, each on a node of its own.
 
     Args:
-        snapshots: Whether each node, and one more, has a snapshot server.
+        snapshots: Whether each node, and one further node, has a snapshot server.
         model: Table ``[model]`` of job.toml, instead of the small model that is built.
-        gpus: GPUs of each member, which are those of this machine; 0: they compute on the CPU.
+        gpus: Number of this machine's GPUs that each member uses; with 0, members compute on the CPU.
         stream: Whether a step comes in three parts.
         trainer: Further keys of ``[roles.trainer]``.
     """
@@ -156,9 +156,9 @@ class Stage:
         """Run one incarnation of the gang to its end, and return the members' exit codes (negative for a signal).
 
         Args:
-            moment: Point of the training step at which member ``rank`` kills itself; empty: nobody dies.
+            moment: Point of the training step at which member ``rank`` kills itself; if empty, no member dies.
             step: Number of that training step.
-            world: Number of members from now on; None: as before.
+            world: Number of members from now on; None keeps the number.
         """
         self.incarnation += 1
         self.world = world or self.world

@@ -1,4 +1,4 @@
-"""Agents, reduced to a few functions, for a store in this process: what they lease, ask and finish."""
+"""The requests of agents to a store in this process, reduced to a few functions: lease, open turns, and finish."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ def turns_of(store: Store, episode: int, who: Incarnation = AGENTS, holding: Seq
 
 
 def is_over(given: object) -> bool:
-    """Whether an answer says that the attempt is over."""
+    """Return whether an answer says that the attempt is over."""
     return isinstance(given, Denied) and given.fenced_attempt and not given.fenced

@@ -84,13 +84,13 @@ EPISODE_RECORDS = {
 }  # fmt: skip
 """Kinds of records that only a job with agents has."""
 OUTSIDE = "outside"
-"""Request of the agent outside of the run."""
+"""Idempotency key with which the agent outside of the run requests its episode."""
 NEXT_AGENTS = incarnation_of("agents/0", 2)
 _SETTINGS = EpisodeSettings(retries=1)
 
 
 class View(Struct, frozen=True):
-    """All that a store shows of its episodes, and what it counts."""
+    """All that a store returns about its episodes, and its counters."""
 
     episodes: tuple[StoreAnswer, ...]
     committed: CommittedState | Denied
@@ -104,7 +104,7 @@ def view_of(store: Store) -> View:
 
 
 class AgentsScript:
-    """The run. ``calls[i]`` changed ``views[i]`` to ``views[i + 1]``; None for a change of the members."""
+    """The run. ``calls[i]`` changed ``views[i]`` to ``views[i + 1]``; it is None for a change of the membership."""
 
     def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
         self.folder = folder
@@ -135,7 +135,7 @@ class AgentsScript:
 
     def _step(self, number: int) -> None:
         pending = self._lease(self._agents, 2) + self._lease(OTHER_AGENTS, 2)
-        if number == 1:  # one attempt fails, and is made again elsewhere
+        if number == 1:  # one attempt fails, and is repeated on another replica
             self._turns(pending[0], number)
             self._fail(pending[0])
             pending[0] = self._lease(OTHER_AGENTS, 1)[0]
@@ -188,7 +188,8 @@ class AgentsScript:
         self._call(FailAttempt(self._of(item), item.episode, item.attempt, "broken tool"))
 
     def _turns(self, item: EpisodeItem, step: int) -> None:
-        """Two turns and a branch; another that is never complete, one that is cut, and one that is not trained."""
+        """Make two turns. Odd episodes also get a branch, a turn that is never complete, one that is cut, and a foreign
+        one."""
         first = self._turn(item, "first", None, 0, (5, 6), step)
         self._turn(item, "second", first, 4, (8,), step)
         if item.episode % 2:
@@ -229,7 +230,7 @@ def check(
 ) -> None:  # fmt: skip
     """Check that a store that opens ``folder`` shows each episode as one of ``views``.
 
-    They are the last acknowledged one and the one after, of which a crash may leave only the first records.
+    ``views`` are the last acknowledged view and the next one, of which a crash may leave only the first records.
 
     It must answer the ``repeated`` requests as before, and continue to step ``to`` without losing an episode or
     training one twice.
@@ -249,7 +250,7 @@ def check(
             continue
         request, given = call
         if isinstance(given, LeasedEpisodes) and call is not repeated[-1]:
-            continue  # the last call may have changed what can be leased
+            continue  # the last call may have changed which episodes can be leased
         again = answer(store, request)
         if isinstance(again, Denied) and (again.fenced_attempt or again.lost):  # the attempt is over
             last = repeated[-1]

@@ -1,4 +1,4 @@
-"""A trainer, rollouts and a reward replica, reduced to a few functions, for a store in this process."""
+"""The requests of trainer, rollouts and reward replica to a store in this process, reduced to a few functions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def generate(
 ) -> list[int]:
     """Lease up to ``at_most`` trajectories, append ``tokens`` to each as far as they fit, and finish them.
 
-    ``weights`` is the step of their version; None: step 0.
+    ``weights`` is the step of the version of the weights; None means step 0.
     """
     items = lease(store, who, at_most, (), weights)
     segments = []

@@ -1,4 +1,4 @@
-"""A run of the store with every kind of record, its acknowledgements, and a check that a store keeps them."""
+"""A run of the store with every kind of record, and a check that a store keeps what it has acknowledged."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 AFTER = (9, 9, 9, 9)
-"""Tokens that are generated after the crash; trajectories that were acknowledged before it have others."""
+"""Tokens that are generated after the crash; trajectories that were acknowledged before it have other tokens."""
 NEXT = incarnation_of("trainer/0", 2)
 _IN_PARTS = {2: 9, 4: 9, 5: 1}
-"""Step → number of parts that are requested at most while some groups are not scored; then the whole batch is
+"""Step → largest number of parts that are requested while some groups are not scored. After them the whole batch is
 requested."""
 _LATE = 3
 """Step whose binding makes a group too old, if there is a limit on the age."""
@@ -84,7 +84,7 @@ def log_in(folder: Path) -> Path:
 
 
 class Script:
-    """A run with every kind of record, which notes after each flush what the store has acknowledged.
+    """A run with every kind of record. After each flush it records what the store has acknowledged.
 
     ``calls[i]`` is the request, with its answer, that changed ``promised[i]`` to ``promised[i + 1]``. ``noted`` is
     called with the number of calls so far.
@@ -178,7 +178,7 @@ class Script:
         for number in range(1, steps + 1):
             mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
             begun = {x.trajectory: number for x in mine}
-            if number == _LATE and self._staleness is not None:  # in time for this step, but not complete
+            if number == _LATE and self._staleness is not None:  # young enough for this step, but not complete
                 begun[mine[-1].trajectory] = number - 1 - self._staleness
             self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
@@ -203,13 +203,14 @@ class Script:
 
 
 def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> Iterator[Batch]:
-    """Finish the run up to step ``to`` and yield its batches: first the bound, uncommitted ones, then new ones."""
+    """Finish the run up to step ``to`` and yield its batches: first those that are bound and not committed, then new
+    ones."""
     start, earlier = store.committed(who), list[Batch]()
     bound = max(store.audit().steps, default=0)
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for _ in range(3):
-            generate(store, tokens=AFTER, weights=max(bound, number - 1))  # older ones may not be trained any more
+            generate(store, tokens=AFTER, weights=max(bound, number - 1))  # older groups may not be trained any more
             score(store, reward=-1.0)
         batch = bind(store, number, who)
         yield batch
@@ -232,7 +233,7 @@ def check(
     store = open_store(folder, **changed)
     for request, given in repeated:
         fenced = request.incarnation == TRAINER and promised.fence > TRAINER.number
-        if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first
+        if not isinstance(given, Leased):  # leases are forgotten: the first member that requests the work gets it
             sent_words = answer(store, request)
             assert isinstance(sent_words, Denied) if fenced else sent_words == given, (request, sent_words)
     store.flush()
@@ -244,7 +245,7 @@ def check(
     newest = max(promised.bound, default=0)
     assert newest - (start.number or 0) <= changed.get("checkpoint_every", 1), "a step beyond the limit was bound"
     for number, batch in promised.bound.items():
-        if number > (start.number or 0) - 2:  # older ones may be forgotten by now
+        if number > (start.number or 0) - 2:  # the store may have forgotten older batches by now
             kept = store.batch(who, number)
             assert isinstance(kept, Bound)
             assert kept.batch == batch

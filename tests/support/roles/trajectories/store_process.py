@@ -1,7 +1,7 @@
 """A trajectory store without a manager: run it with ``python -m``.
 
-Its arguments are folder, keys file, address file, epoch and the store's settings as JSON; ``"agents": true`` is for a
-job with agents, whose ``"reward_timeout"`` is in seconds.
+Its arguments are folder, keys file, address file, epoch and the store's settings as JSON. The setting ``"agents":
+true`` is for a job with agents, whose ``"reward_timeout"`` is in seconds.
 
 Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
 to serve after the first line.
@@ -33,7 +33,7 @@ from rrl.transport.keys import RunKeys
 
 
 class StoreProcess:
-    """The process of such a store: start it, send it memberships, kill it, start it again."""
+    """Starts and kills the process of such a store, any number of times, and sends it memberships."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._settings = settings

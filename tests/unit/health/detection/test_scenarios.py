@@ -275,7 +275,7 @@ def test_delay_ratio_needs_hangs_that_both_methods_find() -> None:
         (("lasts =", "last ="), 'one.toml:3: last: unknown key; did you mean "lasts"?'),
         (('do = "hang"', 'do = "hnag"'), 'did you mean "hang"?'),
         (('at = "8min"', "at = 8"), "one.toml:5: event.0.at: a duration needs a unit"),
-        (('at = "8min"', 'at = {uniform = ["9s", "3s"]}'), "the first of uniform is the smaller one"),
+        (('at = "8min"', 'at = {uniform = ["9s", "3s"]}'), "the first value of uniform must be the smaller one"),
         (('do = "hang"', 'do = "hang"\nsignal = 9'), "hang has no signal; it has phase, for"),
         (('cause = "hang"', 'cause = "hang"\nof = "crash"'), "there is no event crash; there are hang"),
         (('do = "hang"', 'do = "manager_restart"'), "manager_restart needs no who"),
