@@ -72,7 +72,7 @@ class Launch(Struct, frozen=True):
     """True if the step must end with its parent (slurmstepd); False on the local cluster, where roles outlive the
     manager."""
     standby: bool = False
-    """True for a standby process: the command waits in :func:`rrl.join` until it is promoted to an incarnation of a
+    """True for a standby process: the command waits at ``with rrl.join()`` until it is promoted to an incarnation of a
     role."""
     watch: str = "api"
     """``api``: the command joins through the worker API; ``activity``: its launcher joins and reports for it."""

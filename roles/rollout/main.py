@@ -1,4 +1,8 @@
-"""The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``."""
+"""The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``.
+
+A standby process builds its engine before it waits for its promotion. A preloaded process, which shares the node with
+the rollout that it may replace, only imports modules before it waits.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
 A checkpoint becomes valid when the store has committed it, and is read only according to the manifest in its commit
-record. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
+record. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`). When a
+checkpoint is written is decided in :mod:`.async_saver`.
 """
 
 from __future__ import annotations
