@@ -65,8 +65,7 @@ class ManagerPresence:
             queued = job_name(self._run.id, self._job)
             waiting = f" (or, if its manager still waits in the queue: scancel --name={queued})"
         return (
-            f"no manager of {self._run.id} is running to {action}; to have it done: rrl manage {self._run.id}"
-            f"{waiting}"
+            f"no manager of {self._run.id} is running to {action}; to have it done: rrl manage {self._run.id}{waiting}"
         )
 
 

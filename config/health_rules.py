@@ -152,7 +152,7 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     flap_window: float = 3600.0
     """Seconds in which link flaps are counted [5a: 1 h]."""
     flaps: int = 3
-    """Flaps of one InfiniBand port within ``flap_window`` at which it fails [5a: three times in 1 h]."""
+    """Number of flaps within ``flap_window`` from which an InfiniBand port is failed [5a: three times in 1 h]."""
     hung_window: float = 3600.0
     """Seconds for which rrl continues to report a task after the kernel reported it as hung (ours)."""
     stall_window: float = 1800.0
@@ -200,7 +200,7 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Minimum share of memory that must be available, and maximum relative difference of the total from the expected
     size (NHC)."""
     stuck: float = 300.0
-    """Seconds in state D from which the check warns (gcm)."""
+    """Seconds for which a process is in state D before the check warns (the default of gcm)."""
     stuck_after_kill: float = 60.0
     """Seconds after rrl's SIGKILL for which a process may still be in state D before the node fails (ours)."""
     mount_hung: float = 15.0

@@ -373,7 +373,7 @@ class TrainerSettings(Struct, frozen=True):
     snapshots: bool = True
 
     def next_checkpoint_step(self, committed: int, steps: int) -> int:
-        """Return after which step a trainer writes its next checkpoint, in a run of ``steps`` steps."""
+        """Return the step of the first checkpoint after step ``committed``, in a run of ``steps`` steps."""
         return min(steps, committed - committed % self.checkpoint_every + self.checkpoint_every)
 
 
@@ -461,7 +461,7 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """The run's own agents; None: it has none. Without an endpoint too, each trajectory is one answer to a prompt."""
+    """The run's own agents; None if it has none. Without an endpoint, too, each trajectory is an answer to a prompt."""
     endpoint: EndpointSettings | None = None
     """The endpoint for agents outside of the run; None: they cannot take part."""
     transport: TransportSpec = TransportSpec()

@@ -53,7 +53,7 @@ class LogLine(Struct, frozen=True):
     time: datetime | None
     """When the line was written; None if the log does not contain a time for it."""
     incarnation: str
-    """The incarnation that wrote it, such as ``rollout/0#1``, or ``manager``."""
+    """The incarnation that wrote the line, such as ``rollout/0#1``; ``manager`` for the manager."""
     log: str
     """``role``, ``launcher`` or ``manager``."""
     text: str

@@ -315,8 +315,8 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
-        text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model in path takes {longest} tokens"
-        problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
+        text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model takes {longest} tokens"
+        problem = Problem(("sampling", "max_new_tokens"), f"{text} at most; lower it")
     else:
         return []
     raise UsageError(with_location(document, problem))

@@ -113,7 +113,7 @@ def resume(
         int | None, typer.Option(min=1, show_default=False, help="Train up to this step instead of run.steps.")
     ] = None,
     walltime: Annotated[
-        str | None, typer.Option(metavar="TIME", show_default=False, help='Walltime from now on: "8h".')
+        str | None, typer.Option(metavar="TIME", show_default=False, help='Time for the run from now on: "8h".')
     ] = None,
     wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
     json: Json = False,

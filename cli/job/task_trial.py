@@ -131,8 +131,8 @@ class _Trial:
             return TaskTrial(failed.problem)
         except _DeadlineExceeded as error:
             place = place_of(error, self._folder)
-            text = (f"{self._doing} was not done within {self._deadline_s:g} s ({place}); download and prepare what it"
-                    " needs before the run, or check the rest of the job with --no-task")  # fmt: skip
+            text = (f"{self._doing} was not done within {self._deadline_s:g} s ({place}); download and prepare what the"
+                    " task needs before the run, or check the rest of the job with --no-task")  # fmt: skip
             return TaskTrial(TaskProblem(self._source, text))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -78,7 +78,7 @@ def watch_until_end(run: RunDir, json: bool) -> int:
 def manage(name: str) -> int:
     """Run the manager of an existing run in this process.
 
-    Returns exit code 0 if the run completed, or if this manager left before the end of the run.
+    Returns exit code 0 if the run completed, or if this manager ended before the run.
     """
     run = find_run(name)
     state = read_state(run)
@@ -88,10 +88,13 @@ def manage(name: str) -> int:
     # Ctrl-C ends this manager as SIGTERM does, and not the run: pressing it by mistake must do no damage
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
-        left = f"this manager left before the end; the roles of {run.id} go on"
-        print(f"{left}. Start another manager: rrl manage {run.id}", file=sys.stderr)
+        print(_manager_ended(run), file=sys.stderr)
         return 0
     return _print_summary(run, False)
+
+
+def _manager_ended(run: RunDir) -> str:
+    return f"this manager ended before the run, whose roles go on; start another manager: rrl manage {run.id}"
 
 
 def _foreground(run: RunDir, json: bool) -> int:
@@ -107,7 +110,7 @@ def _foreground(run: RunDir, json: bool) -> int:
             stop.set()
             watching.join(timeout=10)
     if outcome is None:
-        raise OperationFailed(f"this manager left before the end; the roles of {run.id} go on: rrl manage {run.id}")
+        raise OperationFailed(_manager_ended(run))
     return _print_summary(run, json)
 
 

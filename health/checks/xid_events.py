@@ -5,11 +5,11 @@ DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s ar
 The kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID; NVML sometimes omits the name. Reports
 about one GPU are joined once its address and its UUID are known.
 
-``xids.csv`` contains for each Xid its meaning, its class, its action (reset or reboot) and the party at fault; :mod:`rrl.health.checks.xid` derives
-the verdict from them. Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest``
-(docs/health.md). The meanings follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h. The classes
-are the union of the tables of NVSentinel, DCGM and gcm (source ``peers``: docs/sources.md, Xids). A site can change the
-class of an Xid in its rules ([xid.classes]).
+``xids.csv`` contains for each Xid its meaning, its class, its action (such as a reboot) and the party at fault;
+:mod:`rrl.health.checks.xid` derives the verdict from them. Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``,
+``ignore``, ``service``, ``rest`` (docs/health.md). The meanings follow NVIDIA's "Analyzing Xid Errors with the Xid
+Catalog" and nverror.h. The classes are the union of the tables of NVSentinel, DCGM and gcm (source ``peers``:
+docs/sources.md, Xids). A site can change the class of an Xid in its rules ([xid.classes]).
 """
 
 from __future__ import annotations

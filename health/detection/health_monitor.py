@@ -294,7 +294,7 @@ class HealthMonitor:
             self._update_storage_stalls()
 
     def needs_suspend_check(self, limits: Limits, now: float) -> bool:
-        """Return whether a node is silent and no later poll of the cluster reported whether its job is suspended.
+        """Return whether a node is silent, and no poll has shown since its last message whether its job is suspended.
 
         The cluster is polled before such a node is excluded.
         """

@@ -181,7 +181,7 @@ def _standby_lines(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each role with standby processes: how many, and where."""
     for role in spec.roles:
         if count := max_preloaded_of(spec, role):
-            yield f"{'preloaded':13} at most {count}: one on each node of the {role.name}s; once a step is committed"
+            yield f"{'preloaded':13} at most {count}: one on each node of the {role.name}s, after the first commit"
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)
@@ -190,7 +190,7 @@ def _standby_lines(spec: RunSpec) -> Iterator[str]:
             places = {"spares": spares, "rollouts' nodes": rollouts}
             name, where = "warm standby", [f"beside the {role.name}"]
             where += [f"on {count} of the {place}" for place, count in places.items() if count]
-        yield f"{name:13} at most {limit}: {', '.join(where)}; once a step is committed"
+        yield f"{name:13} at most {limit}: {', '.join(where)}, after the first commit"
 
 
 def _manager(spec: RunSpec) -> list[tuple[str, str]]:
@@ -198,7 +198,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
         return []
     job = manager_job.parameters(_example_run_id(spec), spec)
     text = "\n".join(f"{key} = {value}" for key, value in job.items())
-    return [("manager (submitit; this small Slurm job, and another one that is pending until it ends)", text)]
+    return [("manager (a small Slurm job, through submitit; a second one is pending until the first ends)", text)]
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:

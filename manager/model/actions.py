@@ -21,7 +21,7 @@ class Rung(StrEnum):
     IN_PLACE = "restart in place"
     SPARE = "spare node"
     DONOR = "warm standby"
-    """Promote the standby process on a rollout's node; the rollout is later started on another node."""
+    """Promote the standby process beside a rollout. The rollout is stopped, and started later on another node."""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
     FULL_RESTART = "restart the whole run from its checkpoint"

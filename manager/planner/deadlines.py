@@ -17,7 +17,7 @@ The three stages are: the trainer; the other roles and the standby processes; th
 grace of its steps, because their ends are reported later."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""Seconds for which the cluster must report that a request can never be met before rrl gives the request up. While
+"""Seconds after which rrl gives up a request that the cluster has reported as impossible to meet all this time. While
 slurmdbd is down, or partitions are being changed, Slurm reports this for every request."""
 
 

@@ -134,7 +134,7 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
         evidence = (f"the walltime of {state.job.walltime:g} s ends; {_progress_text(state)}",)
         within = now + SHUTDOWN_GRACES * state.job.limits.step_grace
         lower = every_lower("more walltime")
-        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released in order", within, lower))]
+        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released", within, lower))]
     return []
 
 

@@ -128,7 +128,7 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     yield _counter(
         "rrl_effective_seconds", "Effective training time within rrl_managed_seconds (RobustRL's ETTR).", effective
     )
-    yield _gauge("rrl_effective_time_ratio", "Share of effective training so far (RobustRL's ETTR).",
+    yield _gauge("rrl_effective_time_ratio", "Share of the time so far that was effective training (RobustRL's ETTR).",
                  effective / spent if spent else 0.0)  # fmt: skip
     yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, from failure to work.",
                    counters.timeline.gpu_seconds_until(facts.now))  # fmt: skip
@@ -162,7 +162,7 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
     seconds: dict[tuple[str, ...], float] = {
         (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
     }
-    yield _counted("rrl_process_seconds", "Lifetime of processes, by role and by what they waited for.",
+    yield _counted("rrl_process_seconds", "Run time of processes, by role and by what they waited for (none: at work).",
                    ("role", "cause"), seconds)  # fmt: skip
     shares: dict[tuple[str, ...], float] = {
         (role, cause): share for role in now.roles for cause, share in idle_shares(now, before, role).items()

@@ -1,9 +1,9 @@
 """Keep some space of the run directory's file system for the end of the run.
 
-A manager carries out only actions that are in its journal, so nobody could end a run on a full file system (or with a
-used-up quota). A file of random bytes therefore reserves some space. ``rrl cancel`` releases a piece of it for the
-command, and the manager of an ending run for its journal and summary. Nothing else may use the reserve, because roles
-would take released space at once.
+A manager carries out only actions that are in its journal. So if the file system is full, or a quota is used up, nobody
+could end a run. A file of random bytes therefore reserves some space. ``rrl cancel`` releases a piece to write its
+command. The manager of an ending run releases a piece to write its journal and summary. Nothing else may use the
+reserve, because roles would take released space at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 
 RESERVE_BYTES = 4 * 2**20
-"""Bytes that are reserved. The last journal records and the summary of a small run take some ten kilobytes. The whole
-state of a run of a thousand replicas, which is written once more, takes some hundred kilobytes."""
+"""Bytes that are reserved. The last journal records and the summary of a small run take tens of kilobytes. The whole
+state of a run of a thousand replicas, which is written, too, takes hundreds of kilobytes."""
 RELEASE_BYTES = 2**19
 """Bytes that are released at a time. The number is small, since roles may take released space that the manager does not
 use at once."""

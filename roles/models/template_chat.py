@@ -1,4 +1,4 @@
-"""Conversations in the chat template of a model's folder."""
+"""Render conversations with the chat template of a model's folder."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Pinning(Protocol):
     """Page-locks memory for copies from a GPU; implemented where torch is known (``roles.trainer.host_buffers``)."""
 
     def pin(self, memory: memoryview) -> None:
-        """Page-lock memory whose pages are allocated."""
+        """Lock the pages of this memory in RAM. The pages must already be allocated."""
 
     def unpin(self, memory: memoryview) -> None:
         """Make memory pageable again, before it is unmapped. Does nothing if it is not page-locked."""

@@ -122,7 +122,7 @@ class _NixlConnection:
         return self._claim.revoked or self._tcp.broken
 
     def abort(self) -> None:
-        """Close the connection at once and return its slots."""
+        """Close the connection at once, and give its slots back to the pool."""
         if self._claim.revoked:
             return
         self._claim.revoke()

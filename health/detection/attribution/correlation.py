@@ -32,8 +32,8 @@ from ..detectors.node_liveness import node_lost
 WINDOW_S = 120.0
 """Time (s) within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, at least two, whose equal findings have a shared cause. The circuit breaker has an equal
-share (docs/sources.md)."""
+"""Minimum share of the run's nodes, and at least two nodes, whose equal findings are attributed to a shared cause. The
+circuit breaker uses the same share (docs/sources.md)."""
 SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""

@@ -17,16 +17,16 @@ from ..records import ReplicaView
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 IDLE_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default). This time is well below
+"""Factor of ``limits.idle`` for a replica that computes: it may be idle for 90 s by default. This time is well below
 RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
-"""Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
-which uses neither CPU nor GPU, unlike compilation."""
+"""Factor of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
+and then uses neither CPU nor GPU. Compilation needs no factor, because it uses the CPU."""
 RANK_0_IDLE_FACTOR = 2.5
-"""Multiple of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
+"""Factor of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
 the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
-"""Multiple of ``limits.idle`` while weights are loaded, because storage may delay all replicas of the role."""
+"""Factor of ``limits.idle`` while weights are loaded, because storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
 """Multiple of ``limits.idle`` for a spinning GPU, because some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0

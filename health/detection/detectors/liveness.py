@@ -137,8 +137,9 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
 def _silence_factor(view: ReplicaView, limits: Limits) -> float:
     """Return the factor by which the silence limit of a worker is extended.
 
-    It is 1 if no load was measured well after the last message of the worker. A worker that is stopped or uses CPU is
-    not dead, so it gets more time. A stopped process uses no CPU, even if a kernel occupies its GPU.
+    The factor is 1 unless the agent measured the worker's load clearly later than the worker's last message. A worker
+    that is stopped or uses CPU is not dead, so it gets more time. Use of the GPU does not count, because a kernel may
+    occupy the GPU of a stopped process.
     """
     at = view.loads.latest_at
     if at is None or at < view.last_message_at + heartbeat_slack(limits):

@@ -13,9 +13,9 @@ QueryFunction = Callable[[Any, Any], Any]
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Names of the members of nvmlValue_t, indexed by nvmlValueType_t."""
 _UNKNOWN_TYPE = -1
+"""Error code that this module adds to the codes of NVML: the value has an unknown type."""
 _GARBLED = -2
-"""Error codes that this module adds to the codes of NVML: the value has an unknown type, or its text cannot be decoded
-(the infoROM is corrupted)."""
+"""Error code that this module adds: the text of the value cannot be decoded (the infoROM is corrupted)."""
 
 
 class SessionOver(Exception):

@@ -222,7 +222,7 @@ def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Rep
 def _unneeded_preloaded(
     inventory: NodeInventory, placed: Sequence[Action], role: RoleSpec, wanted: _StandbyNodes
 ) -> list[StopStep]:
-    """Return the stops of the role's preloaded processes that are not wanted, unless they are being promoted."""
+    """Return a stop for each preloaded process of the role that is neither wanted nor being promoted."""
     promoted = {action.standby for action in placed if isinstance(action, Launch)}
     return [
         _stop_standby(standby, f"{role.name} no longer needs a preloaded process on {standby.node}")

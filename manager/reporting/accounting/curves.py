@@ -37,9 +37,9 @@ class Curves(Struct, frozen=True):
     tokens_per_second: list[CurvePoint] = []
     """Trained tokens divided by the time since the previous commit."""
     trainer_version: list[CurvePoint] = []
-    """Step of the newest weights that the trainer had published when the step was committed."""
+    """For each committed step, the step of the newest weights that the trainer had published at the commit."""
     oldest_version: list[CurvePoint] = []
-    """Step of the oldest weights that a rollout held when the step was committed."""
+    """For each committed step, the step of the oldest weights that any rollout held at the commit."""
 
 
 class CurveRecorder:

@@ -1,7 +1,7 @@
 """Totals of effective training time (RobustRL's ETTR) for ``summary.json`` and for Prometheus. Pure.
 
-:mod:`rrl.manager.model.figures.training_time` has the definition, and the figures of ``rrl status``. The strict ETTR and
-its estimate are in :mod:`.committed_steps`.
+:mod:`rrl.manager.model.figures.training_time` has the definition, and the figures of ``rrl status``. The strict ETTR
+and its estimate are in :mod:`.committed_steps`.
 
 :class:`WorkIntervals` computes the total for ``summary.json`` with a correction: a failed replica counts as down from
 the first symptom of its failure. :class:`EffectiveSeconds` computes the total for the metrics of a running manager

@@ -91,7 +91,7 @@ def take_tools(given: dict[str, Any]) -> tuple[str, bool]:
     """
     tools, choice = given.pop("tools", None) or [], given.pop("tool_choice", None)
     if choice not in (None, "none", "auto"):
-        problem = 'a forced call is not sampled from the policy that is trained; write "auto" or "none"'
+        problem = 'a forced tool call is not sampled from the trained policy; set tool_choice to "auto" or "none"'
         raise unsupported("tool_choice", choice, problem)
     if not isinstance(tools, list) or len(tools) > _MAX_TOOLS or not all(map(_is_tool, tools)):
         raise wrong(

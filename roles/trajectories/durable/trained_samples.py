@@ -57,7 +57,7 @@ def content_digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
 
 
 def token_ages(number: int, tracks: Iterable[TrajectoryState]) -> dict[int, int]:
-    """Return the number of trained tokens of trajectories by their age at step ``number``."""
+    """Return by token age how many trained tokens of these trajectories have this age at step ``number``."""
     counts: Counter[int] = Counter()
     for track in tracks:
         for step, tokens in _trained(track):

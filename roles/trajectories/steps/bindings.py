@@ -138,7 +138,7 @@ class Bindings:
         return NotReady() if latest - committed > self._keep_uncommitted else None
 
     def _bindable(self) -> int:
-        """Return how many complete groups may be bound to the open step now; the step may lack fewer."""
+        """Return how many complete groups may be bound to the open step now. The step may need fewer groups."""
         return int(min(len(self._ready), self._staleness.bindable()))
 
     def _least(self, index: int | None) -> int:

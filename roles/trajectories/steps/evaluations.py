@@ -157,7 +157,7 @@ class Evaluations:
             return ()
         for number in holding or ():
             if self._may_write(incarnation, number) and not self._state.answers[number].finished:
-                self._leases.assign(number, incarnation)  # the restart of the store has ended its lease
+                self._leases.assign(number, incarnation)  # a restart of the store ended the lease of this answer
         leased_before = () if holding is None else self._leases.leased_to(incarnation) - set(holding)
         items = [self._item(self._state.answers[number]) for number in sorted(leased_before)[:at_most]]
         while self._to_extend and len(items) < at_most:

@@ -33,7 +33,7 @@ class ExplanationScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
+        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the previous screen"),
         Binding("e", "read_again", "Read again", tooltip="Read the decisions again, including newer ones"),
     ]
 

@@ -33,7 +33,7 @@ class NodeScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
+        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the previous screen"),
         Binding("e", "explain", "Explain", tooltip="Explain the decisions about this node"),
         Binding("d", "drain", "Drain", tooltip="Drain this node"),
         Binding("i", "inject", "Inject", tooltip="Inject a fault into this node, if the job allows it"),

@@ -36,7 +36,7 @@ class ReplicaScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
+        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the previous screen"),
         Binding("e", "explain", "Explain", tooltip="Explain the decisions about this replica"),
         Binding("r", "restart", "Restart", tooltip="Restart this replica"),
         Binding("d", "drain", "Drain", tooltip="Drain the node of this replica"),

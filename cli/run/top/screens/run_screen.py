@@ -39,12 +39,12 @@ class RunScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
+        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the previous screen"),
         Binding("n", "switch", "Nodes", show=False, tooltip="Switch between the tables of replicas and of nodes"),
         Binding("e", "explain", "Explain", tooltip="Explain the decisions about the replica or node with the cursor"),
         Binding("E", "explain_run", "Explain run", show=False, tooltip="Explain all decisions of the run"),
         Binding("r", "restart", "Restart", tooltip="Restart the replica that has the cursor"),
-        Binding("d", "drain", "Drain", tooltip="Drain the node that has the cursor, or the node of the replica"),
+        Binding("d", "drain", "Drain", tooltip="Drain the node under the cursor, or the node of the replica under it"),
         Binding("i", "inject", "Inject", tooltip="Inject a fault, if the job allows it"),
     ]
 

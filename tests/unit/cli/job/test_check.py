@@ -98,7 +98,7 @@ def test_check_shows_the_number_of_spares_with_a_warm_rollout(site: Site, capsys
     site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
-    assert "warm rollout  at most 1: on 1 of the spares, with a running engine; once a step is committed" in shown
+    assert "warm rollout  at most 1: on 1 of the spares, with a running engine, after the first commit" in shown
 
 
 def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_model_folder_is_checked_where_the_job_is_checked(site: Site, capsys: py
          " (the maximum length of a text); set `max_length` in [model]"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no space for a prompt:"
-         " the model in path takes 5 tokens in all; lower it"),
+         " the model takes 5 tokens at most; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
          " of transformers wrote for a model"),
     ]:  # fmt: skip

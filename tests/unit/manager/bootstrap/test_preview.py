@@ -75,7 +75,7 @@ def test_preloaded_processes_count_once_for_each_node_of_the_rollouts_that_has_t
     [group] = pool.node_groups
     assert max_standbys(pool) == rollout.replicas
     assert (
-        "preloaded     at most 3: one on each node of the rollouts; once a step is committed"
+        "preloaded     at most 3: one on each node of the rollouts, after the first commit"
         in dict(preview(pool))["steps"]
     )
     needed = rollout.per_member.mem + SHARED_STANDBY_BYTES
