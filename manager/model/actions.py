@@ -176,7 +176,7 @@ class Shrink(Struct, frozen=True, tag=True):
 
 
 class Fence(Struct, frozen=True, tag=True):
-    """End an incarnation for good: from then on nothing from it is accepted.
+    """End an incarnation permanently: from then on nothing from it is accepted.
 
     This action only changes the recorded state, so it takes effect when its event is journaled. ``target_node`` is
     where the replica is launched next. ``charged`` says whether the fence counts on the replica's budget. It is False

@@ -93,7 +93,7 @@ class PyslurmChild:
                 return reply
 
     async def close(self) -> None:
-        """End the process for good; requests that wait for their turn are not sent."""
+        """End the process permanently; requests that wait for their turn are not sent."""
         self._closed = True
         async with self._lock:
             await self._kill()
