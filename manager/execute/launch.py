@@ -133,11 +133,31 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
         gpus=role.per_member.gpus,
     )
     step = _step(run, action, role.per_member)
+    if not role.per_member.gpus and _has_lost_nodes(state, action):
+        cpus = max(_node(state, action).cpus, role.per_member.cpus)
+        resources = msgspec.structs.replace(role.per_member, cpus=cpus)
+        step = msgspec.structs.replace(step, resources=resources, overlap=True)
     if role.launcher == PYXIS:  # [env] sets up the host, but the step runs in the image
         options = pyxis(role, state.job.container, str(run.path), job_dir)
         launch = msgspec.structs.replace(launch, setup="", in_image=True)
         step = msgspec.structs.replace(step, container=options, python=state.job.container.python)
     return launch, step
+
+
+def _has_lost_nodes(state: State, action: LaunchAction) -> bool:
+    """Return whether the allocation has fewer nodes than it was granted.
+
+    Slurm 22.05 does not free the cores of a step that began before its job lost a node, so a new step with cores of its
+    own may not find any on the node of a failed one: "Requested nodes are busy" (measured; 24.11 and 26.05 free them).
+    GPUs are freed. A step that overlaps with other steps needs no free cores, but gets the first GPUs of its node, so
+    only a step without GPUs may overlap.
+    """
+    allocation = state.allocations.get(action.allocation)
+    return (
+        allocation is not None
+        and allocation.status is not None
+        and len(allocation.status.nodes) < allocation.request.count
+    )
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 
 import pytest
 
-from rrl.core.types import NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
 from rrl.tests.support.runs import (
@@ -24,7 +26,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
-R0, R1 = ReplicaId("rollout/0"), ReplicaId("rollout/1")
+R0, R1, STORE = ReplicaId("rollout/0"), ReplicaId("rollout/1"), ReplicaId("trajectories/0")
 
 
 def output_of(run: TestRun, *words: str) -> str:
@@ -83,6 +85,26 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
     (request,) = run.summary()["drain_requests"]
     assert (request["node"], request["requested_by"]) == (node, f"{slurm_lab.user}: fan is loud")
     assert "this user may not drain nodes" in request["drain_error"]
+
+
+def test_replica_restarts_on_its_node_after_its_job_has_lost_another_node(slurm_lab: SlurmLab) -> None:
+    """Slurm 22.05 does not free the cores of the store's first step, because the job has become smaller since then."""
+    run = submit_on(slurm_lab, "smaller", light_job("slurm", 100_000, spares=1))
+    joined_incarnations(run)
+    node = node_of(run, R0)
+    try:
+        output_of(run, "drain", node)
+        store = run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "").replica(STORE)
+        assert store.pid is not None
+        assert store.incarnation is not None
+        os.kill(store.pid, signal.SIGKILL)
+        successor = Incarnation(STORE, store.incarnation.number + 1)
+        state = run.wait(lambda s: all_work(s) and s.replica(STORE).incarnation not in (None, store.incarnation))
+        assert (state.replica(STORE).incarnation, state.replica(STORE).node) == (successor, store.node)
+        run.wait_steps(state.step + 3)
+    finally:
+        end(run)
+        slurm_lab.clear()
 
 
 def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:

@@ -14,7 +14,7 @@ from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TransportSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, preloaded_id
-from rrl.manager.cluster.base import AllocationRequest, Refused
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import (
     apptainer,
     environment,
@@ -133,6 +133,23 @@ def test_passed_secrets_reach_roles_and_are_stored_in_private_files(
     secret_files = [path for path in run.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
     assert sorted(secret_files) == [run.passed_env, prepared.step.launch_file]
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in secret_files} == {0o600}
+
+
+@pytest.mark.parametrize(("gpus", "granted", "overlap", "cpus"), [(0, 2, False, 2), (0, 1, True, 8), (1, 1, False, 2)])
+def test_step_without_gpus_overlaps_if_its_job_has_lost_a_node(
+    run: RunDir, gpus: int, granted: int, overlap: bool, cpus: int
+) -> None:
+    spec = run_spec_with("direct", roles=(msgspec.structs.replace(role("direct"), per_member=Resources(2, gpus)),))
+    save_passed_env(run, spec)
+    nodes = tuple(NodeName(f"n{number}") for number in range(1, granted + 1))
+    status = AllocationStatus(AllocationState.RUNNING, "1", nodes)
+    allocation = Allocation("pool", AllocationRequest("pool", 2, NODE, 60.0), 0.0, status)
+    state = State(run.id, spec, allocations={"pool": allocation})
+    rollout = Incarnation(ReplicaId("rollout/0"), 2)
+    step = write_launch(
+        run, state, LaunchAction(rollout, tag_of(run.id, rollout), "pool", NodeName("n1"), Why(("failed",))), "/job"
+    )
+    assert (step.overlap, step.resources.cpus, step.resources.gpus) == (overlap, cpus, gpus)
 
 
 def test_agent_sees_all_gpus_and_probes_in_the_environment_of_roles(run: RunDir) -> None:
