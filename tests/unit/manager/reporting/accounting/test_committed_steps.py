@@ -139,6 +139,16 @@ def test_steps_that_were_committed_without_a_manager_share_their_time() -> None:
     assert steps.estimate == pytest.approx(1.0)
 
 
+def test_steps_that_the_store_reports_one_by_one_to_the_next_manager_share_their_time() -> None:
+    story = trained(begun(), 1, 5).wait(4 * STEP_S).record(ev.ManagerStarted("login2", 9))
+    for step in range(6, 10):
+        story.record(ev.StepCommitted(story.incarnation("trainer/0"), step, {})).wait(0.001)
+    steps = accounted(trained(story, 10, 12)).steps
+    assert [step.count for step in steps.steps[5:]] == [4, 1, 1, 1]
+    assert (steps.steps[5].disturbed, steps.steps[6].disturbed) == (True, False)
+    assert steps.estimate == pytest.approx(1.0, abs=0.001)
+
+
 def test_time_after_the_end_of_a_run_that_was_resumed_is_lost() -> None:
     story = trained(begun(), 1, 5).ends(Outcome.FAILED, "no time left").wait(100)
     story.record(ev.ManagerStarted("login2", 9), ev.Resumed("ada", "c1", story.job))
