@@ -67,6 +67,11 @@ class CommittedStep(Struct, frozen=True):
     kept_s: float = 0.0
     """Seconds of the earlier attempts since the previous commit whose work was kept by snapshots."""
 
+    @property
+    def first_step(self) -> int:
+        """Return the oldest of these steps."""
+        return self.step - self.count + 1
+
     def useful_s(self, medians: StepMedians) -> float:
         """Return the seconds that count: at most the median for each step, but all of an undisturbed first commit."""
         attempted = self.kept_s + self.attempt_until - self.attempt_since

@@ -14,6 +14,7 @@ from msgspec import Struct
 from ....core.types import TRAINER, ReplicaId, Version, role_of
 from ...model import events as ev
 from ...model.figures.stream_figures import TOKENS_AGED, as_count
+from .committed_steps import CommittedStep
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class Curves(Struct, frozen=True):
     reward: list[CurvePoint] = []
     """Mean reward of the steps."""
     tokens_per_second: list[CurvePoint] = []
-    """Trained tokens divided by the time since the previous commit."""
+    """Trained tokens divided by the time since the previous commit, from the second commit on."""
     trainer_version: list[CurvePoint] = []
     """For each committed step, the step of the newest weights that the trainer had published at the commit."""
     oldest_version: list[CurvePoint] = []
@@ -47,15 +48,14 @@ class CurveRecorder:
 
     def __init__(self) -> None:
         self._reward: list[CurvePoint] = []
-        self._tokens: list[tuple[float, int, int, float]] = []
-        """(time, step, tokens, seconds since the previous commit) of each committed step."""
+        self._tokens: dict[int, int] = {}
+        """Trained tokens of each committed step."""
         self._trainer: list[CurvePoint] = []
         self._oldest: list[CurvePoint] = []
         self._versions: dict[ReplicaId, int] = {}
         """Step of the newest weights of each rollout that is at work."""
         self._published: Version | None = None
         self._newest = 0
-        self._previous_at: float | None = None
 
     def on_version(self, event: ev.VersionAvailable) -> None:
         """Record that an incarnation holds a weight version."""
@@ -76,21 +76,20 @@ class CurveRecorder:
             return
         if isfinite(reward := metrics.get("reward", float("nan"))):
             self._reward.append(CurvePoint(at, step, reward))
-        if self._previous_at is not None and (tokens := _tokens(metrics)):
-            self._tokens.append((at, step, tokens, at - self._previous_at))
+        self._tokens[step] = _tokens(metrics)
         if self._published is not None and self._versions:
             self._trainer.append(CurvePoint(at, step, self._published.step))
             self._oldest.append(CurvePoint(at, step, min(self._versions.values())))
-        self._newest, self._previous_at = step, at
+        self._newest = step
 
-    def curves(self) -> Curves:
-        """Return the curves."""
+    def curves(self, commits: Sequence[CommittedStep]) -> Curves:
+        """Return the curves; ``commits`` are all commits of the run."""
         throughput = []
-        for part in _parts(self._tokens):
-            seconds = sum(since for _, _, _, since in part)
-            if seconds > 0:
-                rate = sum(tokens for _, _, tokens, _ in part) / seconds
-                throughput.append(CurvePoint(part[-1][0], part[-1][1], round(rate, 3)))
+        for part in _parts([commit for commit in commits if not commit.first]):
+            seconds = sum(commit.at - commit.since for commit in part)
+            tokens = sum(self._tokens.get(step, 0) for step in range(part[0].first_step, part[-1].step + 1))
+            if tokens and seconds > 0:
+                throughput.append(CurvePoint(part[-1].at, part[-1].step, round(tokens / seconds, 3)))
         return Curves(_reduced(self._reward), throughput, _reduced(self._trainer), _reduced(self._oldest))
 
 

@@ -244,7 +244,7 @@ class Account:
             interruptions=[_interruption(one, until) for one in self.interruptions.all],
             decisions=self._decisions, decisions_left_out=self._left_out,
             gpu_hours=gpu_hours(self.reserved, lanes, steps, until), managers=self.managers,
-            window_s=round(window_s, 2), sliding=sliding, curves=self.curves.curves(),
+            window_s=round(window_s, 2), sliding=sliding, curves=self.curves.curves(self.steps.steps),
             lanes=[
                 LaneReport(
                     lane.replica, lane.incarnations, lane.spans(self.began, until), {
@@ -258,7 +258,7 @@ class Account:
 
     def _missing(self) -> Iterator[str]:
         """Yield a sentence for each figure for which the journal lacks data."""
-        steps, curves = self.steps, self.curves.curves()
+        steps, curves = self.steps, self.curves.curves(self.steps.steps)
         if not self.reserved.weights:
             yield "The job has neither trainer nor rollouts: all reserved time is shown as idle."
         if not steps.steps:

@@ -124,6 +124,14 @@ def test_curves_have_reward_throughput_and_versions() -> None:
     assert curves.tokens_per_second == []  # no time has passed since the previous commit
 
 
+def test_throughput_of_steps_that_the_store_reports_together_is_their_mean() -> None:
+    story = trained(begun(), 1, 5).wait(4 * STEP_S).record(ev.ManagerStarted("login2", 9))
+    for step in range(6, 10):
+        story.record(ev.StepCommitted(story.incarnation("trainer/0"), step, {"tokens": 900.0})).wait(0.001)
+    (point,) = accounted(story).report().curves.tokens_per_second
+    assert (point.step, point.value) == (9, pytest.approx(900 / STEP_S, rel=0.01))
+
+
 def test_doubts_about_a_clean_run_are_named() -> None:
     run = accounted(trained(failed(trained(begun(), 1, 5).wait(2), "trainer/0"), 6, 10))
     clean = accounted(failed(trained(begun(), 1, 8), "rollout/0"))
