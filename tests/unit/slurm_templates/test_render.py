@@ -98,7 +98,7 @@ def test_pool_script_with_manager_ends_with_the_manager() -> None:
 
 @pytest.mark.parametrize("name", ["job-name", "nodes", "no-kill", "requeue", "array", "wrap", "mem", "time"])
 def test_an_option_that_rrl_sets_cannot_be_passed_on(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is set by rrl"):
+    with pytest.raises(ValueError, match=f"'{name}' is reserved"):
         options(**{name: "1"})
 
 

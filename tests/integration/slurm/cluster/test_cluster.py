@@ -129,7 +129,7 @@ def test_request_that_slurm_rejects_is_refused(lab: SlurmLab, run: Run) -> None:
                 await slurm.request(run.allocation_request(partition="nowhere"))
             with pytest.raises(Refused, match="Memory specification can not be satisfied"):
                 await slurm.request(AllocationRequest(run.pool, 1, Resources(mem=2**40), 60.0))
-            with pytest.raises(Refused, match="set by rrl itself"):
+            with pytest.raises(Refused, match="is reserved"):
                 await slurm.request(run.allocation_request(array="1-3"))
         with pytest.raises(Refused, match="is not running"):
             await slurm.launch(run.step("rollout-0.1", "n1"))

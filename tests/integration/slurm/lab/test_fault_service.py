@@ -62,7 +62,7 @@ def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, s
         ({"do": "crash", "node": "n1", "pid": 1}, "unknown field `pid`"),
         ({"do": "crash", "node": "n1", "seconds": -1}, "seconds must be above 0"),
         ({"do": "crash", "node": "n1", "ms": 5}, "a delay needs ms, and no other fault takes it"),
-        ({"do": "outage"}, "an outage needs its seconds"),
+        ({"do": "outage"}, "an outage needs seconds"),
         ({"do": "cut", "node": "n1"}, "the nodes of this lab have no network of their own"),
         ({"do": "delay", "node": "n1", "ms": 5}, "the nodes of this lab have no network of their own"),
         ({"do": "delay", "node": "n1", "ms": 1e9}, "ms must be from 0 to 60000"),

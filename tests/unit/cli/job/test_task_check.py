@@ -153,7 +153,7 @@ def test_exception_of_the_users_task_is_one_line_with_its_file_and_line(
         ('"doubling:make"', '"doubling:make"\nargs = { x = 1 }', '14: task.args: "doubling:make" cannot be called with'
          " `seed` and these arguments: got an unexpected keyword argument 'x'; its signature is (seed)"),
         ("max_new_tokens = 4", "max_new_tokens = 4\n[model]\nmax_length = 5", "18: model.max_length: the prompt of item"
-         " 10 of [task] has 2 tokens; with max_new_tokens = 4 this exceeds max_length = 5 of the model; so do the"),
+         " 10 of [task] has 2 tokens; with max_new_tokens = 4 this exceeds max_length = 5 of the model; the"),
     ],
 )  # fmt: skip
 def test_mistake_in_the_tables_of_the_users_task_is_one_line(
@@ -182,7 +182,7 @@ def test_task_that_is_not_built_in_time_is_named_with_its_line(
     monkeypatch.setattr(task_check, "DEADLINE_S", 0.5)
     assert checked.line(changed(TASK, "return Doubling()", "import time; time.sleep(3600)")) == (
         "13: task.function: importing and building the task was not done within 0.5 s (doubling.py:13); download and"
-        " prepare what it needs before the run, or check the rest of the job with --no-task"
+        " prepare what the task needs before the run, or check the rest of the job with --no-task"
     )
 
 

@@ -111,7 +111,7 @@ def test_event_bound_to_a_phase_waits_for_that_phase(tmp_path: Path) -> None:
 def test_event_without_a_target_is_reported(tmp_path: Path) -> None:
     text = HANG.replace("lasts =", 'roles.rollout.starts = "30min"\nlasts =').replace("3min", "1min")
     hang = scenario(tmp_path, text)
-    assert "struck nobody" in play("hang", hang, 0, judge_of("robustrl_30s", hang)).broken
+    assert "had no target" in play("hang", hang, 0, judge_of("robustrl_30s", hang)).broken
 
 
 def test_event_after_another_one_follows_it_at_any_time(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_event_without_expected_finding_and_target_is_reported(tmp_path: Path) -
         'about = "x"\nlasts = "2min"\n[[event]]\nat = "1min"\ndo = "hang"\nwho = "rollout/0"\nphase = "generate"\n'
     )
     slow = scenario(tmp_path, stretch + '[roles.rollout]\nstarts = "5min"\n')
-    assert "struck nobody" in play("slow", slow, 0, judge_of("robustrl_30s", slow)).broken
+    assert "had no target" in play("slow", slow, 0, judge_of("robustrl_30s", slow)).broken
 
 
 def test_slower_start_applies_from_the_first_start(tmp_path: Path) -> None:

@@ -113,5 +113,5 @@ def test_only_the_newest_ended_trajectories_are_remembered(
     monkeypatch.setattr("rrl.roles.worker.work_items._MAX_ENDED", 1)
     leased.appended([], [], [4, 7])
     leased.check([segment(7, 0, 1)], [])
-    with pytest.raises(Misuse, match=r"4 is not the id .*; none is$"):
+    with pytest.raises(Misuse, match=r"4 is not the id .*; no trajectory is leased$"):
         leased.check([segment(4, 0, 1)], [])
