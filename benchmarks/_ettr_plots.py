@@ -82,20 +82,23 @@ def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> No
 
 
 def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
-    """Draw tokens per second through the mixed faults."""
+    """Draw tokens per second through the mixed faults; rates of steps that were reported together are cut off."""
+    typical = 0.0
     for arm in ("role", "job"):
         sample = run_of(samples, MIXED_PLAN.name, arm)
         if sample is not None:
             times, tokens = zip(*sample.account.tokens, strict=True)
             axes.step(times, tokens, where="pre", color=COLOURS[arm], label=arm)
+            typical = max(typical, statistics.median(tokens))
             for at, target in sample.faults:
                 axes.axvline(at, color=COLOURS[arm], linewidth=0.5)
                 if arm == "role":
-                    axes.text(at, max(tokens), target, rotation=90, fontsize=7, verticalalignment="top")
+                    axes.text(at, 0.1, target, rotation=90, fontsize=7, transform=axes.get_xaxis_transform())
     axes.set_xlabel("seconds since the first training (lines: faults)")
     axes.set_ylabel("trained tokens per second")
-    if axes.lines:
-        axes.legend()
+    if typical:
+        axes.set_ylim(0, 2 * typical)
+        axes.legend(loc="upper right")
 
 
 PLOTS: Mapping[str, Callable[[Axes, Sequence[Sample], float], None]] = {
