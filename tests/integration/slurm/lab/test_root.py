@@ -21,7 +21,7 @@ def test_machine_without_debian_tools_gets_an_error_and_keeps_no_files(
 ) -> None:
     monkeypatch.setenv(slurm_root.ROOTS_ENV, str(tmp_path / "roots"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="install apt-get, dpkg-deb$"):
+    with pytest.raises(RuntimeError, match=r"install apt-get, dpkg-deb$"):
         slurm_root.ensure("24.11")
     assert [path.name for path in (tmp_path / "roots").iterdir()] == ["trixie.lock"]
 
