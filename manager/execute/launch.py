@@ -134,14 +134,22 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
     )
     step = _step(run, action, role.per_member)
     if not role.per_member.gpus and _has_lost_nodes(state, action):
-        cpus = max(_node(state, action).cpus, role.per_member.cpus)
-        resources = msgspec.structs.replace(role.per_member, cpus=cpus)
-        step = msgspec.structs.replace(step, resources=resources, overlap=True)
+        step = _overlapping(step, _node(state, action).cpus, gpus=0)
     if role.launcher == PYXIS:  # [env] sets up the host, but the step runs in the image
         options = pyxis(role, state.job.container, str(run.path), job_dir)
         launch = msgspec.structs.replace(launch, setup="", in_image=True)
         step = msgspec.structs.replace(step, container=options, python=state.job.container.python)
     return launch, step
+
+
+def _overlapping(step: Step, node_cpus: int, gpus: int) -> Step:
+    """Return the step as one that shares all CPUs of its node, and ``gpus`` GPUs, with the node's other steps.
+
+    Slurm assigns the first CPUs and GPUs of the node to every overlapping step (measured). So an overlapping step with
+    fewer CPUs than the node would share the same few CPUs with all other such steps.
+    """
+    resources = Resources(max(node_cpus, step.resources.cpus), gpus, step.resources.mem)
+    return msgspec.structs.replace(step, resources=resources, overlap=True)
 
 
 def _has_lost_nodes(state: State, action: LaunchAction) -> bool:
@@ -164,9 +172,8 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch file and the step of a standby process, which runs the command of the role it may join.
 
     A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
-    and a preloaded process share their node with other steps. Slurm assigns the first CPUs and GPUs of the node to
-    every overlapping step (measured). So the steps of these processes request all CPUs and GPUs of the node, and the
-    Promote message names the GPUs that a process must use.
+    and a preloaded process share their node with other steps. Their steps request all GPUs of the node, and the Promote
+    message names the GPUs that a process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
@@ -175,8 +182,7 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
         return launch, step
     node = _node(state, action)
     gpus = node.gpus if role.per_member.gpus else 0
-    resources = Resources(max(node.cpus, role.per_member.cpus), gpus, role.per_member.mem)
-    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, resources=resources, overlap=True)
+    return msgspec.structs.replace(launch, gpus=gpus), _overlapping(step, node.cpus, gpus)
 
 
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:
