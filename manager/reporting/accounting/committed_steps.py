@@ -267,9 +267,13 @@ class CommittedSteps:
     def _extend_newest(self, step: int, at: float) -> None:
         """Add the steps up to ``step`` to the newest commit, which the same manager received at the same time."""
         newest = self.steps.pop()
-        count = newest.count + step - self._newest
-        self.steps.append(replace(newest, step=step, count=count, at=at, attempt_until=max(newest.attempt_until, at)))
-        self._newest, self._previous_at = step, at
+        self.steps.append(
+            replace(
+                newest, step=step, count=newest.count + step - self._newest, at=at,
+                attempt_until=max(newest.attempt_until, at), evaluated=newest.evaluated or self._evaluated,
+            )
+        )  # fmt: skip
+        self._newest, self._previous_at, self._evaluated = step, at, False
         self._attempt_since = None if TRAINER in self._interruptions.open else at
 
 

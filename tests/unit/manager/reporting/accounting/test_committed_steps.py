@@ -149,6 +149,15 @@ def test_steps_that_the_store_reports_one_by_one_to_the_next_manager_share_their
     assert steps.estimate == pytest.approx(1.0, abs=0.001)
 
 
+def test_evaluation_that_is_reported_between_such_steps_belongs_to_them() -> None:
+    story = trained(begun(), 1, 5).wait(4 * STEP_S).record(ev.ManagerStarted("login2", 9))
+    trainer, store = story.incarnation("trainer/0"), story.incarnation("trajectories/0")
+    story.record(ev.StepCommitted(trainer, 6, {}), ev.Evaluated(store, 6, {"reward": 0.5}))
+    story.record(ev.StepCommitted(trainer, 7, {}))
+    steps = accounted(trained(story, 8, 10)).steps
+    assert [(step.count, step.evaluated) for step in steps.steps[5:]] == [(2, True), (1, False), (1, False), (1, False)]
+
+
 def test_time_after_the_end_of_a_run_that_was_resumed_is_lost() -> None:
     story = trained(begun(), 1, 5).ends(Outcome.FAILED, "no time left").wait(100)
     story.record(ev.ManagerStarted("login2", 9), ev.Resumed("ada", "c1", story.job))
