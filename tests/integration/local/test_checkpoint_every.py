@@ -51,13 +51,18 @@ def _between_commits(state: State) -> bool:
     return all_work(state) and published is not None and published.step == state.step + 1
 
 
-def _kill(run: TestRun, victim: ReplicaId) -> None:
-    """Kill a replica once the trainer has published the first step after a commit, and wait until it is back."""
+def _kill_between_commits(run: TestRun, victim: ReplicaId) -> Incarnations:
+    """Kill a replica once the trainer has published the first step after a commit; return the incarnations before."""
     before = current_incarnations(run.wait(_between_commits))
     pid = before[victim][1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    run.wait_back_alone(before, victim)
+    return before
+
+
+def _kill(run: TestRun, victim: ReplicaId) -> None:
+    """Kill a replica between two commits, and wait until it is back."""
+    run.wait_back_alone(_kill_between_commits(run, victim), victim)
 
 
 def _batches(run: TestRun) -> dict[int, list[list[dict[str, Any]]]]:
@@ -136,10 +141,7 @@ def test_trainer_that_dies_between_two_commits_trains_the_same_batches_again(
     joined_incarnations(run)
     restarted = (TRAINER, STORE) if change == WHOLE_JOB else (TRAINER,)
     for _ in range(2):
-        before = current_incarnations(run.wait(_between_commits))
-        pid = before[TRAINER][1]
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        before = _kill_between_commits(run, TRAINER)
         run.wait(partial(_all_work_again, before, restarted))
     state = run.wait_end()
     assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
