@@ -90,6 +90,8 @@ class Manager:
         self._wake = asyncio.Event()
         self.leave_reason: str | None = None
         """Reason why this manager leaves before the run's end; None while it stays."""
+        self.begun = asyncio.Event()
+        """Set once this manager holds the lease and has restored the run."""
         self._state: State | None = None
         self._epoch_began, self._wall = time.monotonic(), time.time()
         self._last_turn_at = self._wall
@@ -112,6 +114,7 @@ class Manager:
             self._lease = await Lease.acquire(self._run_dir, self._spec.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
+            self.begun.set()
             return await self._manage()
 
     async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:

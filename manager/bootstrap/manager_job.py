@@ -2,9 +2,10 @@
 
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
 ``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
-``rrl submit`` queues the first successor, and each manager queues one if none is pending. Some sites do not let a job
-submit jobs. On such a site the only successor is the job that ``rrl submit`` queued. At the end of the run the pending
-successor is cancelled.
+``rrl submit`` queues the first successor, and each manager queues one if none is pending, as soon as it has begun its
+epoch. Such a successor starts ``SUCCESSOR_DELAY_S`` later at the earliest, so that managers that keep failing are
+started once a minute at most. Some sites do not let a job submit jobs. On such a site the only successor is the job
+that ``rrl submit`` queued. At the end of the run the pending successor is cancelled.
 
 With ``[manager] where = "pool"`` the manager has no job of its own: the pool's batch script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).
@@ -28,7 +29,7 @@ from ..cluster.base import Refused, Unanswered
 from ..cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
 from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.allocation_requests import initial_requests
-from .pool_supervisor import MANAGER_PROGRAM, STABLE_AFTER_S
+from .pool_supervisor import MANAGER_PROGRAM
 
 _log = logging.getLogger("rrl.manager")
 
@@ -43,6 +44,10 @@ WALLTIME_MARGIN_S = 600.0
 MIN_WALLTIME_S = 600.0
 """Shortest walltime (s) of the manager's job. submitit makes a manager exit 90 s before the end of its job; by then the
 manager has queued its successor."""
+SUCCESSOR_DELAY_S = 60
+"""Seconds after which a successor that a manager has queued may start at the earliest."""
+QUEUE_RETRY_S = 60.0
+"""Seconds until a manager that got no answer of Slurm tries again to queue its successor."""
 _SLURM_LIMITS = SlurmLimits()
 
 
@@ -51,8 +56,9 @@ def manager_job_name(run_id: str) -> str:
     return f"{run_id}.{MANAGER}"
 
 
-def parameters(run_id: str, spec: RunSpec) -> dict[str, Any]:
-    """Return submitit's parameters for the manager's own job."""
+def parameters(run_id: str, spec: RunSpec, delay_s: int = 0) -> dict[str, Any]:
+    """Return submitit's parameters for the manager's own job, which starts ``delay_s`` seconds from now or later."""
+    begin = {"begin": f"now+{delay_s}"} if delay_s else {}
     return {
         "job_name": manager_job_name(run_id),
         "comment": f"rrl {run_id} {MANAGER}",
@@ -62,7 +68,7 @@ def parameters(run_id: str, spec: RunSpec) -> dict[str, Any]:
         "nodes": 1,
         "ntasks_per_node": 1,
         "dependency": "singleton",
-        "additional_parameters": {"no-requeue": True, **_flags(spec.manager.sbatch)},
+        "additional_parameters": {"no-requeue": True, **begin, **_flags(spec.manager.sbatch)},
     }
 
 
@@ -79,8 +85,10 @@ def _flags(options: dict[str, str]) -> dict[str, str | bool]:
     return {key: value or True for key, value in options.items()}
 
 
-def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
+def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any], delay_s: int = 0) -> None:
     """Submit a Slurm job whose program ``MANAGER_PROGRAM`` runs one manager, as ``manage(run)`` would.
+
+    The job starts ``delay_s`` seconds from now or later.
 
     Raises:
         RuntimeError: Slurm rejected the job; the text quotes Slurm.
@@ -93,7 +101,7 @@ def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
     python = spec.env.python or sys.executable
     command = {"_submitit_command_str": shlex.join((python, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))}
     executor = type("SlurmExecutor", (submitit.SlurmExecutor,), command)(folder=run.submit, python=python)
-    executor.update_parameters(**parameters(run.id, spec))
+    executor.update_parameters(**parameters(run.id, spec, delay_s))
     try:
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_a_job():  # submitit also prints what it raises
             executor.submit(manage, run)
@@ -145,21 +153,21 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
 
 
 async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Wait until this manager has run for ``STABLE_AFTER_S`` seconds, then queue its successor if none is pending.
+    """Queue the successor of this manager, which has begun its epoch, if none is pending.
 
     Does nothing outside of a manager's job. Retries while Slurm does not answer.
     """
     if os.environ.get("SLURM_JOB_NAME") != manager_job_name(run.id):
         return
     while True:
-        await asyncio.sleep(STABLE_AFTER_S)
         try:
             if not await is_queued(manager_job_name(run.id), "-t", "PENDING"):
-                await asyncio.to_thread(submit, run, spec, manage)
+                await asyncio.to_thread(submit, run, spec, manage, SUCCESSOR_DELAY_S)
             return
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):
-                continue  # Slurm is unreachable, or has queued the job: the next attempt shows which
+                await asyncio.sleep(QUEUE_RETRY_S)  # the next attempt shows whether Slurm has queued the job
+                continue
             _log.warning(
                 "cannot queue the next manager's job: %s; if this manager ends before the run, start the next one with"
                 " rrl manage %s", error, run.id,

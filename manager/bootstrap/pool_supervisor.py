@@ -27,8 +27,7 @@ RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
 """Upper limit of the restart delay in seconds."""
 STABLE_AFTER_S = 60.0
-"""Seconds after which a manager's start counts as successful. After a successful start the restart delay is
-``RESTART_DELAY_S`` again, and a manager in a job of its own queues its successor."""
+"""Seconds after which a manager's start counts as successful: the restart delay is ``RESTART_DELAY_S`` again."""
 MAX_FUTILE_STARTS = 5
 """Number of failed managers in a row after which the nodes are released. A manager counts if it ended while certainly
 no role ran on the nodes: the run directory was removed, or no manager had begun the run. The delays between the

@@ -244,7 +244,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME_REASON)  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
-    succession = asyncio.create_task(manager_job.ensure_successor(run, spec, run_manager))
+    succession = asyncio.create_task(_queue_successor(manager, run, spec))
     trackers, outcome = TrackerSupervisor(run, spec), None
     trackers.start()
     try:
@@ -260,6 +260,16 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     if has_successor and (error_text := await manager_job.cancel_pending(run.id, spec)):
         _log.warning("cannot cancel the pending manager job; it will exit as soon as it starts: %s", error_text)
     return outcome
+
+
+async def _queue_successor(manager: Manager, run: RunDir, spec: RunSpec) -> None:
+    """Queue the manager's successor once the manager has begun.
+
+    A manager that cannot begin, for example because another one holds the lease, must not queue a successor: neither
+    could that one begin, and so on.
+    """
+    await manager.begun.wait()
+    await manager_job.ensure_successor(run, spec, run_manager)
 
 
 def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:

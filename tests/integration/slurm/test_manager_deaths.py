@@ -42,6 +42,8 @@ from rrl.tests.support.slurm.lab import SlurmLab
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 VICTIM = ReplicaId("rollout/1")
 KILLS = 12
+DELAYED_START_TIMEOUT_S = 300.0
+"""Timeout (s) for a manager whose job may start only a minute after it was queued."""
 MANY_STEPS = 100_000
 """Number of steps of a run that does not end before the test cancels it."""
 
@@ -119,6 +121,10 @@ def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
             process.wait()
 
 
+def _has_pending_manager(lab: SlurmLab, run: TestRun) -> bool:
+    return lab.slurm("squeue", "-h", "-t", "PENDING", "-n", f"{run.run.id}.manager").split() != []
+
+
 def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
     """Cancel pending managers, because the test starts the next one by hand."""
     lab.run_as_user(["scancel", "--state=PENDING", f"--name={run.run.id}.manager"])
@@ -139,6 +145,7 @@ def test_managers_killed_at_random_records_have_no_effect_on_the_run(slurm_lab: 
             after = chance.choice([0, 1, 2, 5, 20, 60])
             run.wait(partial(_has, first_record + after))
             if kill == 1:  # the queued successor of the first manager
+                _until(partial(_has_pending_manager, slurm_lab, run), "the second manager has queued no successor")
                 jobs = (line.split() for line in slurm_lab.jobs())
                 own = [id for id, name, state in jobs if name == f"{run.run.id}.manager" and state == "RUNNING"]
                 slurm_lab.run_as_user(["scancel", *own])
@@ -173,6 +180,22 @@ def test_pending_manager_takes_over_after_the_loss_of_the_managers_node(slurm_la
     finally:
         slurm_lab.up(jobs[0])
         slurm_lab.clear()
+
+
+def test_manager_killed_right_after_it_took_over_is_succeeded(slurm_lab: SlurmLab) -> None:
+    """The second manager queues the third one as soon as it has begun, and is killed as soon as that job waits."""
+    run = submit_on(slurm_lab, "quick-deaths", light_job("slurm", MANY_STEPS, rollouts=1, spares=0))
+    before = current_incarnations(run.wait_steps(2))
+    os.kill(_manager(run), signal.SIGKILL)
+    run.wait(partial(_is_after, 1))
+    second = _manager(run)
+    _until(partial(_has_pending_manager, slurm_lab, run), "the second manager has queued no successor")
+    os.kill(second, signal.SIGKILL)
+    step = run.state().step
+    run.wait(lambda s: s.epoch == 3 and s.step > step + 3, DELAYED_START_TIMEOUT_S)
+    _nobody_noticed(before, run)
+    _launched_once(run)
+    _cancelled_well(run, slurm_lab)
 
 
 @pytest.mark.parametrize("first", ["srun", "manager"])

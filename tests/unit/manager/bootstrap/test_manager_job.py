@@ -19,6 +19,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import RunSpec
 from rrl.manager.bootstrap import manager_job, pool_supervisor
 from rrl.manager.bootstrap import start as starting
+from rrl.manager.storage import lease
 from rrl.manager.storage.journal import JournalError
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.job_toml import JOB
@@ -52,6 +53,8 @@ def test_manager_jobs_share_a_name_run_one_at_a_time_and_are_not_requeued(tmp_pa
     passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
     assert job["additional_parameters"] == passed
     assert job["time"] == (86400 + manager_job.WALLTIME_MARGIN_S) // 60
+    delayed = manager_job.parameters(RUN, run_spec(tmp_path, extra), 60)
+    assert delayed["additional_parameters"] == {**passed, "begin": "now+60"}
 
 
 def test_walltime_limit_below_the_run_makes_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
@@ -81,13 +84,17 @@ def test_manager_in_pool_finds_its_allocation_by_the_name_of_its_job(
 
 
 def ensure_successor(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_job, "STABLE_AFTER_S", 0.0)
-    monkeypatch.setattr(manager_job, "submit", lambda run, spec, manage: queued())
+    def submit(run: RunDir, spec: RunSpec, manage: object, delay_s: int) -> None:
+        assert delay_s == manager_job.SUCCESSOR_DELAY_S
+        queued()
+
+    monkeypatch.setattr(manager_job, "QUEUE_RETRY_S", 0.0)
+    monkeypatch.setattr(manager_job, "submit", submit)
     asyncio.run(manager_job.ensure_successor(run, job, lambda run: None))
 
 
 @pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
-def test_stable_manager_queues_a_successor_unless_one_is_pending(
+def test_manager_queues_a_successor_unless_one_is_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: str, queued: int
 ) -> None:
     log = commands(tmp_path, monkeypatch, squeue=waiting)
@@ -174,12 +181,33 @@ def test_unqueued_second_manager_gives_a_warning(tmp_path: Path, monkeypatch: py
     assert warning.endswith(": AssocMaxSubmitJobLimit")
 
 
-def test_manager_that_starts_after_the_end_exits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def created_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Create a local run without a manager."""
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     job: Job = load_job(path)
-    run = starting.create(job, resolve(job, "python"), path)
+    return starting.create(job, resolve(job, "python"), path)
+
+
+def test_manager_that_finds_the_lease_held_queues_no_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a successor would find the lease held, too, and would queue the next one, and so on."""
+    queued: list[None] = []
+
+    async def ensure_successor(run: RunDir, spec: RunSpec, manage: object) -> None:
+        queued.append(None)
+
+    run = created_run(tmp_path, monkeypatch)
+    monkeypatch.setattr(lease, "_newest", lambda run: 0)
+    asyncio.run(lease.Lease.acquire(run, 1.0))
+    monkeypatch.setattr(manager_job, "ensure_successor", ensure_successor)
+    with pytest.raises(lease.LeaseHeld):
+        starting.run_manager(run)
+    assert queued == []
+
+
+def test_manager_that_starts_after_the_end_exits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = created_run(tmp_path, monkeypatch)
     for segment in completed(run.id).written(tmp_path / "other").journal.iterdir():
         (run.journal / segment.name).write_bytes(segment.read_bytes())
     before = sorted(os.listdir(run.path / "journal"))
