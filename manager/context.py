@@ -15,7 +15,7 @@ from .model.state import State
 
 @dataclass(frozen=True, slots=True)
 class PeerConnections:
-    """The connections of the processes of a run, by which messages are sent to them."""
+    """The connections on which the manager sends messages to the processes of a run."""
 
     workers: dict[Incarnation, bytes] = field(default_factory=dict)
     """Connection of each incarnation's worker."""
@@ -39,7 +39,8 @@ class RunContext:
     record: Callable[[Event], None]
     """Appends an event to the journal and applies it to the state; the event is durable after the next flush."""
     send: Send
-    """Sends a message to a connection: as the reply to a request id, or as a message of its own if the id is None."""
+    """Sends a message to a connection. With a request id the message is the reply to that request; with None it is
+    not."""
     now: Callable[[], float]
     """Returns the manager's time (s), which never goes back."""
     connections: PeerConnections = field(default_factory=PeerConnections)

@@ -252,7 +252,7 @@ class Manager:
     def _detect_own_stall(self) -> None:
         """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        After a stall, heartbeats that seem to be missing may only not be received yet.
+        After a stall, heartbeats that seem to be missing may have arrived without being received yet.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
@@ -455,7 +455,7 @@ class Manager:
 
     # ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
-        """Write the last record and the summary; remove the manager's addresses and the reserve of space."""
+        """Write the last record and the summary; remove the manager's addresses and the reserved disk space."""
         verdict, run = self.state.finish, self._run_dir
         assert verdict is not None
         if self.state.outcome is None:

@@ -16,8 +16,8 @@ ANNOUNCE_INTERVAL_S = 0.05
 """Minimum seconds between two announcements. Each announcement carries the whole peer directory to every worker."""
 VERSION_ANNOUNCE_S_PER_WORKER = 0.008
 """Minimum seconds per connected worker between two announcements if only the weight versions of receivers have changed.
-Without this minimum, a new version would cause about a thousand announcements to 1,024 workers; one announcement to all
-of them takes 172 MB."""
+Without this minimum, a new version would cause about a thousand announcements to 1,024 workers. A single announcement
+to all of them takes 172 MB."""
 
 
 class DirectoryAnnouncer:

@@ -1,9 +1,9 @@
 """Export checkpoints according to ``[roles.trainer] export``, in a child process of the manager, one at a time.
 
 The child has the lowest priority and needs little memory. It reads the run directory and writes into it, and uses none
-of the run's nodes. An export that fails is reported and does not change the run. The failed export is not repeated: the
-next export that is due is made as usual, and ``rrl export`` makes a missing one. If the manager dies, its child ends
-too. If a manager dies while the run ends, the next manager makes the last export.
+of the run's nodes. An export that fails is reported and does not change the run. It is not repeated, but the next due
+export is made as usual. ``rrl export`` makes a missing export. If the manager dies, its child ends too. If a manager
+dies while the run ends, the next manager makes the last export.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CheckpointExports:
         self._context, self._on_ended = context, on_ended
         self._running: asyncio.Task[None] | None = None
         self._waiting: int | None = None
-        """Step to export after the running export."""
+        """Step whose checkpoint is exported after the running export; None if no step waits."""
         self._newest = 0
-        """Newest step whose export was begun, or is waiting."""
+        """Newest step whose export has begun or is waiting; 0 if there is none."""
 
     def on_event(self, event: ev.Event) -> None:
         """Export the checkpoint of a committed step, if ``export`` is a number and the step is a multiple of it."""
@@ -110,7 +110,7 @@ class CheckpointExports:
             await asyncio.to_thread(write_atomically, run.export_failure, f"step {step}: {failure}\n".encode())
 
     async def _run_child(self, arguments: list[str]) -> str:
-        """Run the child process to its end; return why it failed, in one line, or an empty text."""
+        """Run the child process to its end; return why it failed, in one line (empty if it succeeded)."""
         try:
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", PROGRAM, *arguments, stdin=asyncio.subprocess.PIPE,

@@ -111,7 +111,7 @@ class Executor:
                     "the action %s with the tag %s failed because of an error in rrl", type(action).__name__, action.tag
                 )
             if isinstance(action, Request | Launch | InjectFault):
-                return  # not repeated here, because a second attempt could have a second effect
+                return  # not tried again, since a second attempt could have a second effect
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_INTERVAL_S)  # more frequent attempts would only load a cluster that hangs
 
@@ -136,13 +136,13 @@ class Executor:
             self._context.record(IntentSettled(action.tag, True))
         elif isinstance(action, Launch) and action.standby is not None:
             await self._steps.check_standby(action)
-            await self._promote(action)  # settled when the promoted process reports as its new incarnation
+            await self._promote(action)  # the intent is settled by the process's Hello
         elif isinstance(action, Launch):
             try:
                 step = await asyncio.to_thread(self._steps.prepare_launch, action)
-            except OSError as error:  # nothing was handed to the cluster
+            except OSError as error:  # the cluster has received no request
                 raise Refused(f"the run directory cannot be written: {error}") from error
-            await self._cluster.launch(step)  # settled by the step's AdmissionRequest, or by a poll that lists it
+            await self._cluster.launch(step)  # an AdmissionRequest or a poll settles the intent
         elif isinstance(action, StopStep):
             if not await self._steps.request_stop(action, action.grace + STEP_MARGIN_S):
                 await self._cluster.stop(action.step, action.grace)
@@ -191,7 +191,8 @@ class StepControl:
         If a file of the run directory cannot be read, the check passes, because a new step would need the same file.
 
         Raises:
-            StandbyOutdated: the environment, command, folder, setup or network has changed since its start.
+            StandbyOutdated: the environment, command, folder, setup or network has changed since the process was
+                started.
         """
         run, state = self._context.run_dir, self._context.state()
         try:

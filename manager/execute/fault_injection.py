@@ -4,9 +4,9 @@ Each fault is recorded as one ``FaultInjected`` event, which says whether the fa
 duration gets a second event at its end. A fault is tried only once. If the manager dies before the result is known, the
 next manager records the result as unknown.
 
-``disk_full`` writes a file that fills the run directory's file system (blocking). Others use that file system too, so
-the fault is refused unless little space is left. If the manager is killed, the file is removed by the next manager, or
-by an agent that has lost the connection to its manager.
+``disk_full`` writes a file that fills the run directory's file system (blocking). Other people use that file system,
+too, so the fault is refused unless little space is left. If the manager is killed, the file is removed by the next
+manager, or by an agent that has lost the connection to its manager.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FaultInjector:
     async def inject(self, action: InjectFault) -> None:
         """Inject the fault and record the result.
 
-        Returns once the result is known. For a fault injected by this manager or the cluster, returns once it has
+        Returns once the result is known. If this manager or the cluster injects the fault, returns once the fault has
         ended.
         """
         fault = action.fault
@@ -109,7 +109,7 @@ class FaultInjector:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._context.record(injected_event(action, True, await self._cluster.inject_fault(fault)))
-        if fault.seconds:  # counted from the beginning, because some clusters confirm an outage only at its end
+        if fault.seconds:  # ``seconds`` count from ``began``: some clusters confirm an outage only at its end
             await asyncio.sleep(began + fault.seconds - loop.time())
             self._context.record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
 
@@ -130,7 +130,7 @@ class FaultInjector:
             raise Refused(f"the agent of {action.node} is not connected")
         await self._send_and_wait(action, peer, ANSWER_TIMEOUT_S)
         if action.fault.kind is FaultKind.OUT_OF_MEMORY and action.incarnation is not None:
-            # the agent has limited the worker's memory; this message makes the worker allocate more than that
+            # The agent has limited the worker's memory. This message makes the worker allocate more than the limit.
             worker = self._context.connections.workers.get(action.incarnation)
             if worker is not None:
                 await self._context.send(worker, msg.Inject(action.fault, action.step), None)

@@ -2,7 +2,7 @@
 
 With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
 the whole step runs in the image. Neither creates a process namespace, so the processes of a role are found and ended by
-the marks in their environment, as without a container. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
+the marks in their environment, exactly as without a container. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
 apptainer.org/docs/user/latest (bind paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
 """
 
@@ -143,7 +143,7 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
 
 
 def _overlapping(step: Step, node_cpus: int, gpus: int) -> Step:
-    """Return the step as one that shares all CPUs of its node, and ``gpus`` GPUs, with the node's other steps.
+    """Return a copy of the step that shares all CPUs of its node, and ``gpus`` GPUs, with the node's other steps.
 
     Slurm assigns the first CPUs and GPUs of the node to every overlapping step (measured). So an overlapping step with
     fewer CPUs than the node would share the same few CPUs with all other such steps.
@@ -155,10 +155,10 @@ def _overlapping(step: Step, node_cpus: int, gpus: int) -> Step:
 def _has_lost_nodes(state: State, action: LaunchAction) -> bool:
     """Return whether the allocation has fewer nodes than it was granted.
 
-    Slurm 22.05 does not free the cores of a step that began before its job lost a node, so a new step with cores of its
-    own may not find any on the node of a failed one: "Requested nodes are busy" (measured; 24.11 and 26.05 free them).
-    GPUs are freed. A step that overlaps with other steps needs no free cores, but gets the first GPUs of its node, so
-    only a step without GPUs may overlap.
+    If a job loses a node, Slurm 22.05 does not free the cores of the steps that began earlier, even when such a step
+    ends. A new step with cores of its own may then find none on the node: "Requested nodes are busy" (measured; 24.11
+    and 26.05 free the cores). GPUs are freed. A step that overlaps with other steps needs no free cores, but gets the
+    first GPUs of its node, so only a step without GPUs may overlap.
     """
     allocation = state.allocations.get(action.allocation)
     return (

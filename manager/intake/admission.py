@@ -80,7 +80,7 @@ class GpuRegistry:
     def unreported(
         self, incarnation: Incarnation, node: NodeName, state: State, standbys: Container[Incarnation]
     ) -> list[Incarnation]:
-        """Return the other incarnations with GPUs on a node, as far as this manager does not know their GPUs.
+        """Return the other incarnations on a node that have GPUs, if this manager does not know which GPUs.
 
         Returns [] if ``incarnation`` has its own GPUs already. The GPUs of two kinds of incarnations are not known. The
         first kind was launched or promoted by an earlier manager and has not sent Hello again. The second kind is
@@ -133,5 +133,5 @@ def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
 
 
 def _gets_gpus_from_manager(job: RunSpec, promoted_from: Incarnation | None, standbys: Container[Incarnation]) -> bool:
-    """Return whether a member is promoted from one of these standby processes, and this process shares its node."""
+    """Return whether a member is promoted from one of ``standbys``, and that standby process shares its node."""
     return promoted_from is not None and promoted_from in standbys and shares_node(job, promoted_from.replica)

@@ -1,4 +1,4 @@
-"""Record the readings of the workers' clocks at long intervals, since they are totals that only views show.
+"""Record the readings of the workers' clocks at long intervals, since they are totals, and no decision needs them.
 
 Each record contains the newest reading of every process that has reported since the previous record. A record is
 written with a commit if the previous record is at least :data:`COMMIT_RECORD_INTERVAL_S` old, and once a minute if
@@ -19,7 +19,7 @@ from ..model.events import ClocksRecorded
 RECORD_INTERVAL_S = 60.0
 """Seconds between two records without a commit."""
 COMMIT_RECORD_INTERVAL_S = 5.0
-"""Minimum seconds between two records with commits: as short as the interval of the workers' reports."""
+"""Minimum seconds between two records with commits, which is the interval of the workers' reports."""
 RECORD_INTERVAL_PER_REPLICA_S = 0.05
 """Seconds by which each reading in a record delays the next record with a commit. A reading with ten entries takes 280
 bytes, so records take less than 6 kB/s for any number of replicas."""

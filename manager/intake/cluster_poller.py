@@ -49,7 +49,7 @@ class ClusterPoller:
         """Poll once, and return when the next poll is due."""
         polled_at = self._context.now()
         snapshot = await self._cluster.observe()
-        if snapshot is not self._last_snapshot:  # a repeated cached answer is not a second observation
+        if snapshot is not self._last_snapshot:  # a cached answer that is returned again is not a second observation
             self._on_snapshot(snapshot, polled_at)
         self._last_snapshot = snapshot
         after_poll()
@@ -91,7 +91,7 @@ class ClusterPoller:
             monitor.on_step_unlisted(incarnation, now)
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
-        """Delay the join deadline of open launches after a failed poll: the cluster may still carry them out."""
+        """Delay the join deadlines of open launches after a failed poll: their steps may still be started."""
         for intent in state.intents.values():
             if isinstance(intent.action, Launch):
                 self._context.monitor.delay_join_deadline(intent.action.incarnation, now)

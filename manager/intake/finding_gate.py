@@ -66,7 +66,7 @@ class ReportedFindings:
         return any(flag in finding.flags for finding in self._by_node.get(node, {}).values())
 
     def restore(self, finding: Finding) -> None:
-        """Restore a finding recorded by an earlier manager; it stands until the agent's next report."""
+        """Restore a finding recorded by an earlier manager. It is kept until the agent's next report."""
         if finding.node is not None:
             self.changes += 1
             self._by_node.setdefault(finding.node, {})[finding.key] = finding
@@ -264,7 +264,7 @@ class FindingGate:
         """
         settings = self._context.state().job.health
         input_key = (self._detected, self._stacks, self._reported.changes, settings)
-        if input_key == self._input_key:  # this method is called in each turn of the manager's loop
+        if input_key == self._input_key:  # unchanged; this method is called in each turn of the manager's loop
             return inf
         context = PublicationContext(
             self._context.now(), settings, self._stacks, self._correlation_context(), self._correlation_state

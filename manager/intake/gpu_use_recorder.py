@@ -1,4 +1,4 @@
-"""Record the use of the nodes' GPUs at long intervals: only views show it, and no decision depends on it."""
+"""Record the use of the nodes' GPUs at long intervals, since it is only displayed, and no decision depends on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..context import RunContext
 from ..model.events import GpuUseRecorded
 
 RECORD_INTERVAL_S = 20.0
-"""Minimum seconds between two records: after half a minute, a person sees other figures."""
+"""Minimum seconds between two records. So people who look again after half a minute see new figures."""
 RECORD_INTERVAL_PER_NODE_S = 0.02
 """Seconds by which each node in a record delays the next record. A node takes 40 bytes, so that records take less than
 2 kB/s for any number of nodes."""
@@ -28,7 +28,7 @@ class GpuUseRecorder:
     def on_report(self, node: NodeName, gpu_use: GpuUse) -> None:
         """Keep the newest report of a node, and record all reports if a record is due."""
         now = self._context.now()
-        if self._recorded_at == -inf:  # so the first record contains the reports of all agents
+        if self._recorded_at == -inf:  # the first record is due an interval later, with the reports of all agents
             self._recorded_at = now
         self._unrecorded[node] = gpu_use
         if now - self._recorded_at >= max(RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_NODE_S):

@@ -155,7 +155,7 @@ class HangInvestigator:
             incident = self._incidents.get(incarnation.gang)
             if incident is None or (
                 finding.verdict is Verdict.FAIL and finding.since > incident.began
-            ):  # otherwise the stacks would show an earlier hang
+            ):  # a FAIL about a later hang needs new stacks
                 incident = self._open_incident(incarnation, now)
             pending = not incident.done and now < incident.defer_until
             next_check = min(next_check, incident.defer_until) if pending else next_check
@@ -215,7 +215,7 @@ class HangInvestigator:
                 stack = await asyncio.to_thread(common_stack, collection.dumps, members)
             else:
                 _log.debug("the stacks of %s did not arrive in time", gang)
-        finally:  # a failed sample counts too: the next sample is due an interval later
+        finally:  # a failed sample is reported, too, so that the next sample is due only after an interval
             self._sampling.discard(gang)
             context.monitor.on_stacks(gang, stack, context.now())
 
@@ -247,7 +247,7 @@ class HangInvestigator:
         self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
         timeout_s: float,
     ) -> bool:  # fmt: skip
-        """Request the stacks of a collection, then close it; return whether all replies came within ``timeout_s``."""
+        """Request the stacks of a collection, close it, and return whether all replies came within ``timeout_s``."""
         try:
             for peer, _, of, tag in requests:
                 await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)

@@ -1,7 +1,7 @@
 """Turn messages into events: check that the sender is a current incarnation, and record only changes.
 
 The handler decides nothing. A heartbeat only updates the health monitor; it causes no event and no write. If a step
-left no exit record, the last output of its srun or first process is attached to the event.
+left no exit record, the event about its end contains the last output of its srun or first process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MessageHandler:
         self.clock_recorder = ClockRecorder(context)
         self._gpu_use_recorder = GpuUseRecorder(context)
         self._departed: set[Incarnation] = set()
-        """Incarnations whose process sent Goodbye. Their command may go on and start another worker process."""
+        """Incarnations whose process sent Goodbye. Their command may continue and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
         """Running tasks that read the exit records of vanished steps."""
@@ -137,11 +137,11 @@ class MessageHandler:
             newest = self._context.state().replica(message.incarnation.replica).incarnation == message.incarnation
             if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
                 self._committed(message)
-            elif newest and isinstance(message, msg.ClockReport):  # its last one
+            elif newest and isinstance(message, msg.ClockReport):  # the last reading of its clock
                 self.clock_recorder.on_report(message.incarnation, message.clock)
             return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._context.state(), message.incarnation) is not None:
-            if isinstance(message, msg.Hello):  # it did not receive its Promote message
+            if isinstance(message, msg.Hello):  # the standby process did not receive its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
                 await self.standby_promoter.send_postponed()
@@ -317,7 +317,7 @@ class MessageHandler:
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
-        """Accept the Hello of an incarnation's process, or fence it if another process is that incarnation.
+        """Accept the Hello of a process, or fence it if another process is already the incarnation that it names.
 
         An incarnation is exactly one process: the first that sends a Hello from the step that was launched as, or
         promoted to, this incarnation. All other processes are fenced.
@@ -347,7 +347,7 @@ class MessageHandler:
         incarnation, state, now = message.incarnation, self._context.state(), self._context.now()
         replica = state.replica(incarnation.replica)
         standby = role_of(incarnation.replica) == STANDBY_ROLE
-        if standby:  # not a worker yet: it needs no peer directory
+        if standby:  # a standby process is not a worker yet, so it needs no peer directory
             self.standby_promoter.on_standby_hello(incoming.peer, message)
         else:
             self._peers.workers[incarnation] = incoming.peer
@@ -356,7 +356,7 @@ class MessageHandler:
         if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
             self._context.record(
                 ev.FindingChanged(finding)
-            )  # the planner fences it for this finding; until then it gets no Welcome
+            )  # the planner will fence the process for this finding, so it gets no Welcome
             return
         if owns_gpus:
             await self.standby_promoter.send_postponed()

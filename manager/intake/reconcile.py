@@ -3,8 +3,9 @@
 An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If the tag stays
 unlisted for a quiet period after the intent, the action was certainly not done. The period is long, because a timed-out
 sbatch can take effect late. A launch whose srun has ended cannot take effect late, so it needs no quiet period. squeue
-can omit a job once, and a site's cache can return an answer that is minutes old. So a job, step or node counts as gone,
-never started or queued again only after two polls in a row, and only once no answer can be that old.
+can omit a job once, and a site's cache can return an answer that is minutes old. So two polls in a row must show that a
+job, step or node is gone, has never started or is queued again. In most cases the polls must also show this for
+``limits.quiet`` seconds, since no answer is older.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _reconcile_allocation(
 
 
 def _changed(allocation: Allocation, status: AllocationStatus, now: float) -> bool:
-    """Return whether the status has changed; the remaining time counts only if the allocation's end has moved."""
+    """Return whether the status has changed. Another remaining time counts only if it moves the allocation's end."""
     if (
         allocation.status is None
         or msgspec.structs.replace(status, time_left_s=allocation.status.time_left_s) != allocation.status

@@ -112,7 +112,7 @@ class StandbyPromoter:
         return True
 
     async def send_postponed(self) -> None:
-        """Send the postponed promotions that need not wait any longer; called after each report of GPUs."""
+        """Send the postponed promotions that need not wait any longer. Called after each report of GPUs."""
         for standby in sorted(self._postponed):
             await self.send_promotion(standby)
 
@@ -136,5 +136,5 @@ def link_log(run: RunDir, incarnation: Incarnation, standby: Incarnation) -> Non
     try:
         with suppress(FileExistsError):
             os.symlink(run.log_file(tag_of(run.id, standby)).name, link)
-    except OSError as error:  # such as a full disk; the member's lines are in the standby's log
+    except OSError as error:  # a full disk, for example; the standby's log has the lines
         _log.warning("cannot link the log %s to the log of its standby: %s", Path(link).name, error)

@@ -29,7 +29,7 @@ class Rung(StrEnum):
 
 
 class LowerRungs(Struct, frozen=True):
-    """Rungs before the one that was taken, and what they would have needed, for users."""
+    """Rungs before the one that was taken, and what they would have needed. ``rrl explain`` shows this."""
 
     rungs: tuple[Rung, ...]
     """The rungs; empty if ``needed`` holds for every rung before the one that was taken."""
@@ -49,7 +49,7 @@ class Why(Struct, frozen=True):
 
 
 def every_lower(needed: str) -> tuple[LowerRungs, ...]:
-    """Return the record that all rungs before the one that is taken lack the same thing."""
+    """Return the record for the case that all rungs before the taken one lack the same thing."""
     return (LowerRungs((), needed),)
 
 

@@ -167,7 +167,7 @@ class StepCommitted(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, float] = {}
     commit: int = 0
-    """Newest step of the same commit, to which the checkpoint belongs; 0 if it is this step."""
+    """Newest step of the same commit, to which the checkpoint belongs; 0 if this step is the newest one."""
 
     @property
     def completes_commit(self) -> bool:
@@ -200,7 +200,7 @@ class FindingChanged(Struct, frozen=True, tag=True):
 class FaultInjected(Struct, frozen=True, tag=True):
     """The result of a fault injection. Reports use it to mark injected failures and to measure their detection.
 
-    A fault that lasts for some time has two of these events: one for its begin, one for its end (``ended``).
+    A fault that lasts for some time has two of these events: one when it starts, and one when it ends (``ended``).
     """
 
     fault: str
@@ -234,7 +234,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
 
 
 class FaultRequested(Struct, frozen=True, tag=True):
-    """A user has requested a fault. The result is recorded as :class:`FaultInjected`, even for a rejection."""
+    """A user has requested a fault. Its result, or its rejection, is recorded as :class:`FaultInjected`."""
 
     fault: Fault
     by: str

@@ -17,11 +17,11 @@ CANCELLATION_WINDOW_S = 3600.0
 """Seconds within which a second cancellation of all allocations of a run counts as a cancellation of the run itself."""
 
 EARLY_END_S = 60.0
-"""An allocation that ends less than this many seconds after its begin counts as a rejected request if no process on its
-nodes ever reported. So the run does not repeat the request without end."""
+"""An allocation that ends less than this many seconds after its start counts as a rejected request if no process on its
+nodes ever reported. This limits how often the run repeats the request."""
 END_TOLERANCE_S = 60.0
 """An allocation that ends at most this many seconds before its expected end has used up its walltime. The tolerance is
-needed because the begin is observed up to one poll late and Slurm counts whole minutes."""
+needed because the start is observed up to one poll late and Slurm counts whole minutes."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
 
@@ -42,7 +42,7 @@ def on_request_intended(state: State, at: float, request: AllocationRequest) -> 
 def on_release_intended(state: State, at: float, tag: str) -> State:
     """Record the release of an allocation.
 
-    A request that could never have been met counts as rejected, so that it is not repeated without end.
+    A request that could never have been met counts as rejected, which limits how often it is repeated.
     """
     allocation = state.allocations.get(tag)
     if (
@@ -95,7 +95,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             state = _add_rejected_request(
                 state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
             )
-        elif _allocation_failed_early(state, at, allocation):  # counts as rejected, which limits the repetitions
+        elif _allocation_failed_early(state, at, allocation):  # counts as a rejection
             detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(
                 event.status
             )
@@ -162,7 +162,7 @@ def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
 
 
 def _allocation_failed_early(state: State, at: float, allocation: Allocation) -> bool:
-    """Return whether an allocation failed at its begin: it ended by itself before any process in it reported."""
+    """Return whether an allocation ended by itself soon after its start, before any process in it reported."""
     began = allocation.running_since
     ran = not (allocation.releasing or allocation.orphan) and began is not None and at - began < EARLY_END_S
     reported = any(

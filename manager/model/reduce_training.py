@@ -49,7 +49,7 @@ def _after_commit(before: State, state: State, at: float, event: ev.StepCommitte
 
 
 def _after_recount(before: State, state: State, at: float, event: ev.StepEnded | ev.Decided | ev.Resumed) -> State:
-    """Count all replicas that work. A replica that a decision fences has not worked since its first symptom."""
+    """Count all replicas that work. A failed replica counts as down from the first symptom of its failure."""
     at_work = Counter(replica.role for replica in state.replicas.values() if works(state, replica))
     action = event.action if isinstance(event, ev.Decided) else None
     fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()

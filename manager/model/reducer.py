@@ -157,8 +157,8 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
 def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Apply the commit of a current incarnation.
 
-    While the run ends, the newest incarnation may still commit after the request to stop, because it completes its
-    training step first.
+    While the run is ending, the newest incarnation may commit even after it was requested to stop, because it completes
+    its training step first.
     """
     newest = (
         event.incarnation.replica in state.replicas

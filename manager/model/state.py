@@ -35,8 +35,8 @@ from .figures.token_ages import TokenAges
 from .figures.training_time import TrainingTime
 
 NEVER_APPEARED = "its step never appeared"
-"""Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never
-listed."""
+"""Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never listed
+by the cluster."""
 
 
 class Status(StrEnum):

@@ -38,7 +38,7 @@ def plan(state: State, now: float) -> Plan:
     Decisions are never returned together with external actions, which depend on the changed state: the caller applies
     the decisions and plans again.
     """
-    if state.outcome is not None:  # the previous manager failed after the last record
+    if state.outcome is not None:  # an earlier manager wrote the run's last record and then failed
         return Plan(over=True)
     ended, ending_wake, over = plan_shutdown(state, now)
     if state.finish is not None or ended:

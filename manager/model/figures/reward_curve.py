@@ -10,8 +10,8 @@ from msgspec import Struct
 MAX_STEPS_PER_END = 10
 """Number of first steps, and of last steps, whose rewards are kept individually."""
 MAX_CURVE_POINTS = 256
-"""Maximum number of points of the curve. At least 128 are kept, so that single points are not visible in a wide
-terminal."""
+"""Maximum number of points of the curve. A long run has at least 128 points, so that the curve looks continuous in a
+wide terminal."""
 MAX_GAPS = 64
 """Maximum number of remembered ranges of steps without a reported reward. The newest ranges are kept; a reward for a
 step in an older range is ignored."""

@@ -19,7 +19,7 @@ MAX_COUNT = 2**40
 """Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
 _AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
-"""Metrics that views show in a separate row."""
+"""Metrics that ``rrl status`` shows in a row of their own, apart from the other metrics."""
 
 
 AT_WORK = "episodes_at_work"
@@ -32,7 +32,7 @@ _METRICS = {
 }
 """Name of the metric of each field that counts over the run."""
 EPISODE_METRICS = (AT_WORK, *_METRICS.values())
-"""Metrics that views show in a row of their own."""
+"""Metrics of episodes, which ``rrl status`` shows in a row of their own."""
 
 
 class StreamFigures(Struct, frozen=True):
@@ -90,7 +90,8 @@ class EpisodeFigures(Struct, frozen=True):
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
-    """Trained tokens whose context, as the trainer read it, is not what the engine had: 0, or rrl has a bug."""
+    """Trained tokens whose context, as the trainer read it, is not what the engine had. Always 0, unless rrl has a
+    bug."""
 
     @property
     def branches_each(self) -> float:

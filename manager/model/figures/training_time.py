@@ -1,6 +1,6 @@
 """The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md).
 
-It also contains the times of the newest steps.
+This module also keeps the times of the newest steps.
 
 Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts by the
 rollouts' share of the GPUs, or of the nodes in a job without GPUs. While everything is down, it counts 0.
@@ -25,8 +25,8 @@ from ....core.run_spec import RunSpec
 RECENT_S = 3600.0
 """Seconds before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Minimum time (s) between a point and the second point after it, so that :data:`RECENT_S` has at most about 190
-points."""
+"""Minimum time (s) between a point and the next point but one. It keeps the number of points within :data:`RECENT_S` at
+about 190 even if the share changes all the time."""
 MAX_COMMITS = 21
 """Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
 
@@ -49,8 +49,8 @@ class TrainingTime(Struct, frozen=True):
     """Effective training time of a run, and when its newest steps were committed. Times are the manager's (s)."""
 
     began: float | None = None
-    """Time from which effective training is counted: the begin of the run. None if this is unknown, because an older
-    rrl wrote the first part of the journal."""
+    """Time at which the run began, from which effective training is counted. None if an older rrl wrote the first part
+    of the journal, so that this time is unknown."""
     at_work: dict[str, int] = {}
     """Number of members in a useful phase, by role."""
     share: float = 0.0
@@ -134,10 +134,10 @@ def resumed(time: TrainingTime, at: float) -> TrainingTime:
 
 
 def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: float) -> TrainingTime:
-    """Return the training time in which this share counts from the time ``since`` on, which may lie in the past.
+    """Return the training time with this share from the time ``since`` on.
 
-    If ``since`` lies in the past, the time after it counts with this share, too, but only back to the last change of
-    the share.
+    If ``since`` lies in the past, the time since then is counted again with this share, but only back to the last
+    change of the share.
     """
     if time.began is None or not time.points:
         return time

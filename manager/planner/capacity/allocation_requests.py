@@ -30,7 +30,7 @@ def holds_nothing(state: State) -> bool:
 
 
 def first_request(state: State, now: float) -> list[Action]:
-    """Return the one request for all nodes in the forms ``pool`` and ``hetjob``, or the end of a rejected run."""
+    """Return the one request for all nodes in form ``pool`` or ``hetjob``; if it was rejected, the decision to end."""
     node_groups = state.job.node_groups
     if end := finish_if_rejected(state, node_groups[0], now):
         return [end]
@@ -46,7 +46,8 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
     """Request nodes in form ``replica`` until the run has the minimum with which it can start.
 
     Returns:
-        (the requests, or the end of the run if they are rejected or take too long; the next wake in manager's time, s).
+        (actions, wake): the requests, or the decision to end the run if the requests are rejected or take too long; and
+        the next wake (manager's time, s).
     """
     if rejected := [end for node_group in state.job.node_groups if (end := finish_if_rejected(state, node_group, now))]:
         return [rejected[0]], NEVER
@@ -65,7 +66,7 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
 
 
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
-    """Return the end of a run whose request can never be met."""
+    """Return the decision to end a run whose request can never be met."""
     text = allocation.status.unsatisfiable_reason if allocation.status else ""
     evidence, advice = (f"{allocation.tag}: {text}",), "the run ends; correct the job spec and submit again"
     why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant"))
@@ -73,7 +74,7 @@ def unsatisfiable(state: State, allocation: Allocation) -> Finish:
 
 
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:
-    """Return the end of the run if the cluster rejected the request of this node group.
+    """Return the decision to end the run if the cluster rejected the request of this node group.
 
     A rejection ends the run at once, since the same request would be rejected again. A request that did not reach the
     cluster is repeated a few times.
@@ -141,7 +142,7 @@ def _excluded_nodes(state: State) -> tuple[NodeName, ...]:
 
 
 def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
-    """Return the end of a run that did not get its minimum of nodes in time, with what each group lacks."""
+    """Return the decision to end a run that did not get its minimum of nodes in time, with what each group lacks."""
     evidence = []
     for node_group in state.job.node_groups:
         present = len(inventory.candidates(node_group.name))

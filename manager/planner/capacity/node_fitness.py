@@ -26,7 +26,7 @@ def excludes_node(finding: Finding) -> bool:
 def barred_nodes(state: State) -> set[NodeName]:
     """Return the nodes on which no replica is placed, even if the circuit breaker keeps them in use.
 
-    There is proof of a defect of such a node, or no message arrives from it, so that no replica on it could join.
+    A finding proves a defect of such a node, or no message arrives from it, so that no replica on it could join.
     """
     return {
         finding.node
@@ -93,7 +93,8 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
     """Return whether an agent or standby process waits until a failure leaves the recovery window.
 
-    A helper that was retired because its node left the run does not wait: it is started as soon as the node is back.
+    If the agent or standby process was retired because its node left the run, it does not wait: it is started as soon
+    as the node is back.
     """
     recovery = state.job.recovery
     failures = helper.recent_failures(recovery.window, now)

@@ -217,7 +217,7 @@ class NodeInventory:
                 and candidate.node in occupancy
                 and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id)
             ):
-                continue  # the fast part of _fits: thousands of replicas are compared with thousands of nodes
+                continue  # a fast check before _fits, for thousands of replicas and nodes
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
                     return candidate
@@ -258,7 +258,7 @@ class NodeInventory:
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         occupancy = self._occupancy if occupancy is None else occupancy
         for candidate in self._preferred_nodes(member, role, occupancy):
-            if candidate.node not in self._ready_standbys:  # the fast part of the checks below
+            if candidate.node not in self._ready_standbys:  # a fast check before the slower ones below
                 continue
             if (
                 candidate.node == member.node
@@ -403,7 +403,7 @@ class NodeInventory:
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # their ending steps do not count in addition
+        returning = {other.id for other in others}  # they are counted as occupants, so their ending steps do not count
         if not wait_for_release and any(
             gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):

@@ -6,8 +6,8 @@ only while the trainer works. A standby process of a rollout has its engine runn
 resources, on a spare node. It is started while no rollout that has a node is starting, and stopped as soon as another
 replica is to use the node. This replica is launched once the standby process has ended (``standbys_released_at``).
 Preloaded processes wait beside the rollouts of a node for the next restart of one of these rollouts. They are started
-at the same times as a standby process of a rollout, on nodes that have memory left for them. No standby process counts
-as a replica.
+under the same condition as a standby process of a rollout, on nodes that have memory left for them. No standby process
+counts as a replica.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def _trainer_standbys(
 ) -> _StandbyNodes:
     """Return every wanted standby process of the trainer, and its node.
 
-    Each member has a standby process on its node. Each spare node and each node of a donor rollout has as many standby
-    processes as it can host members. Nodes that already have standby processes are chosen first.
+    Each member has a standby process on its node. A limited number of spare nodes and of nodes with donor rollouts have
+    one standby process for each member that the node can host. Nodes that already have standby processes are chosen
+    first.
     """
     members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
@@ -255,8 +256,8 @@ def _blocking_standbys(
 ) -> list[StopStep]:
     """Return the stops of exclusive standby processes on nodes that replicas use or are about to use.
 
-    A standby process that is being promoted is kept. A ready one is also kept if only replicas of its role use the
-    node.
+    A standby process that is being promoted is kept. A ready standby process is also kept if only replicas of its role
+    use the node.
     """
     if not inventory.exclusive_standbys:
         return []

@@ -20,7 +20,7 @@ TRIES_TO_PROVE = 2
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
-    """Return the rejection of a run whose nodes lack a role's command; None if this is not proved.
+    """Return the decision to reject a run whose nodes lack a role's command; None if this is not proved.
 
     :data:`TRIES_TO_PROVE` failed starts prove this if no replica of the role has ever joined.
     """
@@ -65,7 +65,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
 
 
 def invalid_config(state: State) -> Finish | None:
-    """Return the rejection of a run in which a role found the job's configuration invalid.
+    """Return the decision to reject a run in which a role found the job's configuration invalid.
 
     The first such report suffices, since every start of the role reads the same configuration. If a replica of the role
     has worked, the configuration is valid, and the failure is repaired like any other.
@@ -78,7 +78,7 @@ def invalid_config(state: State) -> Finish | None:
 
 
 def no_fit_node(state: State) -> Finish | None:
-    """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
+    """Return the decision to reject a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
     The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit.
     One unfit node suffices if the run has no fit node and expects no further nodes.
@@ -107,7 +107,7 @@ def no_fit_node(state: State) -> Finish | None:
 
 
 def rejected(why: tuple[str, ...]) -> Finish:
-    """Return the end of a run that the job spec or the site's configuration makes impossible."""
+    """Return the decision to end a run that the job spec or the site's configuration makes impossible."""
     advice, lower = "correct the job spec or the site's set-up, and resubmit", every_lower("a start that can succeed")
     return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, advice, lower=lower))
 

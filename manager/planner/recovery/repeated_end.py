@@ -75,16 +75,16 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
         return ()
     returned = f"{failed.id} exited with code 0 in {starts} starts in a row before the run was complete"
     if state.job.role(failed.role).kind == "command":
-        return returned, "its command returned: a service works until SIGTERM; without `service`, code 0 means done"
+        return returned, "its command returned, but a service runs until SIGTERM; without `service`, code 0 means done"
     return returned, "its program returned: let it loop until me.stopping is set"
 
 
 def scorer_fails(state: State) -> Finish | None:
-    """Return the end of a run in which a reward replica ended because its scorer fails for most groups."""
+    """Return the decision to end a run in which a reward replica ended because its scorer fails for most groups."""
     for replica in workers(state):
         exception = _exception_of(state, replica)
         if exception is not None and exception.dropped_groups and not replica.fault:
-            dropped = f"exceptions of the scorer have dropped {exception.dropped_groups} groups, most of the newest"
+            dropped = f"scorer exceptions dropped {exception.dropped_groups} groups, including most of the newest ones"
             needed = "a scorer that does not fail for most groups"
             return failed_by_code(state, (f"{replica.id}: {exception}", dropped), "its traceback", needed)
     return None

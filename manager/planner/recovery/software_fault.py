@@ -3,12 +3,13 @@
 The rules come from RobustRL (paper, 5.1): a failure in the first step after a restart, a second failure in the same
 step, or a second restart that fails. A failure with another explanation does not count:
 
-* an injected failure: it says nothing about the software, even if two failures are injected in one step; * a failure on
-  an excluded or lost node: other rungs of the ladder handle it; * a failure at about the same time as many failures of
-  other roles: the cause is storage, fabric or site. The next failure does not count either, since failures of other
-  roles may still follow it; * a launch that the cluster refused: the software never ran; * an exception that ends the
-  trainer again and again before it has done any work (``repeated_end``); * an exit with code 0 soon after the start:
-  the trainer's program returned, and would return again.
+* an injected failure: it says nothing about the software, even if two failures are injected in one step;
+* a failure on an excluded or lost node: other rungs of the ladder handle it;
+* a failure at about the same time as many failures of other roles: the cause is storage, fabric or site. The next
+  failure does not count either, since failures of other roles may still follow it;
+* a launch that the cluster refused: the software never ran;
+* an exception that ends the trainer again and again before it has done any work (``repeated_end``);
+* an exit with code 0 soon after the start: the trainer's program returned, and would return again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts in a row failed after {after}",) if twice else ()
-    if no_step_yet and (reached or full_restarts):  # the very first incarnation has a second try
+    if no_step_yet and (reached or full_restarts):  # the run's first incarnation is restarted alone once
         return (f"it failed in its first training step, the step after {after}: earlier starts got that far",)
     if any(failure.joined for failure in past):
         return (f"second failure in the same training step, the step after {after}",)

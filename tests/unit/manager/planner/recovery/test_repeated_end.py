@@ -101,7 +101,7 @@ def test_scorer_that_fails_for_most_groups_ends_the_run_at_once_although_its_rol
     raise_in(world, REWARD, msgspec.structs.replace(MISTAKE, dropped_groups=17))
     first, second, _ = end(world).why.evidence
     assert first == f"reward/0: {TEXT}"
-    assert second == "exceptions of the scorer have dropped 17 groups, most of the newest"
+    assert second == "scorer exceptions dropped 17 groups, including most of the newest ones"
     world.play()
     assert max(world.incarnations().values()) == 1
     assert_nothing_is_left(world, Outcome.FAILED)
@@ -343,4 +343,4 @@ def test_service_that_returns_ends_the_run_with_advice_for_commands() -> None:
         world.play(lambda: world.works() or world.over)
     returned, advice, _ = end(world).why.evidence
     assert returned == "cache/0 exited with code 0 in 3 starts in a row before the run was complete"
-    assert advice == "its command returned: a service works until SIGTERM; without `service`, code 0 means done"
+    assert advice == "its command returned, but a service runs until SIGTERM; without `service`, code 0 means done"
