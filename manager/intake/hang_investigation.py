@@ -134,8 +134,8 @@ class HangInvestigator:
             findings: Result of ``detect``.
 
         Returns:
-            The stacks of each investigated hang, by the finding's key; and the time (s) at which :meth:`investigate`
-            must be called again, which is inf if only new findings require another call.
+            The stacks of each investigated hang, by the finding's key, and the time (s) at which :meth:`investigate`
+            must be called again. The time is inf if only new findings require another call.
         """
         now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else self._sample_stacks(now)

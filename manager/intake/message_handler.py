@@ -39,7 +39,7 @@ def last_output(run: RunDir, tag: str) -> str:
     """Return the last lines of a step's output, or '' if there is no output.
 
     The output comes from the step's first process and from slurmstepd (which reports, for example, a missing
-    interpreter or exceeded memory). If both printed nothing, it is the output of the step's ``srun``.
+    interpreter or exceeded memory). If neither printed anything, the lines of the step's ``srun`` are returned.
     """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
@@ -155,7 +155,8 @@ class MessageHandler:
         """Notify the processes of a fenced incarnation that they must end at once.
 
         The worker is notified. In case the worker hangs, the first process of its step is notified too, or the node's
-        agent if the first process is not connected. A command that does not use the worker API gets its grace instead.
+        agent if the first process is not connected. If the command does not use the worker API, only the later stop of
+        the step ends it, with a grace.
         """
         self.standby_promoter.forget(step_alias(self._context.state(), incarnation))
         worker = self._peers.workers.pop(incarnation, None)
@@ -173,8 +174,8 @@ class MessageHandler:
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
         """Answer whether a launched process may start its command, so that each launch starts exactly one command.
 
-        A process that an earlier manager admitted may ask again while the run is ending. It is then admitted, and
-        afterwards stopped with a grace.
+        A process that an earlier manager admitted may ask again while the run is ending. Such a process is admitted,
+        and then requested to stop with a grace.
         """
         state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)

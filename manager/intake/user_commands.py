@@ -46,7 +46,7 @@ class Command(Struct, frozen=True):
 
 
 def pending_commands(run: RunDir) -> list[Command]:
-    """Return the pending commands in order.
+    """Return the pending commands, sorted by the names of their files.
 
     A file that is not a valid command is renamed to ``.bad``, and logged once.
     """

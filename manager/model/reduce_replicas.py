@@ -85,8 +85,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
 def on_stop_intended(state: State, at: float, action: StopStep) -> State:
     """Record that a step is being stopped.
 
-    If the step runs a current incarnation, its replica is retired, because such a step is only stopped if the run ends
-    or a standby process is no longer needed.
+    If the step runs a current incarnation, its replica is retired, because a current incarnation is stopped only if the
+    run ends or, for a standby process, if it is no longer needed.
     """
     orphan = state.orphan_steps.get(action.step)
     if orphan is None and not state.is_current(action.incarnation):

@@ -48,7 +48,7 @@ def rotate_at(state: State, allocation: Allocation) -> float:
 def rotation_urgent_at(state: State, allocation: Allocation) -> float:
     """Return the manager's time (s) from which moves off the allocation no longer wait for failing replicas.
 
-    It is the middle of the time for the rotation.
+    This time is the middle of the rotation.
     """
     return allocation.ends_at - _lead_time(state, allocation) / 2
 

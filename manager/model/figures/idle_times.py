@@ -19,8 +19,8 @@ from ....core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
 RECENT_S = 300.0
-"""Minimum length (s) of the interval from which recent shares are computed; it may be longer by the time between two
-points."""
+"""Minimum length (s) of the interval from which recent shares are computed. The interval may be longer by the time
+between two points."""
 POINT_INTERVAL_S = 20.0
 """Minimum seconds between two points, so that few points cover :data:`RECENT_S`."""
 MAX_PHASES = 64

@@ -16,7 +16,8 @@ TOKENS_AGED = "tokens_aged_"
 PARTS, LENGTH_BIAS, RECALL = "parts", "length_bias", "recall20"
 LONG_GROUPS, LONGEST_EXPECTED = "long_groups", "longest_expected"
 MAX_COUNT = 2**40
-"""Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
+"""Largest count that a metric may report. With this limit, sums over millions of steps fit into the journal's 64-bit
+integers."""
 _AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
 """Metrics that ``rrl status`` shows in a row of their own, apart from the other metrics."""

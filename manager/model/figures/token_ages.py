@@ -1,7 +1,7 @@
 """Ages of the tokens that the newest committed steps trained on, and a warning if they grow.
 
-The age of a token is counted in training steps: a token of step n that was sampled with the weights of step v has the
-age n - 1 - v, because step n starts from the weights of step n - 1. The ages are part of the metrics of each step.
+The age of a token is counted in training steps. Step n starts from the weights of step n - 1, so a token of step n that
+was sampled with the weights of step v has the age n - 1 - v. The ages are part of the metrics of each step.
 :class:`rrl.Worker` computes them, so a user's own trainer reports them too.
 """
 
@@ -19,7 +19,7 @@ WINDOW_STEPS = 10
 one whenever weights arrive a little late."""
 EXTRA_AGE = 2.0
 """Training steps by which the median age of tokens may exceed ``[sampling] ahead``; above this sum, a growing median
-leads to a warning. Tokens are up to about ``ahead + 2`` steps old; on a busy machine half of the tokens reach that age
+leads to a warning. Tokens are up to about ``ahead + 2`` steps old. On a busy machine half of the tokens reach this age
 (measured: medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher median means that new
 weights reach the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
@@ -38,8 +38,8 @@ class TokenAges(Struct, frozen=True):
     """Token ages of the newest steps, and the step since which a warning about token ages stands.
 
     ``warned`` is the step at which the mean of the medians was above the usual age (``ahead + EXTRA_AGE``) and growing,
-    with the manager's time (s) of its commit. It is None if there is no such step, or once the mean is at or below that
-    age again.
+    with the manager's time (s) of its commit. ``warned`` is None if there is no such step, or once the mean is at or
+    below the usual age again.
     """
 
     steps: tuple[StepAge, ...] = ()

@@ -78,7 +78,7 @@ def _is_healthy(node: Node) -> bool:
     """Return whether the cluster reports the node as healthy, apart from this run's own drain.
 
     The status of a node that has left the run is unknown. Such a node counts as healthy if it was excluded without
-    proof and this run has not drained it: the cluster grants no nodes that are down.
+    proof and this run has not drained it, because the cluster does not grant nodes that are down.
     """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)

@@ -58,7 +58,7 @@ class NodeInventory:
             (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
         )
         """Manager's time (s) at which the next allocation ends or is due for rotation, or the next failure leaves the
-        window. The choice of nodes may change then."""
+        window. At this time the choice of nodes may change."""
         shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
                  for name in intent.action.nodes}  # fmt: skip
         pairs = [(node, node.allocation) for node in state.nodes.values()

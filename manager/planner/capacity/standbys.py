@@ -211,7 +211,7 @@ def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, rol
 
 
 def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
-    """Return the bytes of a node's memory that its replicas and ``others``, its other standby processes, leave free.
+    """Return how many bytes of a node's memory its replicas and ``others`` other standby processes leave free.
 
     The result is inf if the job does not state the memory of the node.
     """

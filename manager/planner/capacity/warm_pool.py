@@ -68,8 +68,9 @@ def standbys_released_at(
 ) -> float:
     """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes to end.
 
-    The time is inf until these standby processes are being stopped. From then on, launches wait for their ends as long
-    as a gang waits for earlier occupants. Standby processes whose steps are in ``promoted_steps`` do not count.
+    The time is inf until these standby processes are being stopped. After that, launches wait for the ends of these
+    processes at most as long as a gang waits for earlier occupants. Standby processes whose steps are in
+    ``promoted_steps`` do not count.
     """
     if any(standby.node in nodes and standby.step not in promoted_steps for standby in exclusive_standbys):
         return NEVER

@@ -308,7 +308,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         _GIVE_UP,
     ),
     "job": (
-        RungSpec(Rung.FULL_RESTART, (_BUDGET_LEFT,), "every role joins again, on its own node if that is good", _join),
+        RungSpec(Rung.FULL_RESTART, (_BUDGET_LEFT,), "every role joins again, on its own node if it is usable", _join),
         _GIVE_UP,
     ),
     "requeue": (

@@ -38,7 +38,7 @@ The source (docs/sources.md, guard rails) refers to the nodes of the whole clust
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
-"""Detectors that report an agent that sends nothing although its process is not known to have ended."""
+"""Detectors of an agent that sends nothing although nobody has reported the end of its process."""
 
 
 class DeferredExclusion(Struct, frozen=True):

@@ -52,7 +52,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts in a row failed after {after}",) if twice else ()
     if no_step_yet and (reached or full_restarts):  # the run's first incarnation is restarted alone once
-        return (f"it failed in its first training step, the step after {after}: earlier starts got that far",)
+        return (f"it failed in its first training step, the step after {after}: earlier starts reached this step",)
     if any(failure.joined for failure in past):
         return (f"second failure in the same training step, the step after {after}",)
     return ()

@@ -42,7 +42,7 @@ def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_rest
     assert world.now > began + MAX_RESTART_BACKOFF_S
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
-        "it failed in its first training step, the step after the start: earlier starts got that far",
+        "it failed in its first training step, the step after the start: earlier starts reached this step",
         "it failed again after a restart of the whole run, and no step was finished since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
@@ -57,7 +57,7 @@ def test_first_step_failing_after_a_node_caused_restart_restarts_the_run() -> No
     fail(world, TRAINER)
     (restart,) = world.decided(RestartAll)
     assert restart.why.evidence[1:] == (
-        "it failed in its first training step, the step after step 1: earlier starts got that far",
+        "it failed in its first training step, the step after step 1: earlier starts reached this step",
     )
 
 
