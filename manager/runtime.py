@@ -224,7 +224,7 @@ class Manager:
 
     # ── one turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:
-        """Turn the loop until the run is over or this manager leaves."""
+        """Run the loop until the run is over or this manager leaves."""
         while self.leave_reason is None:
             for task in self._background_tasks:
                 if task.done():

@@ -24,8 +24,8 @@ _log = logging.getLogger("rrl.manager")
 PROGRAM = "rrl.roles.trainer.checkpoint_export"
 """Module of the child process."""
 EXPORT_TIMEOUT_S = 7200.0
-"""Seconds after which an export is ended. At 200 MB/s, a slow shared file system, a checkpoint of 1.4 TB (120 billion
-parameters) is read in this time."""
+"""Seconds after which an export is ended. A slow shared file system (200 MB/s) reads a checkpoint of 1.4 TB (120
+billion parameters) in this time."""
 END_TIMEOUT_S = 5.0
 """Seconds that a child has to remove its files after SIGTERM, before it is killed."""
 MAX_REASON_CHARS = 1000

@@ -1,4 +1,4 @@
-"""Carry out planned and journaled actions: the only caller of the cluster's methods that change something.
+"""Carry out planned and journaled actions. Only this module calls the methods that change something in the cluster.
 
 The intent of every action is journaled and fsynced first. The result of the action is recorded as an ``IntentSettled``
 event. If the result is unknown (``Unanswered``), nothing is recorded, and the next poll of the cluster settles the

@@ -1,6 +1,6 @@
-"""Write the launch file that the first process of a step reads, with the command line of its container if it has one.
+"""Write the launch file that the first process of a step reads, and build the command line of the step's container.
 
-With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
+With apptainer the first process runs on the host, and only the command runs in the image. With pyxis, a plugin of srun,
 the whole step runs in the image. Neither creates a process namespace, so the processes of a role are found and ended by
 the marks in their environment, exactly as without a container. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
 apptainer.org/docs/user/latest (bind paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
@@ -169,11 +169,11 @@ def _has_lost_nodes(state: State, action: LaunchAction) -> bool:
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """Return the launch file and the step of a standby process, which runs the command of the role it may join.
+    """Return the launch file and the step of a standby process, which runs the command of the role that it may join.
 
-    A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
-    and a preloaded process share their node with other steps. Their steps request all GPUs of the node, and the Promote
-    message names the GPUs that a process must use.
+    A standby process of a rollout runs its engine and takes the resources of the rollout that it will become. A standby
+    process of the trainer and a preloaded process share their node with other steps. Their steps request all GPUs of
+    the node, and the Promote message names the GPUs that the promoted process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
@@ -305,9 +305,9 @@ def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
 
 
 def save_passed_env(run: RunDir, job: RunSpec) -> None:
-    """Save the variables of this shell that roles receive, with mode 0600.
+    """Save those variables of this shell that roles receive, in a file with mode 0600.
 
-    They are saved in a file because the manager may run on another host. Raises OSError.
+    The file is needed because the manager may run on another host. Raises OSError.
     """
     write_atomically(run.passed_env, msgspec.json.encode(select_variables(job.env.passed, os.environ)))
 

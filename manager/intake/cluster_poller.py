@@ -68,7 +68,7 @@ class ClusterPoller:
         try:
             async with asyncio.timeout(wait):
                 await self._poll_requested.wait()
-            await asyncio.sleep(min(FAST_POLL_S, wait) / 4)  # steps that end together are covered by one poll
+            await asyncio.sleep(min(FAST_POLL_S, wait) / 4)  # so one poll covers steps that end together
         except TimeoutError:
             pass
 

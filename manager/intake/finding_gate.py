@@ -139,7 +139,7 @@ def is_agent_of(incarnation: Incarnation, node: NodeName) -> bool:
 
 
 def to_manager_time(finding: Finding, sent: float, now: float) -> Finding:
-    """Return the finding with its times converted from the node's clock to the manager's, and its evidence limited.
+    """Return the finding with limited evidence, and with times converted from the node's clock to the manager's.
 
     ``sent`` is the node's clock when the message was sent, ``now`` the manager's clock at receipt.
     """

@@ -305,7 +305,7 @@ class MessageHandler:
             await asyncio.gather(self._exit_record_task, return_exceptions=True)
 
     async def read_exit_records(self) -> None:
-        """Record ends of steps that the run directory contains and no message has reported.
+        """Record the ends of steps that have an exit record in the run directory, but that no message has reported.
 
         Called at a manager's start and after polls.
         """

@@ -27,7 +27,7 @@ from ..model.state import NEVER_APPEARED, Allocation, Replica, State
 FAST_POLL_AFTER_REQUEST_S = 60.0
 """Seconds after a request during which rrl polls faster than the site's interval while the allocation is pending."""
 MIN_ABSENT_POLLS = 2
-"""Number of consecutive polls that must not list an allocation before it counts as gone."""
+"""Number of consecutive polls in which an allocation must be missing before it counts as gone."""
 MIN_END_CHANGE_S = 30.0
 """Minimum change (s) of an allocation's end that is recorded. Smaller changes come from rounding the remaining time to
 seconds."""
@@ -75,7 +75,7 @@ def reconcile(
             status = snapshot.allocations.get(tag)
             if status is not None:
                 absences.is_gone(tag, True)
-                # a salloc that found no free nodes leaves a cancelled job, and sbatch then uses the same tag
+                # ignore the cancelled job of a salloc that found no free nodes: sbatch uses its tag again
                 is_salloc_attempt = status.state is AllocationState.ENDED and unsettled.get(tag) in busy
                 status = _reconcile_allocation(
                     allocation, status, snapshot.nodes, absences, now, state.job.limits.quiet

@@ -31,8 +31,8 @@ from .admission import GpuRegistry
 _log = logging.getLogger("rrl.manager")
 
 RECONNECT_TIMEOUT_S = 2.0
-"""Seconds to wait for a current standby process, and for the users of GPUs on its node, to connect. After a manager's
-death they connect to the next manager within 1 s."""
+"""Seconds to wait for a current standby process, and for the incarnations that use GPUs on its node, to connect. After
+a manager's death they connect to the next manager within 1 s."""
 _POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether these processes have connected."""
 

@@ -66,7 +66,7 @@ def on_release_rejected(state: State, tag: str, until: float) -> State:
 
 
 def on_request_rejected(state: State, at: float, request: AllocationRequest, detail: str, undelivered: bool) -> State:
-    """Record a request that was certainly not granted, and forget its allocations."""
+    """Record a request that was certainly not granted, and remove its allocations."""
     state = _add_rejected_request(state, RejectedRequest(request.tag, at, detail, undelivered, request.node_group))
     tags = {component.tag for component in (request, *request.further_components)}
     return replace(state, allocations=without(state.allocations, *tags))
@@ -150,7 +150,7 @@ def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
 
 
 def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
-    """Forget earlier failures of the agents and standby processes of nodes that have just entered an allocation.
+    """Remove earlier failures of the agents and standby processes of nodes that have just entered an allocation.
 
     Such a failure may only show that an earlier allocation was cancelled or ran out of time. If it still counted, the
     run would consider the node unusable and request another node before the node's agent reports.

@@ -217,7 +217,7 @@ def _add_orphan(state: State, at: float, id: ReplicaId) -> State:
 
 
 def _count_failed_start(state: State, id: ReplicaId) -> State:
-    """Count a failed start of a replica that has never joined: the job spec itself may be wrong."""
+    """Count a failed start of a replica that has never joined, because the job spec itself may be wrong."""
     replica = state.replica(id)
     return state if replica.ever_joined else with_replica(state, id, failed_starts=replica.failed_starts + 1)
 

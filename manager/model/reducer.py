@@ -227,7 +227,7 @@ def _on_clocks_recorded(state: State, at: float, event: ev.ClocksRecorded) -> St
 
 
 def _on_evaluated(state: State, at: float, event: ev.Evaluated) -> State:
-    """Record the result of an evaluation once: the results come in the order of their steps."""
+    """Record the result of an evaluation. A result of an older step is a repetition, and is ignored."""
     if event.step <= state.evaluated:
         return state
     before = state.evaluations

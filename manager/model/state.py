@@ -133,8 +133,8 @@ class Replica(Struct, frozen=True):
     commits: int = 0
     """Training steps that the newest incarnation committed (counted at a gang's first member)."""
     advanced: bool = False
-    """True once the newest incarnation holds weights of a later step than its first weights. If it is a trainer, it has
-    trained a step."""
+    """True once the newest incarnation holds weights of a later step than its first weights. For a trainer, this means
+    that it has trained a step."""
     not_before: float = 0.0
     """Manager's time (s) of the earliest next launch (back-off)."""
     fault: str = ""
@@ -211,7 +211,8 @@ class Node(Struct, frozen=True):
     drain_reason: str = ""
     """Reason text of this run's drain of the node; empty if no drain of this run is in force on the node."""
     drain_error: str = ""
-    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it."""
+    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it; empty if it did
+    not refuse."""
     release_result: ReleaseResult | None = None
     """Result of the release of this single node; None before it was tried. The release is tried only once."""
     snapshot_address: str = ""

@@ -73,7 +73,7 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
 class EpisodeFigures(Struct, frozen=True):
     """Counts over the run as of its newest step.
 
-    The turns and all later fields are counted in finished episodes only.
+    ``turns`` and the fields below it are counted in finished episodes only.
     """
 
     at_work: int = 0

@@ -74,7 +74,7 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
 
 
 def token_age_finding(ages: TokenAges, sampling: SamplingSpec) -> Finding | None:
-    """Return the standing warning about token ages, or None if there is none. Its text does not change."""
+    """Return the standing warning about token ages; None if there is none. The text of a warning never changes."""
     if ages.warned is None:
         return None
     step, at = ages.warned

@@ -79,7 +79,7 @@ def agent_failed_last(state: State, node: NodeName) -> bool:
 
 
 def unfit_nodes(state: State) -> dict[NodeName, str]:
-    """Return the nodes on which no role can run, with the probe's error or why the agent never started."""
+    """Return the nodes on which no role can run, each with the reason: the probe's error, or why no agent started."""
     reasons: dict[NodeName, str] = {}
     for name, node in state.nodes.items():
         if node.probe_error:

@@ -25,7 +25,8 @@ _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
 """Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
 parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""Maximum number of times that the duration of an exclusion doubles. So one hour becomes more than seven years."""
+"""Maximum number of times that the duration of an exclusion doubles. With this limit, an exclusion of one hour grows to
+more than seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:

@@ -271,7 +271,7 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return a rollout whose node, with a ready standby process, this member could take; None if there is none.
+        """Return a rollout whose node has a ready standby process for this member; None if there is no such rollout.
 
         Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
         preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node.

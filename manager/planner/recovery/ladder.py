@@ -1,8 +1,8 @@
 """The repair ladder as data: rungs from the cheapest repair down to the end of the run.
 
 Each rung says what it needs, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
-takes the first rung whose needs are met, beginning with the rung that the evidence suggests. What the rungs before it
-lacked is recorded with the decision, and ``rrl explain`` shows it.
+takes the first rung whose needs are met, beginning with the rung that the evidence suggests. The decision also records
+what the rungs before the taken one lacked, and ``rrl explain`` shows this.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _join(state: State) -> float:
 
 
 def _promotion_time(state: State) -> float:
-    """Return the time (s) for a promotion, which begins once the replaced process has ended and released its memory."""
+    """Return the time (s) for a promotion, including the time in which the replaced process releases its memory."""
     return state.job.limits.step_grace + state.job.recovery.promote
 
 

@@ -145,7 +145,7 @@ def limit_exclusions(
     """Return the exclusions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
-    window, or while the cluster itself has lost too many of the run's nodes.
+    window, or while the cluster reports too many of the run's nodes as down.
     """
     recovery = state.job.recovery
     allowed = exclusions_allowed(recovery.breaker, len(state.nodes))

@@ -22,7 +22,7 @@ TRIES_TO_PROVE = 2
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     """Return the decision to reject a run whose nodes lack a role's command; None if this is not proved.
 
-    :data:`TRIES_TO_PROVE` failed starts prove this if no replica of the role has ever joined.
+    It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined.
     """
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
