@@ -83,7 +83,7 @@ class TrainingTime(Struct, frozen=True):
     def seconds_per_step(self) -> float | None:
         """Return the median seconds of the newest steps; None before the second commit.
 
-        Of steps that were committed while no manager ran, only the mean time is known.
+        For steps that were committed while no manager ran, only the mean time is known.
         """
         pairs = pairwise(self.commits)
         times = sorted((after.at - before.at) / (after.step - before.step) for before, after in pairs)

@@ -134,7 +134,7 @@ def _replacements(
 ) -> tuple[list[Action], float]:
     """Return requests for the missing nodes of a group, and the next wake (manager's time, s).
 
-    After too many rejections, return the decisions to continue without these nodes instead, or to end the run.
+    After too many rejections, return the decisions to continue without these nodes, or to end the run.
     """
     recent_rejections = rejections(state, node_group, now)
     window = state.job.recovery.window

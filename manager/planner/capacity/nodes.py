@@ -40,7 +40,7 @@ class CandidateNode(Struct, frozen=True):
 
 
 class NodeInventory:
-    """The nodes of a run, what occupies them, and which replica each could host.
+    """The nodes of a run, what occupies them, and which replicas each node could host.
 
     ``usable`` are the nodes that may get new processes, in natural order. ``failing_nodes`` are nodes on which the
     process of some replica failed too often. ``may_start`` is True once the run has the nodes that it needs to start.
@@ -274,7 +274,8 @@ class NodeInventory:
         """Return a rollout whose node has a ready standby process for this member; None if there is no such rollout.
 
         Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
-        preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node.
+        preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node, so
+        that no second rollout is preempted.
         """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -298,7 +299,7 @@ class NodeInventory:
                 yield rollout
 
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
-        """Return the rollouts to preempt so that this member can be promoted.
+        """Return the rollouts to preempt so that a standby process can be promoted to this member.
 
         These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
         without a free standby process, the result is one donor. This case occurs when a gang loses two nodes at the
@@ -332,7 +333,7 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has a standby process that no other replica launched on the node needs.
+        """Return whether the node has a standby process that is not needed by another replica on the node.
 
         Preloaded processes do not count, because they are no reason to choose a node. If the standby process shares the
         node with working replicas, each member of the gang on the node may need the process. An exclusive standby

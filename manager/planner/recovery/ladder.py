@@ -56,8 +56,8 @@ class RungSpec(Struct, frozen=True):
     rung: Rung
     needs: tuple[Need, ...]
     expects: str
-    """Expected result as text, with the fields ``{member}``, ``{role}`` and ``{node}`` of the failed member and its
-    target node ``{to}``."""
+    """Expected result as text. It may contain ``{member}``, ``{role}`` and ``{node}`` of the failed member, and
+    ``{to}``, the target node of the rung."""
     time_limit: Callable[[State], float]
     """Time (s) for the expected result. If the result has not occurred by then, this counts as another failure, and the
     ladder is entered again."""
@@ -286,7 +286,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         RungSpec(
             Rung.DONOR,
             (_DONOR,),
-            "the standby process on {to} is promoted to {member}; its rollout moves",
+            "the standby process on {to} is promoted to {member}; the rollout there moves",
             _promotion_time,
             _donor_node,
         ),

@@ -33,8 +33,9 @@ MINORITY_NODES = 2
 """Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many
 nodes."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes. If a larger share and more than one node are down, only nodes that are down are excluded.
-The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only this run's nodes."""
+"""Share of the run's nodes. If more than this share of the nodes is down, and more than one node, only nodes that are
+down are excluded. The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only
+this run's nodes."""
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
@@ -119,7 +120,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
 
 
 def _is_working(state: State, replica: Replica) -> bool:
-    """Return whether the replica works on a node that is not excluded, or is retired or completed."""
+    """Return whether the replica is retired or completed, or works on a node that is not excluded."""
     if replica.status in (Status.RETIRED, Status.COMPLETED):
         return True
     node = state.nodes.get(replica.node) if replica.node is not None else None

@@ -120,7 +120,7 @@ def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -
     world.steady()
     fence, driven = fences(world)
     assert (fence.rung, fence.target_node, fence.charged) == (Rung.DONOR, stands, True)
-    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0; its rollout moves"
+    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0; the rollout there moves"
     assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.DONOR, False)
     assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a standby process can be promoted to it",)
     assert world.node_of(TRAINER) == stands
