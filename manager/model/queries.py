@@ -96,7 +96,7 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
 def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
     """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
 
-    A program that returns later only leads to a restart, since few such restarts occur.
+    A later return is repaired like any other failure, since few such restarts occur.
 
     Args:
         state: The state.

@@ -17,7 +17,7 @@ The three stages are: the trainer; the other roles and the standby processes; th
 grace of its steps, because their ends are reported later."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""Seconds after which rrl gives up a request that the cluster has reported as impossible to meet all this time. While
+"""rrl gives up a request if the cluster has reported for this many seconds that the request can never be met. While
 slurmdbd is down, or partitions are being changed, Slurm reports this for every request."""
 
 

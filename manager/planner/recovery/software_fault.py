@@ -23,7 +23,7 @@ from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
 
 def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
-    """Return why the whole run should restart and not the trainer alone; empty if nothing suggests a software fault.
+    """Return why the whole run, not only the trainer, should restart; empty if nothing suggests a software fault.
 
     ``members`` are the gang's members by rank; ``failed`` is the member that failed now.
     """
