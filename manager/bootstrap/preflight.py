@@ -40,8 +40,8 @@ _KEYS = (
     (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
 )  # fmt: skip
-"""Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If this
-key is empty, the pattern captures the name of the option."""
+"""Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If a
+pattern has an empty text instead, the pattern captures the name of the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
 """Pattern of the messages that Slurm also gives if nodes are down or drained."""
 
@@ -51,7 +51,7 @@ _NARROWING = ("gres", "constraint", "nodelist", "exclude")
 
 
 class Problem(Struct, frozen=True):
-    """A problem of a job spec: the run cannot work, Slurm would not start it, or something could not be checked."""
+    """A problem of a job spec: the run cannot work, Slurm would not start the run, or a check was not possible."""
 
     key: tuple[str, ...]
     """Key of job.toml that has to change; empty if the problem concerns no key."""
@@ -66,7 +66,8 @@ class SlurmAnswer(Struct, frozen=True):
     problems: list[Problem]
     """Why Slurm would reject a job, or why that could not be determined."""
     starts: dict[str, str] = {}
-    """When each job would start, by node group, if Slurm estimates it: local times (ISO 8601)."""
+    """Estimated start of each job as local time (ISO 8601), by node group or ``manager``. A job is absent if Slurm
+    gives no estimate for it."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> SlurmAnswer:
@@ -148,10 +149,11 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
     problems = []
     if request.walltime > (max_walltime := max(partition.max_walltime_s for partition in allowed)):
         requested = f"{duration_text(request.walltime)} for {request.node_group}"
-        text = f"{requested}: partition {best.name} allows {duration_text(max_walltime)}"
+        text = f"{requested}: partition {best.name} allows at most {duration_text(max_walltime)}"
         problems.append(Problem(_key(job, spec, request, "walltime"), text, certain))
     if request.count > (max_nodes := max(partition.max_nodes for partition in allowed)):
-        text = f"{request.count} {nodes} for {request.node_group}: partition {best.name} allows a job {max_nodes:g}"
+        requested = f"{request.count} {nodes} for {request.node_group}"
+        text = f"{requested}: partition {best.name} allows a job at most {max_nodes:g}"
         problems.append(Problem(_key(job, spec, request, "replicas"), text, certain))
     return problems
 
@@ -159,7 +161,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
     """Return whether enough nodes are up for each component.
 
-    If so, a rejection by Slurm has another reason than nodes that are down.
+    If enough nodes are up, Slurm rejects the request for another reason than nodes that are down.
     """
     return all(
         any(
@@ -173,11 +175,12 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> tuple[list[Problem], str | None]:
-    """Return the problem that ``sbatch --test-only`` reports, and the estimated start, each only if there is one.
+    """Return the problems that ``sbatch --test-only`` reports (one or none), and the estimated start or None.
 
     ``request`` is None for the manager's own job.
 
-    ``nodes_suffice`` is True if enough nodes are up; a rejection is then certain, whatever Slurm's message says.
+    ``nodes_suffice`` is True if enough nodes are up. In this case a rejection is certain, whatever Slurm's message
+    says.
     """
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)

@@ -44,8 +44,8 @@ class Demand(Struct, frozen=True):
     cpus: int
     """Cores of all nodes, as requested."""
     gpu_hours: float
-    """Maximum GPU-hours of the run's nodes. The replacement of a failed node comes in addition, until the run gives the
-    failed node back."""
+    """Maximum GPU-hours of the run's nodes. The time in which the run holds a failed node besides its replacement is
+    not included."""
     core_hours: float
     """Maximum core-hours, counted like ``gpu_hours``."""
     jobs_to_start: int
@@ -137,7 +137,7 @@ def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """Return (number of spare nodes, number of rollouts' nodes) with standby processes of this ``warm`` role."""
+    """Return how many spare nodes and how many nodes of rollouts have standby processes of this ``warm`` role."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
     rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))

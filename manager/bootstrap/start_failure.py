@@ -27,18 +27,18 @@ _FOREIGN_LINES = (
     re.compile("srun|submitit"),
 )
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
-match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped,
-because slurmstepd prints why a program cannot be started, and srun then only reports that the program ended."""
+match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped:
+slurmstepd prints why a program cannot be started, but srun only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
 
 def start_failure(run: RunDir, spec: RunSpec) -> str:
-    """Return why no manager will begin a run that awaits a manager; empty if a manager may begin it, or if unknown.
+    """Return why no manager will begin the run; empty if a manager may still begin it, or if this is unknown.
 
-    A run awaits a manager according to :func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`. The text is one
-    line with the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a read (10 s) if
-    Slurm does not answer. Raises OSError.
+    The run must await a manager (:func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`). The returned text is
+    one line that quotes the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a
+    read (10 s) if Slurm does not answer. Raises OSError.
     """
     marks = _submitted(run)
     if not marks or _any_alive(run, spec, marks):
@@ -77,8 +77,8 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
     """Return whether submitit may have started this process for the run; False if another process now has its pid.
 
-    A process without a command line counts as submitit's if it is no zombie, because a process has none during
-    execve(2) (observed on a busy machine, right after Popen had returned).
+    A process without a command line counts as submitit's if it is not a zombie, because a process has no command line
+    during execve(2) (observed on a busy machine, right after Popen had returned).
     """
     try:
         line = process.joinpath("cmdline").read_bytes()

@@ -113,8 +113,8 @@ class Step(Struct, frozen=True):
     launch_file: Path
     log_file: Path
     overlap: bool = False
-    """Whether the step shares the node's resources with other steps instead of taking its own (agents, standbys beside
-    other steps, and steps without GPUs in a job that has lost a node)."""
+    """Whether the step shares the node's resources with other steps instead of getting resources of its own. It is set
+    for agents, standby processes beside other steps, and steps without GPUs in a job that has lost a node."""
     agent: bool = False
     """Whether to run the node agent (:mod:`rrl.roles.agent.main`) instead of the step launcher
     (:mod:`rrl.roles.launcher.step`)."""

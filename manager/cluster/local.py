@@ -2,8 +2,8 @@
 
 All state of the cluster is in ``run_dir/cluster``, where the next manager finds it after a kill -9 of its predecessor.
 ``<tag>.json`` is an allocation. ``steps/<tag>.json`` is a step, written before its launch and again after it.
-``down/<node>`` marks a node that is down. If the second record of a step is missing, its first process is found by the
-launch file in the process's environment.
+``down/<node>`` marks a node that is down. If the second record of a step is missing, the step's first process is found
+by its environment, which names the launch file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LocalCluster:
         last = self._limit if self._limit is not None else len(unusable) + request.count
         free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in unusable]
         if len(free) < request.count:
-            raise Refused(f"{request.count} nodes requested, {len(free)} of {last} are free and up")
+            raise Refused(f"{request.count} nodes requested, but only {len(free)} of {last} are free and up")
         self._write(self._allocation_file(request.tag), _Allocation(tuple(free[: request.count])))
 
     async def release(self, tag: str) -> None:

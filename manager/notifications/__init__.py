@@ -1,4 +1,4 @@
-"""Notifications of a run: which are due, the claim that keeps each from being sent twice, and the sending.
+"""Find out which notifications of a run are due, claim each so that it is not sent twice, and send it.
 
 Notifications observe the state and never change it.
 """

@@ -26,7 +26,7 @@ class Claim(Struct, frozen=True):
     at: float
     """Manager's time (s)."""
     keys: tuple[str, ...] = ()
-    """Occurrences that the notification is about; empty in a claim whose writer died."""
+    """Occurrences that the notification is about; empty if the writer died while it wrote the claim."""
     text: str = ""
 
 
@@ -73,7 +73,7 @@ class Claims:
             sync(self._folder)
         except OSError:
             with contextlib.suppress(OSError):
-                path.unlink()  # nothing was sent, so it may be claimed again
+                path.unlink()  # nothing was sent, so another claim may be made
             raise
         self._claims.setdefault(kind, []).append(claim)
         return True

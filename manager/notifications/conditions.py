@@ -25,7 +25,8 @@ a phase may take (``limits.first_pass``)."""
 USUAL_STEPS = 20
 """Number of newest training steps from which the usual duration is computed."""
 _LEARNED_STEPS = 3
-"""Minimum number of durations from which the usual duration is computed, as for the deadlines of phases."""
+"""Minimum number of durations from which the usual duration is computed. The deadlines of phases have the same
+minimum."""
 
 
 class Condition(Struct, frozen=True):
@@ -40,7 +41,7 @@ class Condition(Struct, frozen=True):
 class StallClock:
     """Measures for how long a run has finished no training step, from the states that one manager passes to it.
 
-    A new manager begins to measure at 0 again, as for all deadlines.
+    A new manager begins to measure at 0 again, as it does for every deadline.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,10 @@ def conditions(state: State, now: float, stalled_s: float | None) -> list[Condit
         return [*held, *_end(state, now)]
     if stalled_s is not None:
         where = f"{state.step} of {state.job.steps} steps are committed"
-        text = f"no training step for {stalled_s / 60:.0f} min; {where}; rrl status {state.run} shows what it waits for"
+        text = (
+            f"no training step for {stalled_s / 60:.0f} min; {where};"
+            f" to see what the run waits for: rrl status {state.run}"
+        )
         held.append(Condition("stalled", f"step {state.step}, {state.paused_s:.0f} s paused", text))
     return [*held, *(() if state.finish is not None else _degraded(state))]
 

@@ -96,7 +96,7 @@ def _post(webhook: str, document: bytes) -> None:
     except URLError as error:
         raise NotSent(f"the webhook at {host} cannot be reached: {error.reason}") from None
     except (OSError, ValueError) as error:
-        raise NotSent(f"the webhook at {host} failed: {type(error).__name__}") from None
+        raise NotSent(f"the request to the webhook at {host} failed: {type(error).__name__}") from None
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class SlurmCluster:
         except Refused as error:
             if not request.may_reuse_own_nodes or _TOO_FEW_NODES not in str(error):
                 raise
-            options = {**request.sbatch, "exclusive": ""}  # so Slurm keeps the job off our nodes until they are free
+            options = {**request.sbatch, "exclusive": ""}  # Slurm then waits until our nodes are free
             await self._allocate(msgspec.structs.replace(request, sbatch=options))
 
     async def _allocate(self, request: AllocationRequest) -> None:
@@ -129,7 +129,7 @@ class SlurmCluster:
             await self._write(("sbatch", "--parsable"), allocation_script(*components))
 
     def _avoiding_own_nodes(self, request: AllocationRequest) -> AllocationRequest:
-        """Return the request with the nodes that the run already holds added to its excluded nodes.
+        """Return the request, changed so that it also excludes the nodes that the run already holds.
 
         Slurm might place two small jobs on one node. If a node belonged to two allocations of the run, its agents and
         steps could not be assigned to one of them.
@@ -155,7 +155,7 @@ class SlurmCluster:
             Unanswered: the other components have not ended within ``limits.write_timeout_s`` seconds.
         """
         self._released_tags.add(tag)
-        if tag == self._own_tag:  # cancelling this job now would end the manager before it journals the end
+        if tag == self._own_tag:  # cancelling this job now would end the manager before its last records
             self._own_released = True
             self._changes += 1
             return
@@ -302,7 +302,8 @@ class SlurmCluster:
         listed = {step.name for step in await self._read_steps()}
         lost = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in listed]
         if lost:
-            self._shrink_damage = f"no allocation is shrunk again: {', '.join(lost)} ended when {tag} was shrunk"
+            names = ", ".join(lost)
+            self._shrink_damage = f"no allocation is shrunk again, since steps ended when {tag} was shrunk: {names}"
 
     # ── polling ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def inject_fault(self, fault: Fault) -> str:

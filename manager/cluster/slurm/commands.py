@@ -66,8 +66,8 @@ class SlurmLimits(Struct, frozen=True):
     read_timeout_s: float = 10.0
     """Timeout (s) of squeue and ``scontrol show``. Slurm's own MessageTimeout is 10 s by default."""
     write_timeout_s: float = 30.0
-    """Timeout (s) of sbatch, salloc, scancel and ``scontrol update``. It is longer, because the result of a killed
-    command is unknown."""
+    """Timeout (s) of sbatch, salloc, scancel and ``scontrol update``. It is longer than ``read_timeout_s``, because the
+    result of a killed command is unknown."""
     immediate_timeout_s: int = 10
     """Seconds that salloc waits for free nodes. By default Slurm's scheduler runs 2 s after a submission."""
     immediate_timeout_het_s: int = 45
@@ -95,9 +95,9 @@ class SlurmLimits(Struct, frozen=True):
 class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
-    Reads that are needed to carry out an action are never refused (credit). The managers of a user share
-    ``reads_per_minute`` equally. Each manager counts the other managers in the queue, which it polls for its jobs. So
-    no file has to be shared between hosts, and a manager that has died no longer has a share.
+    Reads that are needed to carry out an action are never refused (``credit`` in :meth:`spend`). The managers of a user
+    share ``reads_per_minute`` equally. Each manager counts the other managers in the queue, which it polls for its
+    jobs. So no file has to be shared between hosts, and a manager that has died no longer has a share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +128,7 @@ class Budget:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``given`` that Slurm does not set in a job and that do not change its commands' defaults."""
+    """Return ``given`` without the variables that Slurm sets in a job or that change the defaults of its commands."""
     result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
     return result | {"LC_ALL": "C"}
 

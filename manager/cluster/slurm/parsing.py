@@ -57,7 +57,7 @@ _NEVER_CLEARS = re.compile(
 CODES; the names are from libslurm 22.05.8). All other reasons may clear. Resources, Priority and limits on running jobs
 (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …) clear when other jobs end. Nodes and partitions that are
 down may come back (reason ReqNodeNotAvail; measured: Slurm does not report PartitionNodeLimit for down or drained
-nodes). The person who holds a job is expected to release it."""
+nodes). A hold may clear too, because the person who holds a job is expected to release it."""
 _HOLD_REASONS = {
     "JobHeldAdmin": "held by an administrator (scontrol release)",
     "JobHeldUser": "held by its user (scontrol release)",
@@ -219,10 +219,10 @@ def job(
         state_name: name of the state, as squeue prints it in full.
         nodes: host list in Slurm's folded notation.
         name: name of the job.
-        reason: reason of the state; the text is empty or ``None`` if there is none.
+        reason: reason of the state; an empty text or the text ``None`` if there is no reason.
         comment: comment of the job.
         component: id of the heterogeneous job and index in it; ``("", 0)`` for other jobs.
-        times: times of the job; None if it has no time limit, or they are unknown.
+        times: times of the job; None if the job has no time limit, or its times are unknown.
     """
     state = _allocation_state(state_name)
     detail = state_name if reason in ("None", "") else f"{state_name}: {_HOLD_REASONS.get(reason, reason)}"
@@ -362,7 +362,7 @@ def fields(*names: str) -> str:
 
 
 def records(text: str, fields: int) -> list[list[str]]:
-    """Split ``text`` into records of exactly ``fields`` fields. Raises Unreadable if it has another form."""
+    """Split ``text`` into records of exactly ``fields`` fields. Raises Unreadable for any other text."""
     head, *lines = text.split(_RS)
     if head.strip():
         raise Unreadable(f"unexpected output: {head.strip()[:80]!r}")

@@ -39,7 +39,7 @@ class Partition(Struct, frozen=True):
     """Maximum number of nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return the number of nodes with at least the resources ``node``.
+        """Return the number of nodes that have at least the resources in ``node``.
 
         With ``usable``, only nodes that are up count.
         """

@@ -20,7 +20,8 @@ from .messages import Failed, Ready, Reply, Request
 
 CHILD_MODULE = f"{__package__}.pyslurm_child"
 START_TIMEOUT_S = 20.0
-"""Seconds for the process to import pyslurm: 0.3 s measured. Without slurm.conf the import takes a minute and fails."""
+"""Seconds within which the process must import pyslurm. The import takes 0.3 s (measured). Without slurm.conf it takes
+a minute and fails."""
 _STDERR_BYTES = 2000
 """Number of bytes that are kept from the end of the process's stderr."""
 
@@ -47,9 +48,9 @@ class _Running(Struct):
 
 
 class PyslurmChild:
-    """The process that uses pyslurm: started by the first request, and started again by the next request after its end.
+    """The process that uses pyslurm. The first request starts it, and the first request after its end starts it again.
 
-    After :meth:`close` it is not started again: every request then raises ChildClosed.
+    After :meth:`close` the process is not started again, and every request raises ChildClosed.
 
     Args:
         module: the module that the process imports as pyslurm.
@@ -141,7 +142,7 @@ class PyslurmChild:
     async def _deadline(self, running: _Running, timeout_s: float) -> AsyncIterator[None]:
         """End the process if the block fails, is cancelled, or takes longer than ``timeout_s`` seconds.
 
-        Otherwise a late reply would be taken for the reply to the next request.
+        If the process continued, its late reply would be taken for the reply to the next request.
         """
         try:
             async with asyncio.timeout(timeout_s):

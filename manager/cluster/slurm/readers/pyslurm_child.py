@@ -58,7 +58,7 @@ def _answer(objects: PyslurmObjects, request: Request) -> Reply:
                 return objects.drain(name, reason)
             case UndrainNode(name):
                 return objects.undrain(name)
-    except Exception as error:  # the manager decides by the number; an unknown number means that the outcome is unknown
+    except Exception as error:  # the manager derives from the error number whether the outcome is known
         return objects.failed(error)
     return Failed(0, f"{type(request).__name__} is not a request")
 

@@ -1,7 +1,7 @@
-"""Read Slurm by pyslurm, in a child process: typed values and error numbers instead of text.
+"""Read Slurm by pyslurm in a child process, which returns typed values and error numbers instead of text.
 
-Jobs are still submitted, and steps launched, by commands. The child process has a deadline for each request; a child
-that misses it is killed, the outcome is unknown, and the next request starts a new child (:mod:`.child_process`).
+Jobs are still submitted, and steps launched, by commands. Each request has a deadline. A child that misses the deadline
+is killed, and the outcome of the request is unknown. The next request starts a new child (:mod:`.child_process`).
 """
 
 from __future__ import annotations

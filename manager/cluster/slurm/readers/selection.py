@@ -31,9 +31,9 @@ ReaderSetting = Literal["auto", "commands", "pyslurm"]
 MAX_CHILD_FAILURES = 3
 """Number of failures of the child process after which a manager reads by commands only."""
 LARGE_QUEUE_JOBS = 500
-"""Number of jobs of all users above which jobs are read by squeue: slurmctld sends squeue only the jobs of this user,
-but sends pyslurm the jobs of all users. With 500 jobs of others, each read costs about 1 ms of CPU with either reader
-(docs/sites.md)."""
+"""Number of jobs of all users above which squeue reads the jobs. slurmctld sends squeue only the jobs of this user, but
+it sends pyslurm the jobs of all users. With 500 jobs of other users, each read costs about 1 ms of CPU with either
+reader (docs/sites.md)."""
 FIRST_LOOKS = 3
 """Number of comparisons of the two readers at the start. A difference counts only if all comparisons show it, because
 the cluster may change between the reads of the two readers."""
@@ -53,7 +53,7 @@ class Choice(Struct):
 
     reader: SlurmReader
     reason: str
-    """Text about the chosen reader and the reason, for people."""
+    """Text for people that names the chosen reader and says why it was chosen."""
     rejected: bool = False
     """True if pyslurm is installed, but does not fit this cluster."""
 

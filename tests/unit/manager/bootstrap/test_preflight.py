@@ -124,8 +124,8 @@ def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> N
     finally:
         lab.slurm("scontrol", "delete", "partitionname=short")
     assert [(".".join(problem.key), problem.text, problem.certain) for problem in results] == [
-        ("cluster.walltime", "1d for pool: partition short allows 10min", True),
-        ("cluster", "5 nodes for pool: partition short allows a job 2", True),
+        ("cluster.walltime", "1d for pool: partition short allows at most 10min", True),
+        ("cluster", "5 nodes for pool: partition short allows a job at most 2", True),
     ]
 
 
