@@ -16,7 +16,8 @@ class Diagnosis(Struct, frozen=True):
     """The cause of a failure, as far as it was known at one moment. Times are the manager's (s)."""
 
     finding: Finding | None
-    """The FAIL finding that names the cause: about the node if there is one, else about the incarnation."""
+    """The FAIL finding that names the cause: a finding about the node or, if there is none, about the incarnation. None
+    if there is neither."""
     symptom_at: float
     detected_at: float
     fault_at: float | None
@@ -64,7 +65,10 @@ class Failure(Struct, eq=False):
 
     @property
     def recovered_at(self) -> float | None:
-        """Return the time (s) of the successor's first work, else, with ``works_by_joining``, of its join."""
+        """Return the time (s) of the successor's first unit of work; None if it has not worked.
+
+        With ``works_by_joining``, the successor's join counts if no unit of work is recorded.
+        """
         return self.joined_at if self.worked_at is None and self.works_by_joining else self.worked_at
 
 
@@ -115,7 +119,8 @@ class InjectedFault(Struct):
     """Incarnations that the fault hit directly."""
     node: NodeName = NodeName("")
     ended_at: float = inf
-    """Time (s) at which the fault ended. It does not affect an incarnation that is launched later on its node."""
+    """Time (s) at which the fault ended. An incarnation that is launched on the fault's node after this time is not
+    affected."""
     effects_until: float = inf
     """Time (s) by which every failure that the fault caused has been detected."""
     performed: bool = False
@@ -145,7 +150,7 @@ class InjectedFault(Struct):
 
 
 class InjectedFaults:
-    """All injected faults of a run, without those that were certainly not performed."""
+    """All injected faults of a run, except those that were certainly not performed."""
 
     def __init__(self) -> None:
         self.performed = 0
@@ -159,7 +164,7 @@ class InjectedFaults:
         return bool(self._faults)
 
     def behind(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> float | None:
-        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None without one."""
+        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None if none can."""
         times = (
             fault.at for fault in self._faults.values() if fault.may_have_hit(incarnation, node, launched_at, failed_at)
         )

@@ -144,7 +144,10 @@ class FailureTimeline:
         return Diagnosis(finding, at if symptom_at is None else symptom_at, detected_at, self.fault_on(node, at))
 
     def fault_on(self, node: NodeName, at: float) -> float | None:
-        """Return the time (s) of a fault that hit the node or a process on it and acts at ``at``; None without one."""
+        """Return the time (s) of the newest fault that affects the node or a process on it.
+
+        ``at`` is the time (s) at which the fault must have an effect. Returns None if there is no such fault.
+        """
         if not self.faults:
             return None
         current = [one for one in self._newest.values() if one not in self._retired and self._node(one) == node]
@@ -233,7 +236,7 @@ class FailureTimeline:
         action = event.action
         if isinstance(action, Finish):
             return self._on_finish(action, at)
-        if isinstance(action, Readmit):  # the reducer drops these findings too
+        if isinstance(action, Readmit):  # a readmission clears the findings about the node, as in the reducer
             self._standing = {key: kept for key, kept in self._standing.items() if kept[0].node != action.node}
             return None
         if isinstance(action, Exclude) or self._ending:

@@ -97,7 +97,7 @@ class HistoryEvents:
         incarnation = finding.incarnation
         node = finding.node or (state.replica(incarnation.replica).node if incarnation is not None else None) or ""
         evidence = finding.evidence
-        if len(evidence) > MAX_EVIDENCE_LINES:  # the last line may say why a FAIL was downgraded
+        if len(evidence) > MAX_EVIDENCE_LINES:  # keep the last line, which may explain why a FAIL was downgraded
             evidence = (*evidence[: MAX_EVIDENCE_LINES - 1], evidence[-1])
         evidence_lines = tuple(EvidenceLine(line.at, clipped(line.source), clipped(line.text)) for line in evidence)
         injected = finding.node is not None and self._timeline.fault_on(finding.node, at) is not None

@@ -153,7 +153,7 @@ class _File:
         if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
             size = f"{self._records} records and {self._bytes} bytes"
             raise OSError(0, f"the file already has {size}, and a report reads no more")
-        self._torn = True  # until all of the data is written
+        self._torn = True  # it stays True if a write fails before all data is written
         while data:
             written = _write(self._fd, data)
             self._bytes += written

@@ -35,8 +35,8 @@ PAGE_CACHE_S = 0.5
 class MetricsServer:
     """Serves metrics at ``address`` (``host:port``; port 0 selects a free one).
 
-    The actual address is published in the run directory's file ``metrics``; if the metrics cannot be served, the reason
-    is published in ``metrics.failed``, which ``rrl status`` shows.
+    The actual address is published in the run directory's file ``metrics``. If the metrics cannot be served, the reason
+    is published in the file ``metrics.failed``, whose content ``rrl status`` shows.
     """
 
     def __init__(self, run: RunDir, address: str, collect: Collect) -> None:
@@ -133,7 +133,7 @@ class _Server(ThreadingTCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # The socket's own timeout would start again with every byte.
+        # A timer is needed, because the socket's own timeout would start again with every byte.
         timeout = threading.Timer(CONNECTION_TIMEOUT_S, _disconnect, (request,))
         timeout.daemon = True
         timeout.start()

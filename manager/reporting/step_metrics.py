@@ -90,8 +90,8 @@ class StepRow(Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
     """What happened since the previous row."""
     evaluation: dict[str, float] = {}
-    """Result of the evaluation of the weights after this step, by name; empty if there was none. ``step`` in it is the
-    step of the weights: the previous step, if a run was resumed with an evaluation of its newest step."""
+    """Results of an evaluation, by name; empty if there was none. The result ``step`` is the step whose weights were
+    evaluated: this step, or the previous step if the run was resumed and began by evaluating its newest step."""
 
 
 class StepRows:
@@ -108,18 +108,18 @@ class StepRows:
         the join."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
-        """First step whose evaluation is put into the row of this step itself."""
+        """First step whose row waits for the evaluation of this step; a resume sets it to the next step."""
         self._evaluated = -1
         """Newest step with a known evaluation."""
         self._results: dict[int, dict[str, float]] = {}
-        """Evaluations that no row has yet, by step."""
+        """Evaluations that no row contains yet, by step."""
         self._held: list[StepRow] = []
         """Rows that are complete, except that the first of them waits for the evaluation of its step."""
         self._pending: list[StepRow] = []
         """Rows that wait for a reading of the trainer's clock."""
         self._late: tuple[int, float] | None = None
-        """After a change of managers: how many pending rows were reported before it, and the time (s) of the newest
-        commit before it."""
+        """Number of pending rows, and time (s) of the newest commit, at the newest change of managers. None once these
+        rows are complete."""
         self._clock: tuple[tuple[int, int], dict[str, int]] = (0, 0), {}
         """(incarnation number, start) of the trainer's process that reported last, and its time (ns) by phase."""
         self._spent = Counter[str]()

@@ -104,15 +104,15 @@ class Recovery(Struct, frozen=True):
     node_before: str
     node_after: str
     detect_s: float | None
-    """From the injected fault (or else the failure's first symptom) to the finding."""
+    """Seconds from the injected fault (or else the failure's first symptom) to the finding."""
     decide_s: float | None
-    """From the finding to the fence of the failed incarnation."""
+    """Seconds from the finding to the fence of the failed incarnation."""
     start_s: float | None
-    """From the fence to the new incarnation's Hello."""
+    """Seconds from the fence to the new incarnation's Hello."""
     weights_s: float | None
-    """From the new incarnation's Hello to a complete weight version."""
+    """Seconds from the new incarnation's Hello to a complete weight version."""
     first_work_s: float | None
-    """From a complete weight version to the first unit of work (a rollout's first token)."""
+    """Seconds from a complete weight version to the first unit of work (a rollout's first token)."""
     total_s: float | None
 
 
@@ -131,7 +131,7 @@ class StreamSummary(Struct, frozen=True):
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
     max_age: int | None = None
-    """Largest key of ``ages``."""
+    """Largest key of ``ages``; None if ``ages`` is empty."""
     length_bias: float | None = None
     """Mean length of trained answers divided by the mean length of all finished answers, as of the newest step."""
     recall20: float | None = None
@@ -357,7 +357,7 @@ class _SummaryBuilder:
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
             self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
-        elif isinstance(event, ev.Resumed):  # the time between the end and this resume is no run time
+        elif isinstance(event, ev.Resumed):  # the time between the end and this resume does not count as run time
             self.ended_s += at - (at if self.ended is None else self.ended)
             self.job, self.outcome, self.outcome_reason, self.ended = event.job, "running", "", None
         elif isinstance(event, ev.TokensCounted):

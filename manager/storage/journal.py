@@ -106,7 +106,7 @@ class Journal:
             _log.warning("%s: ignored %d bytes of an unfinished record; no action was taken on it", position, torn)
         before, accepted = follower.position
         if before:
-            sync(run.journal / before)  # its writer may have died after writing what we read and before syncing it
+            sync(run.journal / before)  # its writer may have died before it synced what was read
         self._path, self._fd = self._open(self.state, before, accepted)
 
     def append(self, stamped: Stamped) -> None:
@@ -188,11 +188,11 @@ def replay(run: RunDir) -> Iterator[Stamped]:
 
 
 class EventFollower:
-    """Yields every event of a run in order, each once; a later call yields the events recorded since then.
+    """Yields every event of a run once, in order. A later call yields the events recorded since the previous call.
 
-    A manager that lost its lease may have written events that its successor does not know of. If such events were read
-    before the successor wrote its first segment, they were yielded; the successor's events with the same numbers are
-    not yielded in this case. So callers may rely only on events that are durable elsewhere too, such as a committed
+    A manager that lost its lease may have written events that its successor does not know of. If this class reads such
+    events before the successor has written its first segment, it yields them, and it does not yield the successor's
+    events with the same numbers. So callers may rely only on events that are durable elsewhere too, such as a committed
     step.
     """
 

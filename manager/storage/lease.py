@@ -1,9 +1,9 @@
 """The epoch lease: the proof that a manager is the only one of its run.
 
 An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
-compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock.
-If several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock may not be
-available.
+compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock. If
+several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock is not used,
+because it may not be available.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RELEASED = -1
 RENEWALS_PER_TIMEOUT = 5
 """Number of renewals of a lease within its timeout."""
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""The run directory counts as removed after so many consecutive renewals (two lease periods) do not find it."""
+"""Number of consecutive renewals that do not find the run directory before it counts as removed: two lease timeouts."""
 
 
 CHECKS_PER_TIMEOUT = 20

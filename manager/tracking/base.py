@@ -26,7 +26,7 @@ class TrackedRun(Struct, frozen=True):
 
     id: str
     project: str
-    """Project of wandb, experiment of MLflow."""
+    """Name of the project in wandb, or of the experiment in MLflow."""
     folder: Path
     """Existing folder in the run directory for the files of this tracker."""
     job: dict[str, Any]

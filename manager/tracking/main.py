@@ -5,8 +5,8 @@ journal. It shares only the run directory with the manager. So a tracker that ha
 only this process. If a call takes longer than ``[track] timeout``, this process ends, and its supervisor starts another
 one.
 
-PARENT is the pid of the process that started this process, which ends with it. MODE is ``follow`` (until SIGTERM),
-``end`` (until the run has ended and its end is sent) or ``once`` (until what is in the journal is sent).
+PARENT is the pid of the process that started this process. If PARENT ends, this process ends. MODE is ``follow`` (until
+SIGTERM), ``end`` (until the run has ended and its end is sent) or ``once`` (until what is in the journal is sent).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_ERROR_CHARS = 300
 
 
 def main() -> int:
-    """Run until the mode's end; return the exit code."""
+    """Send rows until the end that MODE defines, and return the exit code."""
     run, name, parent, mode = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     set_parent_death_signal(parent, signal.SIGKILL)
     os.environ[TRACKER_ENV] = mark_of(run, name)
@@ -93,7 +93,7 @@ class TrackingProcess:
         self._deadline = Deadline()
 
     def run(self) -> None:
-        """Send rows until the end of the mode. Raises whatever the journal or the tracker raises."""
+        """Send rows until the end that the mode defines. Raises whatever the journal or the tracker raises."""
         while True:
             last_pass = self._stopping.is_set() or self._mode == ONCE
             self._read()
@@ -102,7 +102,7 @@ class TrackingProcess:
             if last_pass or (self._mode == UNTIL_END and self._finished):
                 break
             self._stopping.wait(POLL_S)
-        self._deadline.start()  # also limits what the tracker's package does when this process exits
+        self._deadline.start()  # the deadline also limits what the tracker's package does at the exit
         if self._tracker is not None:
             self._tracker.close()
 
@@ -180,7 +180,7 @@ def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
 
 
 class Deadline:
-    """Ends this process if a block takes longer than ``timeout_s``: a context manager that may be entered repeatedly.
+    """A context manager that ends this process if a block takes longer than ``timeout_s`` seconds. It is reusable.
 
     A thread waits for the deadline, because a call that hangs in a library cannot be interrupted.
     """

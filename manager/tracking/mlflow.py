@@ -1,4 +1,4 @@
-"""MLflow: one run, found by its tag; each step is one batch of metrics.
+"""MLflow as a tracker: one run of MLflow, found by its tag, in which each step is one batch of metrics.
 
 The metric ``rrl/step`` is the last metric of each batch, so its history shows which steps are complete. MLflow's file
 store writes a batch metric by metric, so it may already have some metrics of the step after the newest complete step.
@@ -26,7 +26,7 @@ RUN_TAG = "rrl.run"
 STEP_METRIC = f"{PREFIX}step"
 URI_ENV = "MLFLOW_TRACKING_URI"
 MAX_BATCH = 100
-"""Maximum number of params or tags in one request, according to MLflow's REST API. It accepts 1,000 metrics."""
+"""Maximum number of params or tags in one request, according to MLflow's REST API. The limit for metrics is 1,000."""
 MAX_VALUE_CHARS = 500
 """Maximum number of characters of a param's value. The limit of MLflow is 250 to 6,000, by version and store."""
 MAX_TAG_CHARS = 5000
@@ -41,7 +41,7 @@ class MlflowRun:
     def __init__(self, run: TrackedRun) -> None:
         uri = os.environ.get(URI_ENV)
         if not uri:
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow advises a database, which needs more packages
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow recommends a database, but that needs more packages
             uri = run.folder.absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         found = self._find(run)

@@ -20,7 +20,7 @@ from ...core.run_dir import RunDir, write_atomically
 
 TRACKER_ENV = "RRL_TRACKER"
 """Environment variable of the process of a tracker, and of the processes that it starts: ``<run directory>/<tracker>``.
-Processes that outlived their parent are found by it."""
+Processes that outlived their parent are found by this variable."""
 LOCK_POLL_S = 1.0
 """Seconds between two attempts to get the lock of a tracker that another process holds."""
 KILL_TIMEOUT_S = 5.0
@@ -71,7 +71,7 @@ def log_file(run: RunDir, tracker: str) -> Path:
 
 @contextlib.contextmanager
 def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a tracker, so that a run has one process for it at a time, on whatever host.
+    """Hold the lock of a tracker, so that only one process on all hosts sends the steps of a run to it.
 
     The kernel, or the file server, releases the lock when the process ends. On storage without locks no lock is held. A
     new process still ends the other processes on its own host (:func:`end_leftovers`).
@@ -100,8 +100,8 @@ def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
 def end_leftovers(run: RunDir, tracker: str) -> None:
     """Kill this user's processes on this host that a process of the tracker left behind, and wait for their end.
 
-    A tracker's own service process may write for some time after its parent was killed. Only once it has ended, its
-    file shows which steps were written.
+    A tracker's own service process may write for some time after its parent was killed. The tracker's files show which
+    steps were written only once the service process has ended.
     """
     mark = f"{TRACKER_ENV}={mark_of(run, tracker)}".encode()
     left = []

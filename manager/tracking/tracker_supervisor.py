@@ -91,7 +91,10 @@ class TrackerSupervisor:
         return process
 
     def _prepare(self, name: TrackerName) -> dict[str, str]:
-        """Make the folder of the trackers, and return the environment of a process, as for a role. Raises OSError."""
+        """Make the folder of the trackers, and return the environment of their processes. Raises OSError.
+
+        The environment is made like the environment of a role.
+        """
         self._run.trackers.mkdir(mode=0o700, exist_ok=True)
         log = log_file(self._run, name)
         if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
@@ -109,7 +112,7 @@ class TrackerSupervisor:
                 if process is not None and process.returncode is None:
                     process.send_signal(signal.SIGTERM)
                     code = await process.wait()
-                if code != 0 and ended:  # no process ran, or it failed: a last one sends the rest
+                if code != 0 and ended:  # no process ran, or it failed: a last process sends the rest
                     process = await self._start(name, ONCE)
                     code = await process.wait()
         except (TimeoutError, OSError):

@@ -4,11 +4,11 @@
 equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
 the time in which a run had ended before it was resumed (:func:`strict_ettr`).
 
-The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, at
-most with the median duration of the undisturbed steps. The first commit of a run counts in full if it was undisturbed:
-a clean run loads libraries, compiles and waits for its first data, too. The estimate is the sum of these times divided
-by the duration of this run. Training that was done again, waits and the time of every interruption are losses. What the
-protection costs in each step is part of the median, so the estimate does not contain it.
+The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, but
+with no more than the median duration of the undisturbed steps. The first commit of a run counts in full if it was
+undisturbed, because a clean run also loads libraries, compiles and waits for its first data. The estimate is the sum of
+these times divided by the duration of this run. Training that was done again, waits and the time of every interruption
+are losses. The cost of the protection in each step is part of the median, so the estimate does not show this cost.
 
 An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
 trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept; in
@@ -56,7 +56,7 @@ class CommittedStep(Struct, frozen=True):
     at: float
     attempt_since: float
     attempt_until: float
-    """Interval of the attempt that was committed."""
+    """Time at which the committed attempt ended; it began at ``attempt_since``."""
     discarded: tuple[Attempt, ...]
     """Attempts since the previous commit whose work was lost."""
     disturbed: bool
@@ -118,7 +118,8 @@ class CommittedSteps:
         self._disturbed = False
         self._evaluated = False
         self._reported_since: float | None = 0.0
-        """Time (s) of the first commit that was reported to the newest of several managers; None before it."""
+        """Time (s) of the first commit that was reported after the newest change of managers or resume. None between
+        the change and this commit; 0 if there was no change."""
 
     def apply(self, stamped: ev.Stamped, begun: Sequence[Interruption]) -> None:
         """Apply an event; ``begun`` are the interruptions that the event begins."""
@@ -200,7 +201,7 @@ class CommittedSteps:
         if event.phase == TRAIN and event.incarnation.replica == TRAINER:
             if self.began is None:
                 self.began, self._previous_at, self.began_with_train = at, at, True
-                self._disturbed = bool(self._interruptions.open)  # what happened earlier does not count
+                self._disturbed = bool(self._interruptions.open)  # interruptions that have ended do not count
             self._begin_attempt(at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
@@ -246,7 +247,7 @@ class CommittedSteps:
             since, until = self._attempt_since, at
         elif self._kept:  # a snapshot has kept the work of the predecessor
             since, until = self._kept[-1][1].since, self._kept.pop()[1].until
-        elif self._discarded:  # a snapshot has kept it, but its weights were not reported
+        elif self._discarded:  # a snapshot has kept this work, but no weights of it were reported
             kept = self._discarded.pop()
             since, until = kept.since, kept.until
         else:
@@ -292,8 +293,8 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
 def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
     """Return (strict ETTR against a clean run, number of compared steps); None if no steps can be compared.
 
-    ``clean`` is the same job, seed and pace without faults and with every protection off. If one of the runs has
-    committed fewer steps, only that many steps are compared.
+    ``clean`` is the same job, seed and pace without faults and with every protection off. Only the steps that both runs
+    have committed are compared.
     """
     steps = min(run.steps[-1].step, clean.steps[-1].step) if run.steps and clean.steps else 0
     duration, clean_duration = run.duration(steps), clean.duration(steps)

@@ -44,7 +44,10 @@ class WorkIntervals:
         """Start (s) of the current interval of each member that is working."""
 
     def apply(self, change: WorkChange) -> None:
-        """Begin or end an interval. If the end lies in the past, the time counted after it is subtracted."""
+        """Begin or end an interval.
+
+        If an interval ended in the past, the time that was counted after its end is subtracted.
+        """
         if change.working:
             self._since.setdefault(change.replica, change.at)
             return

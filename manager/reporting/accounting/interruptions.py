@@ -1,10 +1,10 @@
 """Interruptions of replicas and the stages of each: from the failure until the replica works again. Pure.
 
-An interruption begins when an incarnation of a role is fenced, also if it had not failed (a drain, a restart that a
-user requested). Its stages end with these events:
+An interruption begins when an incarnation of a role is fenced, even if it has not failed, as in a drain or a restart
+that a user requested. Its stages end with these events:
 
 =============  =========================================================================================
-``detect``     the finding of the failure, from the injected fault or else the first symptom
+``detect``     the finding; the stage begins with the injected fault, or else with the first symptom
 ``decide``     the fence of the incarnation, or the end of a run that is resumed
 ``queue``      the launch of the next incarnation: until then the replica waits for a node, or for a resume
 ``start``      its ``Joined``: the scheduler has started the step, and the process has joined the run

@@ -60,7 +60,7 @@ _ABSENT, _LAUNCHING, _DOWN = Activity("", Use.ABSENT), Activity("launching", Use
 
 @lru_cache(maxsize=4096)
 def activity(name: str, waits_for: str | None) -> Activity:
-    """Return the activity of a phase; ``waits_for`` is what the member reported that it waits for."""
+    """Return the activity of a phase; ``waits_for`` names what the member waits for, according to its report."""
     if idle_cause(name, waits_for):
         return Activity(name, Use.WAITS)
     if not phase(name).useful:

@@ -128,7 +128,7 @@ class RunReport(Struct, frozen=True):
     curves: Curves
     lanes: list[LaneReport]
     missing: list[str]
-    """What the journal does not say, and what that means for the figures."""
+    """Sentences about data that the journal does not contain, and about the effect on the figures."""
 
 
 class Account:

@@ -1,4 +1,4 @@
-"""Whether the expected effects of decisions have occurred, such as a join, a grant or an answer of the cluster. Pure.
+"""Determine whether the expected effect of each decision has occurred: a join, a grant, an answer of the cluster. Pure.
 
 A decision describes its expected effect in a text (``Why.expects``). Which event counts as this effect follows from the
 kind of the action, never from the text.
@@ -42,7 +42,8 @@ class Arrival(StrEnum):
     CAME = "came"
     MISSED = "did not come"
     HOLDS = "holds so far"
-    """For an effect that is expected to last: a node is not used, or the run continues without a replica."""
+    """The effect is expected to last and has lasted so far: a node is not used, or the run continues without a
+    replica."""
 
 
 class Result(Struct):
@@ -234,7 +235,7 @@ class Expectations:
 
     def _on_settled(self, event: ev.IntentSettled, at: float) -> None:
         answered = self._answers.pop(event.tag, None)
-        if event.ok:  # a granted request has its nodes later, and a launched process joins later
+        if event.ok:  # for a request or a launch, the effect is the later grant or join
             if answered is not None:
                 answered.settle(Arrival.CAME, at, "done")
             return

@@ -1,7 +1,7 @@
 """The manager's decisions in order, each explained: a fold of the run's events. Pure.
 
-An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the rungs
-before it would have needed, the expected effect with its deadline, and whether this effect occurred (``expectations``).
+An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the lower
+rungs would have needed, the expected effect with its deadline, and whether this effect occurred (``expectations``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Explanation(Struct):
     """Training step that was in progress, or the last step; 0 in a run without training."""
     action: Action
     node: NodeName = NodeName("")
-    """Node of the process that the decision is about, or the node that the decision itself is about; empty if there is
-    neither."""
+    """Node that the decision is about, or on which the process runs that the decision is about. Empty if the decision
+    is about neither a node nor a process."""
     findings: tuple[Finding, ...] = ()
     """Failures that detectors or checks had found, about the process or its node."""
     result: Result = field(default_factory=Result)
@@ -69,7 +69,7 @@ class Explanation(Struct):
 
 
 def incarnations_of(action: Action) -> tuple[Incarnation, ...]:
-    """Return the incarnations that a decision is about; a restart of the whole run is about all of them."""
+    """Return the incarnations that a decision is about; for a restart of the whole run, all that it fences."""
     if isinstance(action, Launch):
         return (action.incarnation,) if action.standby is None else (action.incarnation, action.standby)
     if isinstance(action, Fence | StopStep):

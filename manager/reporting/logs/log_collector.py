@@ -137,7 +137,7 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Wait until the manager exits and incarnations that have just ended had time for their last messages."""
+        """Wait until the manager exits, and incarnations that have just ended had time to send their last messages."""
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):
