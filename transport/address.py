@@ -66,8 +66,8 @@ def own_address(network: str = "") -> str:
     to 127.0.1.1.
 
     Raises:
-        NoAddress: No address qualifies, or several do and none of them is that of the default route. A loopback address
-            is used only if ``network`` or ``$RRL_NETWORK`` names it.
+        NoAddress: No address qualifies, or several do and none of them is the address of the default route. A loopback
+            address is used only if ``network`` or ``$RRL_NETWORK`` names it.
     """
     if network_name := network or os.environ.get(NETWORK_ENV, ""):
         return interface_on(network_name).address

@@ -1,8 +1,8 @@
 """The messages between the manager and the agents, launchers and workers: one tagged union per direction, versioned.
 
-Messages to the manager have no reply unless the class says so; a heartbeat has none. The manager pushes information to
-workers when it changes, and repeats it in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next
-manager. A ``Hello`` contains everything that the next manager needs to know about the worker.
+A message to the manager has a reply only if its class describes one; a heartbeat has no reply. The manager pushes
+information to workers when it changes, and repeats it in ``Welcome``. A worker that loses the manager sends ``Hello``
+to the next manager. A ``Hello`` contains everything that the next manager needs to know about the worker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class ClockReport(Struct, frozen=True, tag=True):
-    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for people.
+    """A worker's clock reading, for people; sent after some heartbeats, before each commit, and when it leaves.
 
     It is not part of the heartbeat, so that heartbeats stay small and no detector depends on the reading.
     """
@@ -246,7 +246,7 @@ class Stacks(Struct, frozen=True, tag=True):
     id: int
     dumps: dict[int, str] = {}
     error: str = ""
-    """Reason why ``dumps`` is empty; an empty text if it is not."""
+    """Reason why ``dumps`` is empty; an empty text if ``dumps`` is not empty."""
 
 
 class Injected(Struct, frozen=True, tag=True):

@@ -41,7 +41,7 @@ def set_port_blocked(port: int, blocked: bool) -> None:
     Raises:
         OSError: The kernel refuses the filter.
     """
-    for _, sock in _borrow_all():  # one pass checks and changes: a descriptor may be reused in between
+    for _, sock in _borrow_all():  # check and change in one pass, because a descriptor may be reused
         if sock.getsockname()[1] == port and _is_listening(sock):
             if blocked:
                 _drop_everything(sock)

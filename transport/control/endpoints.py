@@ -1,9 +1,9 @@
 """The control plane: ZeroMQ with CURVE, generic over any msgspec union. One process listens, the others dial it.
 
 CURVE is always on, and only the run's client key is accepted. A frame that cannot be decoded is dropped and counted,
-never answered. Nothing blocks the event loop: every socket operation is non-blocking, and messages that a slow or
+never answered. Nothing blocks the event loop, because every socket operation is non-blocking. Messages that a slow or
 absent peer does not take are dropped, oldest first, and counted. A message that must arrive is sent as a request
-(:meth:`Dialer.request`), again and again to each new listener, until a reply arrives.
+(:meth:`Dialer.request`), which is repeated to each new listener until a reply arrives.
 
 Every object belongs to the asyncio loop in which it was opened. Several objects may share a loop, and the loop may run
 in any thread.
@@ -104,7 +104,7 @@ class Listener:
         self._authenticator = ZapAuthenticator(self._context, keys.client_public)
         socket = self._context.socket(zmq.ROUTER)
         apply_socket_limits(socket, bounds)
-        socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise a full queue loses messages silently
+        socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise zmq loses messages for a full queue without an error
         socket.set(zmq.BACKLOG, 1024)  # all processes of the run dial a new manager at the same time
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
@@ -179,7 +179,8 @@ class Listener:
     async def send(self, peer: bytes, message: Any, request_id: int | None = None) -> None:
         """Push ``message`` to ``peer``, or send it as the reply to the request ``request_id``. Never waits.
 
-        The message is dropped and counted if the peer's queue is full, and dropped silently if the peer is gone.
+        The message is dropped and counted if the peer's queue is full, and dropped without being counted if the peer is
+        gone.
         """
         self._send(peer, encode_frame(self.epoch, request_id, message))
 
@@ -228,9 +229,10 @@ class Dialer:
     """The dialling end. If the connection is lost, it connects again to the listener or its successor.
 
     ``find_address`` returns the newest address, or None; an OSError counts as None. It is called in a thread, since it
-    may read shared storage. After a loss it is called at once, and then every :data:`ADDRESS_POLL_S` seconds. ``hello``
-    returns the messages that are sent first on every connection. ``dropped`` counts messages beyond the bound of a
-    queue, frames that could not be decoded, and frames from a listener that is older than the newest known address.
+    may read shared storage. After the loss of a connection it is called at once, and then every :data:`ADDRESS_POLL_S`
+    seconds. ``hello`` returns the messages that are sent first on every connection. ``dropped`` counts messages beyond
+    the bound of a queue, frames that could not be decoded, and frames from a listener that is older than the newest
+    known address.
     """
 
     def __init__(

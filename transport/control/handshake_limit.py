@@ -57,7 +57,10 @@ class HandshakeLimiter:
         self._monitor_socket.close()
 
     def _on_events(self) -> None:
-        """Process all events, then close surplus connections; an unread event may say that a descriptor was reused."""
+        """Process all events before closing surplus connections.
+
+        An event may report that the descriptor of a connection was reused.
+        """
         now = time.monotonic()
         while (frames := self._monitor_socket.receive()) is not None:
             event, value = _EVENT.unpack_from(frames[0])

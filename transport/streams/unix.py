@@ -69,7 +69,7 @@ class UnixConnection:
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the operations that wait for it
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the operations that wait for the socket
         if not self._operations:
             self._socket.close()
 

@@ -19,8 +19,8 @@ from msgspec import Struct
 from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
-"""Size of a chunk in bytes, as in the fan-out lab (docs/sources.md, UCX). If a source dies, at most one chunk per
-request in flight must be fetched again."""
+"""Size of a chunk in bytes, as in the fan-out measurements (docs/sources.md, UCX). If a source dies, at most one chunk
+per request in flight must be fetched again."""
 ALIGN_BYTES = 64
 """Alignment of tensors in bytes: a cache line, and sufficient for any dtype and vector load."""
 _DIGEST_BYTES = 16

@@ -40,7 +40,7 @@ _ADDRESS = struct.Struct("<Q")
 _NAME_BYTES, _MAC_BYTES = 16, 32
 _METADATA_LABEL = b"rrl-nixl-1 reach"
 _MAX_METADATA_BYTES = 2**20
-"""Maximum size of the metadata in bytes. Measured: 320, plus 60 for each slot."""
+"""Maximum size of the metadata in bytes. Measured: 320 bytes, plus 60 bytes for each slot."""
 _MAX_UNREAD_SLOTS = 3
 """Maximum number of slots of one connection that are announced but not read: one is being read, one waits, one is being
 filled."""
@@ -229,7 +229,7 @@ class _NixlConnection:
         except BaseException:
             adding.add_done_callback(self._release_remote)
             raise
-        if self._remote is not None:  # replaced by the newer metadata, which have more slots
+        if self._remote is not None:  # the newer metadata, which have more slots, replace the old ones
             self._nixl.release_remote(self._remote)
         self._remote = remote
 

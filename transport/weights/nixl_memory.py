@@ -152,7 +152,7 @@ class NixlRuntime:
             limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMIT_VARIABLES if key in os.environ)
             hint = limits or "set UCX_LOG_LEVEL=info to see the reason"
             raise TransportError(f"NIXL's UCX finds no usable transport ({hint})") from error
-        metadata = self._agent.getLocalMD()  # NIXL's ports are in it; other threads may have opened ports too
+        metadata = self._agent.getLocalMD()  # contains NIXL's ports; other threads may have opened ports too
         new_ports = listening_addresses() - before
         opened = sorted((host, port) for host, port in new_ports if port.to_bytes(2, "big") in metadata)
         self.ports = frozenset(port for _, port in opened)
@@ -286,7 +286,7 @@ class NixlRuntime:
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:
         """Wait for a read. Return an empty text on success, the reason of a failure, or None if it was given up."""
-        outcome = self._poll(self._agent.postXferReq, read)  # if the peer is on this machine, this may copy it all
+        outcome = self._poll(self._agent.postXferReq, read)  # for a peer on this machine, this call may copy all data
         interval = _MIN_POLL_S
         while outcome is None and not claim.revoked:
             time.sleep(interval)

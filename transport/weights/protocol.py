@@ -1,11 +1,11 @@
 """Both ends of the request protocol that all weight transports share.
 
 A request consists of kind, version, offset and length; a reply consists of a status, a length, and that many bytes.
-Replies come in the order of the requests; a client may send further requests before the reply to an earlier one. A
-source that is still receiving the requested chunk replies NOT_READY until it has the chunk; a source that sends nothing
-is dead or hung. A connection answers one request at a time, so a waiting request blocks it; each NOT_READY costs nine
-bytes. The protocol sends lengths in every transport, since UCX reports neither the length of a short message nor
-whether a completed send has arrived. Only a chunk's digest proves that the chunk has arrived.
+Replies come in the order of the requests. A client may send further requests before the reply to an earlier request. A
+source that is still receiving the requested chunk replies NOT_READY until it has the chunk. A source that sends nothing
+is dead or hung. A connection answers one request at a time, so a waiting request blocks the connection. Each NOT_READY
+costs nine bytes. The protocol sends lengths in every transport, since UCX reports neither the length of a short message
+nor whether a completed send has arrived. Only a chunk's digest proves that the chunk has arrived.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class VersionEvicted(Exception):
 def fresh_memory(nbytes: int) -> memoryview:
     """Return pages that the kernel zeroes when they are touched.
 
-    A bytearray would be zeroed at once while no other thread runs, for 0.4 to 2.7 s per GiB (measured); no heartbeat
-    would be sent meanwhile.
+    A bytearray would be zeroed at once. This blocks all other threads for 0.4 to 2.7 s per GiB (measured), so that no
+    heartbeat is sent.
     """
     return memoryview(mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
 
@@ -166,7 +166,7 @@ class WeightStore:
             if stored is not None and stored.manifest == manifest:
                 return []
             if self._arriving is None or self._arriving.manifest != manifest:
-                if self._arriving is not None:  # its buffer must be free before the next buffer is allocated
+                if self._arriving is not None:  # the old buffer must be free before the next one is allocated
                     self._recycle(self._arriving.flat)
                     self._arriving = None
                 self._evict(MAX_VERSIONS - 1)

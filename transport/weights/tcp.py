@@ -26,7 +26,8 @@ _BACKLOG = 1024
 """Maximum number of connections that the kernel holds until they are accepted, since many processes pull a new version
 at once."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
-"""TCP keepalive options: an idle connection over a cut link is noticed in 8 s. Only deadlines detect a hung peer."""
+"""TCP keepalive options, by which a cut link is noticed on an idle connection in 8 s. Only deadlines detect a hung
+peer."""
 
 
 _NOTHING = memoryview(b"")
@@ -98,7 +99,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio omits it for a listener made elsewhere
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio omits this for a listener made elsewhere
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,15 +1,15 @@
-"""The UCX transport, based on ucxx: fast with RDMA; over TCP as fast as the plain TCP transport.
+"""The UCX transport, based on ucxx. It is fast with RDMA. Over TCP it is as fast as the plain TCP transport.
 
 The settings and rules follow from measurements (docs/sources.md, UCX). Progress is made in a thread, with Python
-futures; every other mode spins a core. Endpoint error handling is always on; otherwise the survivor of a dead peer
-hangs. A transfer is aborted before its buffer is freed; otherwise UCX continues to write into it. Every operation has a
-deadline of rrl, because UCX never notices a stopped peer.
+futures; every other mode spins a core. Endpoint error handling is always on, because without it a process hangs when
+its peer dies. A transfer is aborted before its buffer is freed, because otherwise UCX continues to write into the
+buffer. Every operation has a deadline of rrl, because UCX never notices a stopped peer.
 
 UCX's own listener is not used: it binds 0.0.0.0, authenticates nothing, and permanently keeps a descriptor of each
 connection that sends it garbage. Instead, a connection begins at a TCP port of rrl. Both ends prove there that they
 know the run's secret, then exchange the addresses of their UCX workers, and each end makes an endpoint from the
-received address. The TCP connection stays open beside the endpoint; when the TCP connection ends, the endpoint is
-closed. UCX alone notices a killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
+received address. The TCP connection stays open beside the endpoint, and the endpoint is closed when the TCP connection
+ends. UCX alone notices a killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
 
 The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
 side. After an attempt that failed on one side only, the counts would differ permanently: an endpoint would receive the
@@ -78,7 +78,7 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
 
 def _is_silent(fd: int) -> bool:
     received = bytes_received(fd)
-    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may be of this run
+    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may belong to this run
 
 
 _TAG_BYTES = 8
