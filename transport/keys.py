@@ -1,8 +1,8 @@
 """The keys by which a run's processes authenticate each other.
 
-CURVE key pairs protect the control plane; an HMAC secret protects the connections that carry weights and snapshots. All
+CURVE key pairs protect the control plane. An HMAC secret protects the connections that carry weights and snapshots. All
 keys are generated once per run and stored in one file of the run directory that only the run's user can read (0600). A
-process that can read the file counts as a process of the run; messages of other processes are never accepted.
+process that can read the file counts as a process of the run. Messages of other processes are never accepted.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class StepVanished(Struct, frozen=True, tag=True):
 
 
 class FindingReport(Struct, frozen=True, tag=True):
-    """Sent by an agent when the result of a node check has changed; OK clears the check's finding.
+    """Sent by an agent when the result of a node check has changed; the verdict OK clears the check's finding.
 
     The times in the finding, and ``now``, are according to the node's clock. The manager converts them to its own
     clock, on which ``now`` is the time of receipt.

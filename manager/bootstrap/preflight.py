@@ -239,7 +239,7 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 
 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
-    """Return the key under which the job spec sets the sbatch option ``name`` for this request; () if it is not set.
+    """Return the key under which the job spec sets the sbatch option ``name`` for this request; empty if it is not set.
 
     For ``cpus``, the options that restrict the nodes (``_NARROWING``) are searched too, because they may leave only
     nodes with too few CPUs.

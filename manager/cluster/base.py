@@ -18,7 +18,8 @@ from ...core.types import NodeName, Resources
 
 STOP_MARGIN_S = 2.0
 """Seconds between the end of the grace and SIGKILL (:meth:`Cluster.stop`). A step that received SIGTERM kills its own
-process group at the end of the grace and then writes the exit record; SIGKILL at that moment would lose the record."""
+process group at the end of the grace and then writes the exit record. SIGKILL during this write would lose the
+record."""
 
 
 class RejectReason(StrEnum):

@@ -78,7 +78,7 @@ class _StepRecord(Struct, frozen=True):
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:
     """Return the path of the file that marks a virtual node as down while the file exists.
 
-    Nothing is launched on a node that is down. An empty file is in force until it is removed; otherwise the file
+    Nothing is launched on a node that is down. An empty file is in force until it is removed. A file that is not empty
     contains the wall-clock time (s) at which the node is up again.
     """
     return run_dir.cluster / "down" / node

@@ -57,7 +57,7 @@ class Claims:
         return max((claim.at for claim in self._claims.get(kind, ())), default=None)
 
     def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:
-        """Write a claim durably; return False if another manager has already written the claim of this number."""
+        """Write a claim durably; return False if another manager has already written a claim with its number."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{kind}-{len(self._claims.get(kind, ())) + 1}.json"
         try:

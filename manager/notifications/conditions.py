@@ -20,8 +20,8 @@ LIMIT_S = 3600.0
 """Time (s) after a notification in which no other notification of its kind is sent. A notification about the end of a
 run is sent only within this time after the end."""
 STALLED_AFTER_S = 1800.0
-"""Minimum time (s) without a committed training step after which a run counts as stalled: as long as the first pass of
-a phase may take (``limits.first_pass``)."""
+"""Minimum time (s) without a committed training step after which a run counts as stalled. It equals the time that the
+first pass of a phase may take (``limits.first_pass``)."""
 USUAL_STEPS = 20
 """Number of newest training steps from which the usual duration is computed."""
 _LEARNED_STEPS = 3

@@ -1,8 +1,8 @@
 """Send one notification: ``python -m rrl.manager.notifications.sender RUN_DIR``, with the JSON document on stdin.
 
-Only the run's job.toml contains the target, since an address or an argument may be a secret: no other file of the run
-and no message contains it. A command replaces this process. On failure one line is written to stderr, for the
-manager's log; exit code 0 means that the notification was accepted.
+Only the run's job.toml contains the target. Neither another file of the run nor a message contains it, since an address
+or an argument may be a secret. A command replaces this process. On failure one line is written to stderr, for the
+manager's log. Exit code 0 means that the notification was accepted.
 """
 
 from __future__ import annotations

@@ -6,20 +6,20 @@ failure, and these events set its times:
 
 ====================  ================================================================================================
 ``recorded_at``       a FAIL finding, an unrequested end of the step, a rejected launch, or a charged fence
-``symptom_at``        the earliest ``since`` of the FAIL findings, and the end of the step
+``symptom_at``        the end of the step or the earliest ``since`` of the FAIL findings, whichever was first
 ``detected_at``       the first of these findings
-``fault_at``          the intent of an injected fault that can have caused it, or the report of its effect
+``fault_at``          the intent of an injected fault that can have caused the failure, or the report of its effect
 ``fenced_at``         the charged fence: the failure has cost the replica its incarnation
 ``joined_at``         the ``Joined`` of the successor, the first later incarnation of the replica that joins
 ``weights_at``        the successor's first complete weight version
 ``worked_at``         the successor's first unit of work
 ====================  ================================================================================================
 
-For these times, findings about the incarnation itself take precedence over findings about its node: the incarnation may
-have worked for a long time on a node with findings. A successor that fails before it joins is another failure, and both
-failures have the same later successor. Failures before a resume of the run get no successor. A rejected launch belongs
-to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica lost. An outage also
-begins when a replica is moved.
+For these times, findings about the incarnation itself take precedence over findings about its node, because the
+incarnation may have worked for a long time on a node with findings. A successor that fails before it joins is another
+failure, and both failures have the same later successor. Failures before a resume of the run get no successor. A
+rejected launch belongs to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica
+lost. An outage also begins when a replica is moved.
 
 A new manager continues from the restored state. The state contains every open outage, every standing finding and every
 fault that is in effect, but not the failures recorded earlier.

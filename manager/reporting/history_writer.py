@@ -46,8 +46,8 @@ _write = os.write
 class HistoryWriter:
     """Writes the history of one manager. If ``folder`` is the empty string, nothing is written.
 
-    It must be created before the manager's first record, with the ``state`` read from the journal (None for a new run)
-    and the ``timeline`` of failures that continues from this state.
+    The writer must be created before the manager's first record, with the ``state`` read from the journal (None for a
+    new run) and the ``timeline`` of failures that continues from this state.
     """
 
     def __init__(

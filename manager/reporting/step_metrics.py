@@ -32,7 +32,7 @@ class MarkKind(StrEnum):
     """The subject of a mark."""
 
     FAILURE = "failure"
-    """An incarnation failed and was fenced, or the run ended because of it."""
+    """An incarnation failed and was fenced, or its failure ended the run."""
     RESTART = "restart"
     """A replica that was down works again."""
     MANAGER = "manager"
@@ -100,7 +100,7 @@ class StepRows:
     def __init__(self) -> None:
         self._timeline = FailureTimeline()
         self._steps = 0
-        """``run.steps`` of the job: no later step can be committed; 0 if the run has no trainer."""
+        """``run.steps`` of the job, the last step that can be committed; 0 if the run has no trainer."""
         self._newest = 0
         """Step of the newest row."""
         self._previous_at: float | None = None

@@ -2,7 +2,7 @@
 
 The summary contains the recoveries with the durations of their stages, effective training time, rewards, and the nodes
 that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``).
-``training_time`` explains ETTR, and ``committed_steps`` the estimate of the strict ETTR.
+``training_time`` explains ETTR, and ``committed_steps`` explains the estimate of the strict ETTR.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Recovery(Struct, frozen=True):
     failed: int
     """Number of the incarnation that failed."""
     incarnation: int
-    """Number of the incarnation that replaced the failed incarnation; until it has joined, number of the newest
-    launched incarnation."""
+    """Number of the incarnation that replaced the failed incarnation. Until a replacement has joined, number of the
+    newest launched incarnation."""
     cause: str
     detector: str
     """Detector of the finding; empty if the replica failed without a finding, for example because it was not
@@ -210,7 +210,7 @@ class Summary(Struct, frozen=True):
     epochs: int
     """Number of managers that this run has had."""
     ettr_estimate: float | None = None
-    """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None without an undisturbed step."""
+    """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None if no step is undisturbed."""
     outage_tokens: int = 0
     """Kept tokens that rollouts generated while the trainer was down. Only outages within one manager's epoch count."""
     max_age: int | None = None
@@ -266,7 +266,8 @@ def _escaped(value: Any) -> Any:
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal, write ``summary.json`` and return the summary.
 
-    The reasons for dropped episodes come from the store's audit, and the folders of the weights from the run directory.
+    The reasons for dropped episodes are read from the store's audit, and the folders of the weights are found in the
+    run directory.
     """
     summary = summarize(replay(run), str(run.path))
     folders = model_folders(run, summary.steps)

@@ -113,9 +113,9 @@ class Lease:
         """Check the lease if the last check is older than half the timeout; raise LeaseLost if a successor exists.
 
         Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
-        check, but a manager that was frozen does. If the storage is unavailable or hangs, callers wait until at most
-        ``CHECK_TIMEOUT_S`` seconds after the check began, and the manager keeps the lease for now. If the check finds a
-        successor later, the next call raises LeaseLost.
+        check, but a manager that was frozen needs one. If the storage is unavailable or hangs, callers wait until at
+        most ``CHECK_TIMEOUT_S`` seconds after the check began, and the manager keeps the lease for now. If the check
+        finds a successor later, the next call raises LeaseLost.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
             self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()

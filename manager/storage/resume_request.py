@@ -97,7 +97,7 @@ def read_pending(run: RunDir) -> ResumeRequest | None:
 
 
 def requested_at(run: RunDir) -> float:
-    """Return the time of the pending request (s since 1970, on the file server's clock); 0 without a request.
+    """Return the time of the pending request (s since 1970, on the file server's clock); 0 if there is no request.
 
     Raises:
         OSError: the run directory cannot be read.

@@ -39,7 +39,7 @@ class Tracker(Protocol):
     """One run in one tracker, opened for writing. A call may raise any exception, and may hang."""
 
     newest_step: int
-    """The newest step that the tracker had completely when it was opened; -1 if it had no step."""
+    """The newest step of which the tracker had all values when it was opened; -1 if it had no step."""
     place: str
     """Where a person finds the run: an address, or a command."""
 

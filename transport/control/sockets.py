@@ -19,7 +19,7 @@ from ..messages import PROTOCOL_VERSION
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
-"""Milliseconds without traffic from a peer's zmq thread after which the peer is disconnected; a peer whose Python code
+"""Milliseconds without traffic from a peer's zmq thread after which the peer is disconnected. A peer whose Python code
 is busy is not affected."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Milliseconds after which a connection that has not authenticated is closed."""

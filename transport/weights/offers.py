@@ -23,7 +23,8 @@ class Offer(Struct, frozen=True):
 
     tag: int
     address: bytes
-    """Address of the worker: 52 bytes over one TCP interface, 188 with shared memory (UCX 1.21); at most 65535."""
+    """Address of the worker: 52 bytes over one TCP interface, 188 bytes with shared memory (UCX 1.21), and never more
+    than 65,535 bytes."""
 
 
 TCP_ONLY = Offer(0, b"")

@@ -189,8 +189,8 @@ class _ClientConnection:
     ) -> bytearray:
         """Send a request and return the bytes of the reply; empty if they were written to the buffer ``into``.
 
-        If this raises anything but VersionUnavailable, the connection has been aborted, so that all waiting requests on
-        it fail too.
+        If this raises another exception than VersionUnavailable, the connection has been aborted, so that all waiting
+        requests on it fail too.
         """
         header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,8 +1,8 @@
 """The UCX transport, based on ucxx. It is fast with RDMA. Over TCP it is as fast as the plain TCP transport.
 
 The settings and rules follow from measurements (docs/sources.md, UCX). Progress is made in a thread, with Python
-futures; every other mode spins a core. Endpoint error handling is always on, because without it a process hangs when
-its peer dies. A transfer is aborted before its buffer is freed, because otherwise UCX continues to write into the
+futures, because every other mode spins a core. Endpoint error handling is always on, because without it a process hangs
+when its peer dies. A transfer is aborted before its buffer is freed, because otherwise UCX continues to write into the
 buffer. Every operation has a deadline of rrl, because UCX never notices a stopped peer.
 
 UCX's own listener is not used: it binds 0.0.0.0, authenticates nothing, and permanently keeps a descriptor of each

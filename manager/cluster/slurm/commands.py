@@ -88,8 +88,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds within which a second poll returns the snapshot of the first poll, unless this process has issued a
     changing command in between."""
     reads_per_minute: int = 60
-    """Maximum number of commands per minute of all managers of a user; a poll takes three commands. A manager that has
-    used up its share returns a snapshot in which everything is unknown."""
+    """Maximum number of reading commands per minute of all managers of a user. A poll takes three of them. A manager
+    that has used up its share returns a snapshot in which everything is unknown."""
 
 
 class Budget:

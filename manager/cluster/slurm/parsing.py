@@ -320,8 +320,8 @@ def _reason(line: str) -> tuple[str, str]:
 def node_state(text: str) -> NodeState:
     """Return the worst state that a node's base state and flags (``MIXED+DRAIN``, ``DOWN*``, ``idle~``) indicate.
 
-    A node that does not respond is UNKNOWN unless another flag is worse: Slurm waits for SlurmdTimeout before it
-    reports DOWN.
+    A node that does not respond is UNKNOWN unless another flag is worse, because Slurm waits for SlurmdTimeout before
+    it reports DOWN.
     """
     flags = _flags(text)
     for state, names in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):

@@ -65,7 +65,7 @@ class Sruns:
     def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
         """Return the srun command of a step; ``job`` are the options that identify its job.
 
-        A role takes its own share of the node (``--exact``), unless ``step.overlap`` says that it overlaps with other
+        A role takes its own share of the node (``--exact``). With ``step.overlap`` it shares resources with other
         steps. The step gets the resource limits (memlock, nofile) of the node, not of the manager.
         """
         prefix = self._prefix

@@ -167,7 +167,7 @@ class CommittedSteps:
 
     @property
     def estimate(self) -> float | None:
-        """Return the estimate of the strict ETTR; None without an undisturbed step."""
+        """Return the estimate of the strict ETTR; None if no step is undisturbed."""
         medians, wall_s = self.medians, self.wall_s
         if medians is None or wall_s <= 0:
             return None

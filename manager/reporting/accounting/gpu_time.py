@@ -5,7 +5,7 @@ Reserved is the time of all GPUs on the nodes that the cluster had granted. A me
 discarded is *redone*. All other reserved time is *idle*: members that start, load or wait, nodes of replicas that are
 down, standby processes and spare nodes. In a job whose trainers and rollouts use no GPUs, nodes are counted instead.
 
-The journal does not say which tokens of a failed rollout were lost, so redone is the time of trainers only.
+The journal does not record which tokens of a failed rollout were lost, so *redone* is the time of trainers only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReservedTime:
         return request.node.gpus if self.unit == "gpu" else 1
 
     def on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
-        """Count the nodes of an allocation until ``at`` (s), and from then on the nodes that it has now."""
+        """Count the previous nodes of an allocation until ``at`` (s), and its present nodes from then on."""
         weight, since = self._held.pop(event.tag, (0, at))
         self._seconds += weight * (at - since)
         if event.status is not None and event.status.state in _GRANTED:

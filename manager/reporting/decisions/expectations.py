@@ -56,7 +56,7 @@ class Result(Struct):
     """Description of the event."""
 
     def settle(self, arrival: Arrival, at: float, text: str) -> None:
-        """Set the result, unless there is one."""
+        """Set the result, unless it has been set."""
         if self.arrival is Arrival.OPEN:
             self.arrival, self.at, self.text = arrival, at, text
 
@@ -123,7 +123,7 @@ class Expectations:
                 self._faults[action.fault.id] = action, result
             case Release():
                 if (request := self._requests.pop(action.allocation, None)) is not None:
-                    request.settle(Arrival.MISSED, at, "it was given up")
+                    request.settle(Arrival.MISSED, at, "the request was given up")
                 self._answers[action.tag] = result
             case _:
                 self._answers[action.tag] = result
@@ -266,7 +266,7 @@ class Expectations:
         if event.ended:
             result.settle(Arrival.MISSED, at, _harmless(action))
         elif not event.ok:
-            result.settle(Arrival.MISSED, at, f"it was not injected: {event.detail or 'unknown'}")
+            result.settle(Arrival.MISSED, at, f"the fault was not injected: {event.detail or 'unknown'}")
         if result.arrival is not Arrival.OPEN:
             del self._faults[event.fault]
 
@@ -285,7 +285,7 @@ def _settle_all(results: Iterable[Result], arrival: Arrival, at: float, text: st
 
 
 def _refused(event: ev.IntentSettled) -> str:
-    how = "it did not reach the cluster" if event.undelivered else "refused"
+    how = "the call did not reach the cluster" if event.undelivered else "refused"
     return f"{how}: {event.detail}" if event.detail else how
 
 

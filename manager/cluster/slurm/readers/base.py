@@ -27,7 +27,7 @@ class SlurmConfig(Struct, frozen=True):
     version: str
     """Version of slurmctld: ``24.11.5``."""
     inactive_limit_s: int
-    """InactiveLimit; 0 means that a job continues without a running salloc."""
+    """InactiveLimit in seconds; 0 means that a job continues without a running salloc."""
 
 
 class SlurmReader(Protocol):
