@@ -38,9 +38,11 @@ class Hello(Struct, frozen=True, tag=True):
     pid: int
     phase: str
     listen_address: str | None = None
-    """``tcp://host:port`` of the service that this replica offers, if any (the trajectory store)."""
+    """``tcp://host:port`` of the service that this replica offers (the trajectory store); None if it offers no
+    service."""
     weight_address: str | None = None
-    """``<transport>://host:port`` at which the replica's weight versions can be pulled."""
+    """``<transport>://host:port`` at which the replica's weight versions can be pulled; None if it serves no
+    weights."""
     weight_version: Version | None = None
     gpus: tuple[str, ...] = ()
 
@@ -139,11 +141,11 @@ class StepExit(Struct, frozen=True, tag=True):
     signal: int | None
     reason: ExitReason
     last_line: str = ""
-    """Last line that the command wrote, if it ended by itself with a failure."""
+    """Last line that the command wrote, if it ended by itself with a failure; otherwise empty."""
     detail: str = ""
     """Details of ``reason``, for people."""
     exception: RaisedException | None = None
-    """Exception that ended the command, if the command reported one."""
+    """Exception that ended the command; None if the command has not reported an exception."""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
@@ -171,9 +173,11 @@ class AgentHello(Struct, frozen=True, tag=True):
     snapshot_address: str = ""
     """``tcp://host:port`` at which the agent stores and returns snapshots."""
     findings: tuple[Finding, ...] = ()
-    """Current findings of the node's checks, except those with verdict OK. Their times are by the node's clock."""
+    """Current findings of the node's checks, except those with verdict OK. Their times are according to the node's
+    clock."""
     now: float = 0.0
-    """Time of this message by the node's clock, with which the manager converts the times of ``findings``."""
+    """Time (s) of this message according to the node's clock, with which the manager converts the times of
+    ``findings``."""
 
 
 class Load(Struct, frozen=True):
@@ -282,8 +286,8 @@ class WeightSource(Struct, frozen=True):
     incarnation: Incarnation
     address: str
     version: Version | None = None
-    """Newest complete version of the source. The source may also have an older version, or be receiving a newer
-    version."""
+    """Newest complete version of the source; None if no version is complete. The source may also have an older version,
+    or be receiving a newer version."""
 
 
 class Peer(Struct, frozen=True):

@@ -178,7 +178,7 @@ def _steps(role: RoleSpec) -> str:
 
 
 def _standby_lines(spec: RunSpec) -> Iterator[str]:
-    """Yield a line for each role with standby processes: how many, and where."""
+    """Yield a line for each role with standby processes, which says how many there are and on which nodes."""
     for role in spec.roles:
         if count := max_preloaded_of(spec, role):
             yield f"{'preloaded':13} at most {count}: one on each node of the {role.name}s, after the first commit"

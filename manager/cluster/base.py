@@ -120,7 +120,7 @@ class Step(Struct, frozen=True):
     """Whether to run the node agent (:mod:`rrl.roles.agent.main`) instead of the step launcher
     (:mod:`rrl.roles.launcher.step`)."""
     container: tuple[str, ...] = ()
-    """Further options of srun, which start the step in a container (pyxis)."""
+    """Further options of srun, which start the step in a container (pyxis); empty if it runs without a container."""
     python: str = ""
     """Python interpreter that runs the first process in the container; if empty, the cluster's default interpreter."""
 
@@ -153,8 +153,8 @@ class NodeStatus(Struct, frozen=True):
     detail: str = ""
     """State with flags, and the reason, in the cluster's own text."""
     reason: str = ""
-    """Reason text of the node's drain. If it equals the reason that this run gives for its drains, this run drained the
-    node."""
+    """Reason text of the node's drain; empty if no reason is recorded. If it equals the reason that this run gives for
+    its drains, this run drained the node."""
 
 
 class AllocationStatus(Struct, frozen=True):
@@ -179,15 +179,15 @@ class AllocationStatus(Struct, frozen=True):
 class ClusterSnapshot(Struct, frozen=True):
     """The result of one poll of the cluster.
 
-    A part that could not be read is None: its state is unknown, neither healthy nor gone. If an allocation or step is
+    A part is None if it could not be read; nothing may be concluded from such a part. If an allocation or step is
     absent from a part that *was* read, the cluster does not list it.
     """
 
     nodes: dict[NodeName, NodeStatus] | None
     allocations: dict[str, AllocationStatus] | None
-    """Status of each listed allocation, by tag."""
+    """Status of each listed allocation, by tag; None if the allocations could not be read."""
     steps: dict[str, NodeName] | None
-    """Node of each listed step of this run, by tag."""
+    """Node of each listed step of this run, by tag; None if the steps could not be read."""
     unknown: str = ""
     """Why parts are None; empty if all parts were read."""
     launchers_ended: frozenset[str] = frozenset()

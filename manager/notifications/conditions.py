@@ -34,7 +34,7 @@ class Condition(Struct, frozen=True):
 
     kind: NotificationKind
     key: str
-    """Identifies the occurrence among all of its kind in the run."""
+    """Text that identifies the occurrence among all occurrences of its kind in the run."""
     text: str
 
 

@@ -25,7 +25,7 @@ class Diagnosis(Struct, frozen=True):
 
 
 class Failure(Struct, eq=False):
-    """One failure of an incarnation, or of a node (``incarnation`` is None). A time (s) is None if not reached."""
+    """One failure of an incarnation, or of a node (``incarnation`` is None). Times (s) not reached are None."""
 
     incarnation: Incarnation | None
     node: NodeName
@@ -36,20 +36,21 @@ class Failure(Struct, eq=False):
     ended: bool = False
     """True if the incarnation has ended or is fenced; False if it continued."""
     continues: Failure | None = None
-    """For a rejected launch: the earlier failure that the launch should have repaired. Both count as one failure."""
+    """For a rejected launch: the earlier failure that the launch should have repaired. Both count as one failure. None
+    if there was no such failure."""
     ended_run: bool = False
     """True if the run ended because of this failure, so that nothing was fenced or repaired."""
     fence: Fence | None = None
-    """The first charged fence."""
+    """The first charged fence; None if the failure was not answered by a fence."""
     fenced_at: float | None = None
     rung: Rung | None = None
-    """The newest rung that was chosen to repair the failure."""
+    """The newest rung that was chosen to repair the failure; None if no rung was chosen."""
     successor: Incarnation | None = None
     node_after: NodeName | None = None
-    """Node of the successor."""
+    """Node of the successor; None if there is no successor."""
     joined_at: float | None = None
     works_by_joining: bool = False
-    """True if the successor has replaced the failed incarnation as soon as it joins, without a unit of work."""
+    """True if the failure counts as repaired once the successor has joined, without a unit of work."""
     weights_at: float | None = None
     worked_at: float | None = None
 
@@ -102,7 +103,7 @@ class Changes(Struct):
     failures: list[Failure] = []
     """Failures that the event shows, or whose incarnation it fences."""
     raised: Finding | None = None
-    """Finding that became FAIL."""
+    """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []
     """Outages that ended, and whether the replica has recovered; False if the run ended."""
     work: list[WorkChange] = []
@@ -156,7 +157,8 @@ class InjectedFaults:
         self.performed = 0
         """Number of faults that were reported as performed."""
         self.silence = 0.0
-        """Seconds after a fault's end within which every failure that it caused is found: ``limits.silence``."""
+        """Seconds after a fault's end within which every failure that it caused is found. The value is
+        ``limits.silence``."""
         self._faults: dict[str, InjectedFault] = {}
         """Faults by the tag of their injection."""
 

@@ -55,11 +55,11 @@ class Mark(Struct, frozen=True, omit_defaults=True):
     cause: str = ""
     """Cause of a failure (:class:`rrl.core.types.Cause`); empty if no cause was found."""
     rung: str = ""
-    """The repair that was chosen for a failure (:class:`rrl.manager.model.actions.Rung`)."""
+    """The repair that was chosen for a failure (:class:`rrl.manager.model.actions.Rung`); empty for other marks."""
     injected: bool = False
     """True if an injected fault can have caused the failure."""
     down_s: float | None = None
-    """For a restart: seconds for which the replica did not work."""
+    """For a restart: seconds for which the replica did not work. None for other marks."""
 
 
 class StepRow(Struct, frozen=True):
@@ -74,14 +74,14 @@ class StepRow(Struct, frozen=True):
     """The incarnation of the trainer that reported the commit; empty if the commit was never reported."""
     seconds: float | None = None
     """Seconds since the previous commit, or for the first step since the trainer joined. Steps that were committed
-    while no manager ran share the time of that outage evenly."""
+    while no manager ran share the time of that outage evenly. None if the row belongs to no commit."""
     tokens: int | None = None
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
     phase_seconds: dict[str, float] = {}
     """Seconds of the trainer by phase. Steps between two readings of its clock (5 s or more) share them evenly."""
     token_age_p50: float | None = None
-    """Median age of the tokens that the step trained on, in training steps (staleness)."""
+    """Median age of the tokens that the step trained on, in training steps (staleness); None if it was not reported."""
     token_age_max: float | None = None
     metrics: dict[str, float] = {}
     """All metrics that were committed with the step."""
@@ -294,7 +294,10 @@ def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> Step
 
 
 def _tokens(metrics: Mapping[str, float]) -> int | None:
-    """Return how many tokens a step trained on: the trainer's own count, else the number of tokens with known age."""
+    """Return how many tokens a step trained on; None if unknown.
+
+    The trainer's own count takes precedence over the number of tokens with known age.
+    """
     if "tokens" in metrics:
         return as_count(metrics["tokens"])
     aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]

@@ -126,17 +126,18 @@ class StreamSummary(Struct, frozen=True):
     seconds: dict[str, dict[str, float]] = {}
     """Seconds of the processes of each role, by phase; they add up to the lifetimes of the processes."""
     parts: float | None = None
-    """Mean number of parts of a step."""
+    """Mean number of parts of a step; None if no step has reported it."""
     most_parts: int = 0
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
     max_age: int | None = None
     """Largest key of ``ages``; None if ``ages`` is empty."""
     length_bias: float | None = None
-    """Mean length of trained answers divided by the mean length of all finished answers, as of the newest step."""
+    """Mean length of trained answers divided by the mean length of all finished answers, as of the newest step. None if
+    no step has reported it."""
     recall20: float | None = None
     """Share of the longest fifth of the newest groups that were expected to be in the longest fifth, as of the newest
-    step."""
+    step. None if no step has reported it."""
     long_groups: int = 0
     """Number of groups that are expected to be more than twice as long as usual, as of the newest step."""
     longest_expected: int = 0
@@ -240,9 +241,9 @@ class Summary(Struct, frozen=True):
     token_drift: int = 0
     """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
     checkpoint: ModelFolder | None = None
-    """The newest committed checkpoint."""
+    """The newest committed checkpoint; None if there is none."""
     export: ModelFolder | None = None
-    """The newest export by the run itself (``[roles.trainer] export``)."""
+    """The newest export by the run itself (``[roles.trainer] export``); None if there is none."""
     export_failure: str = ""
     """Why the run's newest export failed; empty if it did not fail."""
     drain_requests: list[DrainRequest] = []
@@ -323,7 +324,7 @@ class _SummaryBuilder:
         self.step, self.epochs = 0, 0
         self.outcome, self.outcome_reason = "running", ""
         self.committed_at: float | None = None
-        """Time (s) of the first commit."""
+        """Time (s) of the first commit; None if no step is committed."""
         self.ended: float | None = None
         self.ended_s = 0.0
         """Total seconds between an end of the run and its next resume."""

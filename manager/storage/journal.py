@@ -59,7 +59,7 @@ class Head(Struct, frozen=True):
     state: State | None
     """State at the start of the segment; None only in a run's first segment."""
     previous: str = ""
-    """Name of the previous segment."""
+    """Name of the previous segment; empty in a run's first segment."""
     previous_bytes: int = 0
     """Number of bytes of the previous segment that are valid; the rest is ignored."""
 
@@ -283,7 +283,7 @@ class Follower:
         for stamped, end in _framed_events(self._segment, self._offset, None):
             try:
                 self._state = fold(self._state, stamped)
-            except Exception as error:  # an event written by a manager never fails to fold, but a damaged one may
+            except Exception as error:  # only a damaged event can make the fold fail
                 raise _damaged(self._segment, f"the record that ends at byte {end}", error) from error
             self._offset = end
         if self._state is not None and self._state.run != self._run.id:

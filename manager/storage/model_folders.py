@@ -25,9 +25,9 @@ class ModelFolders(Struct, frozen=True):
     """The folders with the weights of a run."""
 
     checkpoint: ModelFolder | None = None
-    """The newest committed checkpoint."""
+    """The newest committed checkpoint; None if there is none."""
     export: ModelFolder | None = None
-    """The newest export by the run itself (``[roles.trainer] export``)."""
+    """The newest export by the run itself (``[roles.trainer] export``); None if there is none."""
     export_failure: str = ""
     """Why the newest export by the run itself failed; empty if it did not fail."""
 
@@ -38,7 +38,7 @@ def model_folders(run: RunDir, committed: int) -> ModelFolders:
 
 
 def _newest_checkpoint(run: RunDir, committed: int) -> ModelFolder | None:
-    """Return the newest checkpoint of the steps up to ``committed``.
+    """Return the newest checkpoint of the steps up to ``committed``; None if there is none.
 
     If several attempts at a step remain, the newest one is the committed one, because another attempt begins only if
     the previous attempt has failed. Step 0 is the reference model of the trainer, not a checkpoint.

@@ -26,7 +26,7 @@ def fill_reserve(run: RunDir) -> None:
     try:
         fd = os.open(run.space_reserve, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
-            file.write(os.urandom(RESERVE_BYTES))  # random bytes, because some file systems compress others
+            file.write(os.urandom(RESERVE_BYTES))  # random bytes, because some file systems compress other data
             file.flush()
             os.fsync(fd)
     except OSError:

@@ -81,7 +81,7 @@ def annotation(row: StepRow) -> str:
 
 
 def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """Return the values of nested tables as text, by path: ``roles.trainer.learning_rate``."""
+    """Return the values of nested tables as text, by their paths, for example ``roles.trainer.learning_rate``."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         at = f"{path}.{key}" if path else key

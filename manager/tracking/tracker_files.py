@@ -31,11 +31,11 @@ class Progress(Struct, frozen=True):
     """The progress that the process of a tracker has recorded."""
 
     step: int = 0
-    """Newest step that was sent."""
+    """Newest step that was sent; 0 if no step was sent."""
     job: str = ""
-    """Digest of the job spec that was sent."""
+    """Digest of the job spec that was sent; empty if none was sent."""
     place: str = ""
-    """Where a person finds the run in the tracker."""
+    """Where a person finds the run in the tracker; empty if this is not known yet."""
     finished: bool = False
     """True if the end of the run was sent, too."""
     error: str = ""

@@ -1,4 +1,4 @@
-"""The layer below the control plane: non-blocking zmq sockets on an asyncio loop, the frame format, authentication.
+"""The layer below the control plane: non-blocking zmq sockets on an asyncio loop, the frame format and authentication.
 
 A frame is msgpack of ``(protocol version, epoch, request id or nil, body)``.
 """

@@ -225,7 +225,7 @@ class NixlRuntime:
             if remote.users:
                 return
         with self._remotes_lock:
-            # before this thread took the lock, another one may have added the peer again, and even released the peer
+            # before this thread took the lock, another thread may have added the peer again, or even released it
             if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
                 try:

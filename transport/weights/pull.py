@@ -351,7 +351,7 @@ class _Pull:
             self._transport.disconnect(source.address)
 
     def _quarantine(self, source: WeightSource, reason: str) -> None:
-        if source.address not in self._quarantined:  # later failures of the connection follow from the first
+        if source.address not in self._quarantined:  # later failures of the connection follow from the first failure
             self._failures[f"{source.incarnation} at {source.address}"] = reason
             self._quarantined.add(source.address)
 

@@ -25,7 +25,7 @@ class Capabilities(Struct, frozen=True):
     packages: frozenset[WeightTransportName]
     """Transports whose Python package is installed."""
     rdma_ports: tuple[str, ...]
-    """Active ports of RDMA devices: ``mlx5_0:1``."""
+    """Active ports of RDMA devices, for example ``mlx5_0:1``."""
 
 
 class Choice(Struct, frozen=True):

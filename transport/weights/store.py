@@ -119,8 +119,8 @@ class WeightStore:
         self._readers: dict[object, _Reader] = {}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
-        """Memory of the version that was dropped last, for the next version: fresh pages cost 0.5 to 1 s per GiB
-        (measured)."""
+        """Memory of the version that was dropped last; None if there is none. The next version is stored in this
+        memory, because fresh pages cost 0.5 to 1 s per GiB (measured)."""
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def offer(self, manifest: Manifest, flat: memoryview) -> None:
@@ -221,7 +221,7 @@ class WeightStore:
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────
     def current(self) -> StoredVersion | None:
-        """Return the version that was completed last."""
+        """Return the version that was completed last; None if no version is complete."""
         with self._lock:
             return next(reversed(self._complete.values()), None)
 

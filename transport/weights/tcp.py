@@ -43,8 +43,8 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._on_connection = on_connection
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
-        """Reason of the failure as text. A stored exception would keep its stack frames alive, and with them this
-        object."""
+        """Reason of the failure as text; None while the connection has not failed. A stored exception would keep its
+        stack frames alive, and with them this object."""
         self._spare = self._stash = _NOTHING
         self._target: memoryview | None = None
         self._received: asyncio.Future[None] | None = None

@@ -255,7 +255,7 @@ class UcxTransport:
         self._workers: set[_Worker] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._listening_worker: _Worker | None = self._new_worker()
-        """Worker that serves all connections that other processes dialled."""
+        """Worker that serves all connections that other processes dialled; None once the transport is closed."""
         self._served: list[tuple[_UcxListener, WeightServer]] = []
         self._closed = False
         self._guard = asyncio.get_running_loop().create_task(close_silent_connections(self.ports))

@@ -424,7 +424,7 @@ class SlurmCluster:
         return next((line for line in await self._read_steps() if line.name == tag), None)
 
     async def _running_job(self, tag: str) -> text.Job:
-        """Return the running job of an allocation; if the last read of the queue shows none, read the queue again."""
+        """Return the running job of an allocation; if the last read of the queue shows no such job, read it again."""
         for attempt in range(2):
             for job in self._jobs.get(tag, []):
                 if job.state is AllocationState.RUNNING:

@@ -48,7 +48,7 @@ _UNANSWERED = re.compile(
 """Errors after which the result is unknown. They take precedence over `_REFUSED`, because a message about a lost answer
 can begin like a refusal ("Batch job submission failed: Socket timed out …")."""
 _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
-"""srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
+"""srun's report about a task that ran, for example ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
 """salloc's message for a job that could not start immediately. sbatch, which is run next, reports whether it can start
 at all."""

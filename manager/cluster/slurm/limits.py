@@ -30,7 +30,7 @@ class Limit(Struct, frozen=True):
     per_user: bool
     """True if only this user's jobs count; False if other users share the limit and may exhaust it."""
     name: str
-    """The limit as an administrator would name it: ``MaxSubmitJobs of account astro``."""
+    """The limit as an administrator would name it, for example ``MaxSubmitJobs of account astro``."""
 
 
 class JobLimits(Struct, frozen=True):

@@ -116,11 +116,13 @@ class Job(Struct, frozen=True):
     unsatisfiable_reason: str = ""
     """Why the pending job can never start by itself, as Slurm names it; empty if it may start."""
     time_left_s: float | None = None
-    """Seconds until Slurm ends the job: at its time limit, or earlier if it is preempted."""
+    """Seconds until Slurm ends the job: at its time limit, or earlier if it is preempted. None if the job does not run,
+    has no time limit, or its times are unknown."""
     reclaimed: bool = False
     """True if the job is being preempted and runs only until its GraceTime is over."""
     leader: str = ""
-    """For a component: id of its heterogeneous job, which is also the id of the first component."""
+    """For a component: id of its heterogeneous job, which is also the id of the first component. Empty for other
+    jobs."""
     offset: int = 0
     """For a component: its index in the heterogeneous job, from 0."""
     end: JobEnd | None = None

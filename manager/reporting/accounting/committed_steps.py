@@ -69,7 +69,7 @@ class CommittedStep(Struct, frozen=True):
 
     @property
     def first_step(self) -> int:
-        """Return the oldest of these steps."""
+        """Return the oldest step of the commit or commits."""
         return self.step - self.count + 1
 
     def useful_s(self, medians: StepMedians) -> float:
@@ -101,7 +101,7 @@ class CommittedSteps:
         self.steps: list[CommittedStep] = []
         self.began: float | None = None
         """Time (s) of the first ``train``. If no ``train`` was recorded before the first commit, time of the trainer's
-        join."""
+        join. None before either is known."""
         self.began_with_train = False
         self._interruptions = interruptions
         self._newest = 0
@@ -152,7 +152,7 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps.
+        """Return the medians of the undisturbed steps; None if no step is undisturbed.
 
         Steps after a wait for an evaluation are one kind of step, all others the other kind. If a kind has no
         undisturbed step, the median of the other kind is used.

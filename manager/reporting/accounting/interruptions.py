@@ -44,7 +44,7 @@ TRAIN = "train"
 
 
 class Interruption(Struct, eq=False):
-    """The time in which one replica did not work. Times are the manager's (s); None if not reached."""
+    """The time in which one replica did not work. Times are the manager's (s). A time that was not reached is None."""
 
     replica: ReplicaId
     number: int
@@ -66,7 +66,7 @@ class Interruption(Struct, eq=False):
     weights_at: float | None = None
     worked_at: float | None = None
     ended_at: float | None = None
-    """When the interruption ended: with the first work, the next failure, or the end of the run."""
+    """When the interruption ended: with the first work, the next failure, or the end of the run. None if it is open."""
 
     def stages(self, now: float) -> Iterator[tuple[str, float, float]]:
         """Yield (stage, start, end) of the stages that took time; an open stage lasts until ``now``."""
@@ -157,7 +157,7 @@ class Interruptions:
         return interruption
 
     def _explain(self, interruption: Interruption, failure: Failure, fence: Fence) -> None:
-        """Add the cause and the times of a failure."""
+        """Add the cause and the times of a failure to its interruption."""
         finding = failure.diagnosis.finding
         interruption.cause = finding.cause.value if finding is not None else UNKNOWN
         interruption.injected, interruption.charged = failure.injected, True

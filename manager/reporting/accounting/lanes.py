@@ -76,7 +76,7 @@ class LaneIncarnation(Struct):
     launched_at: float
     joined_at: float | None = None
     ended_at: float | None = None
-    """When the incarnation's step ended or the incarnation was fenced, whichever was first."""
+    """When the incarnation's step ended or the incarnation was fenced, whichever was first. None before both."""
 
 
 class Span(Struct, frozen=True, array_like=True):

@@ -34,9 +34,9 @@ MANAGER = "manager"
 WINDOW_S = 300.0
 """Shortest window (s) of the sliding ETTR: the five minutes of RobustRL's figures (docs/sources.md)."""
 MAX_WINDOWS = 240
-"""Maximum number of points of the sliding ETTR. A run that is longer than this many windows gets a longer window."""
+"""Maximum number of points of the sliding ETTR. A run that is longer than this many windows gets longer windows."""
 MIN_WINDOWS = 10
-"""Minimum number of points of the sliding ETTR. A run that is shorter than this many windows gets a shorter window."""
+"""Minimum number of points of the sliding ETTR. A run that is shorter than this many windows gets shorter windows."""
 
 
 class Piece(Struct, frozen=True):

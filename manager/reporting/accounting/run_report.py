@@ -110,11 +110,11 @@ class RunReport(Struct, frozen=True):
     wall_s: float
     """Seconds from the first ``train`` to the newest commit."""
     step_s: float | None
-    """Median seconds of the undisturbed steps."""
+    """Median seconds of the undisturbed steps; None if no step is undisturbed."""
     ettr: float
     """RobustRL's ETTR over ``run_seconds``."""
     ettr_estimate: float | None
-    """Estimate of the strict ETTR from this run alone."""
+    """Estimate of the strict ETTR from this run alone; None if no step is undisturbed."""
     strict: Strict | None
     lost: list[Loss]
     interruptions: list[InterruptionReport]
@@ -273,8 +273,8 @@ class Account:
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
         if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
             yield (
-                f"{len(with_weights)} recoveries have no weight version before the first work: the time to"
-                " load weights is not separated from the time to reconnect."
+                f"Number of recoveries without a weight version before the first work: {len(with_weights)}. Their"
+                " time to load weights is not separated from the time to reconnect."
             )
         if not curves.reward:
             yield "The metrics of the steps have no `reward`."

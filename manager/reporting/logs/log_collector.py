@@ -35,7 +35,7 @@ MAX_MESSAGES_PER_S = 1000
 shares its interpreter with the manager's loop. Beyond the limit, senders wait for their acknowledgements and send
 their newest lines later."""
 _MESSAGE_BURST = 100
-"""Messages that may be handled before the limit applies."""
+"""Number of messages that may be handled at once before the limit of :data:`MAX_MESSAGES_PER_S` applies."""
 _CLOSE_POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 5.0
 """Seconds for the last buffers to be written when the manager exits, since storage may hang."""
@@ -46,7 +46,7 @@ class LogCollector:
 
     Args:
         context: the run and its newest state, which the collector's thread reads too.
-        epoch: epoch of the manager, part of the names of the files.
+        epoch: epoch of the manager, which is part of the files' names.
     """
 
     def __init__(self, context: RunContext, epoch: int) -> None:

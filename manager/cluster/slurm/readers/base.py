@@ -25,7 +25,7 @@ class SlurmConfig(Struct, frozen=True):
     """The settings of slurmctld that rrl needs."""
 
     version: str
-    """Version of slurmctld: ``24.11.5``."""
+    """Version of slurmctld, for example ``24.11.5``."""
     inactive_limit_s: int
     """InactiveLimit in seconds; 0 means that a job continues without a running salloc."""
 

@@ -98,7 +98,7 @@ class NodeRow(Struct, frozen=True):
 
     name: str
     state: str
-    """State with its flags: ``IDLE+DRAIN``."""
+    """State with its flags, for example ``IDLE+DRAIN``."""
     reason: str
     reason_by: str
     """User who recorded the reason, and the time: ``root@2026-11-26T10:00:00``, in local time; empty if unknown."""
