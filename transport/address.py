@@ -18,7 +18,8 @@ the job spec names neither."""
 _SIOCGIFCONF = 0x8912
 """Request number of ioctl (netdevice(7)): all addresses of all interfaces."""
 _IFREQ_BYTES = 40
-"""Bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)."""
+"""Bytes of a struct ifreq: 16 bytes for the name, then a struct sockaddr_in (two bytes for the family, two bytes for
+the port, then the address)."""
 _MAX_ADDRESSES = 256
 """Maximum number of addresses that are read; nodes with bridges and virtual functions have some dozens."""
 
@@ -45,7 +46,7 @@ class ListenAddress(Struct, frozen=True):
 
 
 def resolve(address: str) -> ListenAddress:
-    """Resolve ``host:port``; brackets enclose an IPv6 address. Port 0 selects a free one.
+    """Resolve ``host:port``; brackets enclose an IPv6 address. Port 0 selects a free port.
 
     Raises:
         OSError: The host cannot be resolved.

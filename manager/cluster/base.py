@@ -92,7 +92,7 @@ class AllocationRequest(Struct, frozen=True):
     """Seconds for which the nodes are requested."""
     exclude: tuple[NodeName, ...] = ()
     sbatch: dict[str, str] = {}
-    """Further sbatch options: name without dashes → value."""
+    """Further sbatch options: the value of each option, by the option's name without dashes."""
     comment: str = ""
     node_group: str = "pool"
     """Name of the node group (:class:`rrl.core.run_spec.NodeGroup`) that these nodes are for."""

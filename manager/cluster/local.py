@@ -99,8 +99,8 @@ class LocalCluster:
         self._python = python
         self._steps = run_dir.cluster / "steps"
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
-        """Child process and the event loop that watches its pidfd, by pidfd. A child is reaped when its pidfd becomes
-        readable."""
+        """Each child process with the event loop that watches the child's pidfd, by pidfd. A child is reaped when its
+        pidfd becomes readable."""
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

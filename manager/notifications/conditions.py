@@ -1,7 +1,7 @@
 """The conditions of a run that notifications are sent about, found in the state of the run. Pure.
 
-A condition has a key that identifies this occurrence. Conditions follow from the state. So if a manager dies before it
-sends a notification, the next manager finds the condition again.
+A condition has a key, which identifies its occurrence. Conditions follow from the state alone. So if a manager dies
+before it sends a notification, the next manager finds the condition again.
 """
 
 from __future__ import annotations

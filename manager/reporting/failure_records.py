@@ -190,7 +190,7 @@ class InjectedFaults:
         self._faults.pop(tag, None)
 
     def on_reported(self, event: ev.FaultInjected, at: float) -> None:
-        """Apply the report of a fault: not performed, performed, or ended."""
+        """Apply a report that a fault was not performed, was performed, or has ended."""
         tag = fault_tag(event.fault)
         injected = self._faults.get(tag)
         if injected is None:

@@ -45,7 +45,7 @@ class HistoryEvents:
         """Records that begin each file, so that a file can be read without the other files."""
         self._timeline = timeline
         self._written: dict[str, tuple[Verdict, float, int]] = {}
-        """Verdict and time of the last record of each finding, and how often the finding was raised, by its key."""
+        """By the key of each finding: verdict and time of its last record, and how often the finding was raised."""
         if state is not None:
             self.initial_records += [
                 NodeAcquired(at, node.name, _gpus_on(state, node.name)) for node in _own_nodes(state).values()

@@ -33,8 +33,8 @@ from .failure_timeline import FailureTimeline, fences
 class RunCounters:
     """The counters of one manager.
 
-    ``state`` is the state that the manager restored, ``at`` the time (s) of its first record, ``timeline`` the timeline
-    of failures that continues from ``state``.
+    ``state`` is the state that the manager restored, and ``at`` is the time (s) of the manager's first record.
+    ``timeline`` is the timeline of failures that continues from ``state``.
     """
 
     def __init__(self, state: State | None, at: float, timeline: FailureTimeline) -> None:
@@ -51,7 +51,10 @@ class RunCounters:
             self.effective.set_share(effective_share(state.job, timeline.at_work, state.step > 0), at)
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
-        """Count an event that changed the state from ``before`` to ``after``, and the timeline by ``changes``."""
+        """Count an event that changed the state from ``before`` to ``after``.
+
+        ``changes`` is what the event changed in the timeline.
+        """
         event = stamped.event
         if isinstance(event, ev.StepCommitted):
             self.steps += before is not None and after.step > before.step

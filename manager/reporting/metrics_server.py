@@ -33,7 +33,7 @@ PAGE_CACHE_S = 0.5
 
 
 class MetricsServer:
-    """Serves metrics at ``address`` (``host:port``; port 0 selects a free one).
+    """Serves metrics at ``address`` (``host:port``; port 0 selects a free port).
 
     The actual address is published in the run directory's file ``metrics``. If the metrics cannot be served, the reason
     is published in the file ``metrics.failed``, whose content ``rrl status`` shows.
@@ -58,7 +58,7 @@ class MetricsServer:
                 self._run.metrics.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Open the server and publish its address, or on failure the reason: the run continues without metrics."""
+        """Open the server and publish its address. On failure publish the reason; the run continues without metrics."""
         with contextlib.suppress(OSError):
             self._run.metrics_failure.unlink(missing_ok=True)  # left by an earlier manager
         try:

@@ -28,7 +28,7 @@ TOKEN_COUNT_INTERVAL_S = 1.0
 class EventObservers:
     """Passes the events of one manager to its observers.
 
-    ``now`` returns the manager's time (s), ``tokens`` the number of tokens generated so far.
+    ``now`` returns the manager's time (s), and ``tokens`` returns the number of tokens generated so far.
     """
 
     def __init__(

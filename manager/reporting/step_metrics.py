@@ -79,7 +79,8 @@ class StepRow(Struct, frozen=True):
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
     phase_seconds: dict[str, float] = {}
-    """Seconds of the trainer by phase. Steps between two readings of its clock (5 s or more) share them evenly."""
+    """Seconds of the trainer by phase. Steps between two readings of its clock, which are at least 5 s apart, share
+    these seconds evenly."""
     token_age_p50: float | None = None
     """Median age of the tokens that the step trained on, in training steps (staleness); None if it was not reported."""
     token_age_max: float | None = None
@@ -316,7 +317,7 @@ def _restart(about: str, at: float, since: float) -> Mark:
 
 
 def _counts(failure: Failure) -> bool:
-    """Return whether a failure cost a role of the job its incarnation, or ended the run."""
+    """Return whether a failure of a role of the job was answered by a fence, or ended the run."""
     support = failure.incarnation is not None and is_support(failure.incarnation.replica)
     return not support and (failure.fence is not None or failure.ended_run)
 

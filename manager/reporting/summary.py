@@ -58,7 +58,7 @@ class DrainRequests:
         self._open: dict[NodeName, DrainRequest] = {}
 
     def apply(self, stamped: ev.Stamped) -> None:
-        """Apply an event: a refused drain opens a request; a later drain or a readmission closes it."""
+        """Apply an event. A refused drain opens a request, which a later drain or a readmission closes."""
         event = stamped.event
         if isinstance(event, ev.Decided) and isinstance(event.action, Exclude):
             self._excluded[event.action.node] = event.action, stamped.at

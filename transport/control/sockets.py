@@ -154,7 +154,7 @@ def apply_socket_limits(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL_BOUN
 
 
 class ZapAuthenticator:
-    """ZAP (ZeroMQ RFC 27) for one context: accepts only the run's client key."""
+    """Answers the ZAP requests (ZeroMQ RFC 27) of one context, and accepts only the run's client key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: str) -> None:
         self._client_key = z85.decode(client_public)

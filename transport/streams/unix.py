@@ -149,7 +149,7 @@ def abstract_address(name: str) -> str:
 
 
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:
-    """Return pid and user id of the process that connected to this one, or to whose listener this process connected."""
+    """Return the pid and user id of the process at the other end of a connected socket."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user

@@ -204,7 +204,7 @@ class NixlRuntime:
     def add_remote(self, name: bytes, metadata: bytes) -> Remote:
         """Register a peer and return it. Every call must be matched by one release.
 
-        ``name`` is the peer's name, ``metadata`` the result of the peer's :meth:`local_metadata`.
+        ``name`` is the peer's name, and ``metadata`` is the result of the peer's :meth:`local_metadata`.
 
         Raises:
             TransportError: NIXL refuses the metadata, or it belongs to another peer.

@@ -90,7 +90,7 @@ def _upstream(index: int, chain: int) -> list[int]:
 
 
 def _predecessor(index: int, chain: int) -> int | None:
-    """Return the index of the receiver from which the one at ``index`` pulls; None if it pulls from the publisher."""
+    """Return the index of the receiver from which receiver ``index`` pulls; None if it pulls from the publisher."""
     if index % chain:
         return index - 1
     number = index // chain

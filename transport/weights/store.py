@@ -231,13 +231,13 @@ class WeightStore:
             return self._complete.get(version)
 
     def versions(self) -> tuple[Version, ...]:
-        """Return all versions in memory, the arriving one included."""
+        """Return all versions in memory, including the arriving version."""
         with self._lock:
             arriving = () if self._arriving is None else (self._arriving.manifest.version,)
             return (*self._complete, *arriving)
 
     def manifest(self, version: Version) -> Manifest:
-        """Return the manifest of a version, also of an arriving one. Raises NotReady or VersionEvicted."""
+        """Return the manifest of a complete or arriving version. Raises NotReady or VersionEvicted."""
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
                 return stored.manifest
@@ -288,7 +288,7 @@ class WeightStore:
         """Return the result of ``read``, which is retried at every change while it raises NotReady.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds for which ``read`` is retried.
             read: Calls :meth:`manifest` or :meth:`read`.
 
         Raises:

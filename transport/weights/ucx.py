@@ -85,7 +85,7 @@ _TAG_BYTES = 8
 _ABORT_NS = 10**10
 """Maximum time (ns) for which an abort waits for UCX's progress thread; measured: 0 to 2 ms."""
 _EPOLL_TIMEOUT_MS = 1
-"""Maximum sleep (ms) of the progress thread; the default of ucxx."""
+"""Maximum sleep (ms) of the progress thread. It is the default of ucxx."""
 
 _log = logging.getLogger("rrl.weights")
 

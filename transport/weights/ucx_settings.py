@@ -36,7 +36,7 @@ _ACTIVE = "4:"
 the InfiniBand specification)."""
 _INFINIBAND = Path("/sys/class/infiniband")
 _RESOURCE = re.compile(r"resource\s+\d+\s.*--\s+(\S+)/(\S+)")
-"""Pattern of a line of ucp_context_print_info: ``resource 1 : md 1 dev 1 flags -- tcp/lo``."""
+"""Pattern of a line of ucp_context_print_info, for example ``resource 1 : md 1 dev 1 flags -- tcp/lo``."""
 
 
 class Resource(Struct, frozen=True):

@@ -103,7 +103,7 @@ class Interruptions:
         """Kind of each role."""
         self._nodes: dict[Incarnation, NodeName] = {}
         self._joined: dict[ReplicaId, int] = {}
-        """Newest incarnation number of each replica that has joined."""
+        """Number of the newest incarnation that has joined, by replica."""
         self._finished: tuple[float, Finish] | None = None
 
     def apply(self, stamped: ev.Stamped) -> list[Interruption]:

@@ -186,7 +186,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
-    """Return texts about the differences between two readers that all of several comparisons show."""
+    """Return a text for each difference between two readers that appears in every one of several comparisons."""
     remaining: dict[str, str] | None = None
     for attempt in range(FIRST_LOOKS):
         if attempt:
