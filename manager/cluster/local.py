@@ -188,7 +188,7 @@ class LocalCluster:
             raise Refused(f"{node} is in no allocation of this run")
         until = f"{time.time() + fault.seconds:.3f}" if fault.seconds else ""
         try:
-            down_mark(self._run, node).write_text(until)  # before the kill, to prevent new launches
+            down_mark(self._run, node).write_text(until)  # the mark comes before the kill, to prevent new launches
         except OSError as error:
             raise Refused(str(error)) from error
         ended, remaining = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)

@@ -63,11 +63,11 @@ class FailureTimeline:
         """Failures of roles for which an incarnation was fenced, in the order of the fences. Each failure occurs
         once."""
         self.outages: dict[ReplicaId, Outage] = {}
-        """Replicas that are down."""
+        """Outages of the replicas that are down."""
         self.lost_gpu_seconds = 0.0
         """GPU time (s) lost in outages that have ended."""
         self.working: dict[ReplicaId, Incarnation] = {}
-        """Members in a useful phase."""
+        """Incarnation of each member that is in a useful phase."""
         self.at_work: Counter[str] = Counter()
         """Number of members in a useful phase, by role."""
         self.faults = InjectedFaults()

@@ -29,7 +29,7 @@ from .failure_timeline import FailureTimeline
 
 
 class MarkKind(StrEnum):
-    """The subject of a mark."""
+    """The kind of event that a mark records."""
 
     FAILURE = "failure"
     """An incarnation failed and was fenced, or its failure ended the run."""

@@ -41,7 +41,7 @@ class DrainRequest(Struct, frozen=True):
     """Cause such as ``gpu`` or ``node``; empty if a user requested the drain."""
     evidence: list[str]
     at: float
-    """Wall clock (s) at the node's exclusion."""
+    """Wall-clock time (s) of the node's exclusion."""
     requested_by: str
     """User who requested the drain; empty if the run itself requested it."""
     drain_error: str
@@ -383,7 +383,7 @@ class _SummaryBuilder:
             self.rewards.setdefault(event.step, event.metrics["reward"])
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
-        if event.trainer_down:  # an outage may record this event several times
+        if event.trainer_down:  # this event may be recorded several times in one outage
             self.tokens_before.setdefault(self.epochs, event.total)
         else:
             before = self.tokens_before.get(self.epochs, event.total)

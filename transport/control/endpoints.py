@@ -289,7 +289,10 @@ class Dialer:
             self._disconnect(_FLUSH_MS if self._hello_sent else 0)
 
     async def send(self, message: Any) -> None:
-        """Send a message once, without waiting. It is queued (bounded) while the listener is absent or slow."""
+        """Send a message once, without waiting.
+
+        While the listener is absent or slow, the message waits in a bounded queue.
+        """
         self._enqueue(None, message)
 
     async def request(self, message: Any, timeout: float, resend_after: float | None = None) -> Any:

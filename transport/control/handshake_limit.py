@@ -24,7 +24,7 @@ MIN_HANDSHAKE_BYTES = 500
 """A connection that has sent fewer bytes than this cannot have authenticated. A handshake sends 567 bytes (CURVE, ZMTP
 3.1; measured)."""
 _EVENT = struct.Struct("=Hi")
-"""First frame of a monitor: event, value (zmq_socket_monitor(3))."""
+"""First frame of a monitor's message: event and value (zmq_socket_monitor(3))."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 

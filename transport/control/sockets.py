@@ -166,7 +166,7 @@ class ZapAuthenticator:
 
     def _answer(self) -> None:
         while (frames := self._socket.receive()) is not None:
-            cut = frames.index(b"") + 1  # the envelope of zmq's own ZAP client
+            cut = frames.index(b"") + 1  # the end of the envelope that zmq's own ZAP client adds
             request = frames[cut:]  # version, id, domain, address, identity, mechanism, credentials
             good = (
                 len(request) == 7

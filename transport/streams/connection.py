@@ -47,7 +47,7 @@ class Connection(Protocol):
         """Send all of ``data``."""
 
     async def receive(self, into: memoryview) -> None:
-        """Fill ``into``."""
+        """Receive bytes until ``into`` is full."""
 
     def abort(self) -> None:
         """Close the connection at once."""

@@ -86,7 +86,7 @@ async def send_bulk(connection: Connection, data: memoryview) -> None:
 
 
 async def receive_bulk(connection: Connection, into: memoryview, on_chunk: Callable[[memoryview], None]) -> None:
-    """Fill ``into``, chunk by chunk, and call ``on_chunk`` with each chunk after it has arrived.
+    """Receive chunks until ``into`` is full, and call ``on_chunk`` with each chunk after it has arrived.
 
     Raises:
         TransportError: A chunk does not arrive within :data:`CHUNK_TIMEOUT_S`.

@@ -53,7 +53,7 @@ class UnixConnection:
         await self._run(asyncio.get_running_loop().sock_sendall(self._socket, data))
 
     async def receive(self, into: memoryview) -> None:
-        """Fill ``into``."""
+        """Receive bytes until ``into`` is full."""
         await self._run(self._fill(into))
 
     async def send_descriptors(self, descriptors: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ class _SharedRuntime:
             raise TransportError("the weight transport is closed") from error
 
     def release_remote(self, remote: Remote) -> None:
-        """Release a remote in a thread."""
+        """Release a peer's :class:`Remote` in a thread."""
         with contextlib.suppress(TransportError):  # a closed transport has released all remotes
             self.start(self.runtime.release_remote, remote)
 
@@ -187,7 +187,7 @@ class _NixlConnection:
 
     # ── receiving ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def receive(self, into: memoryview) -> None:
-        """Fill ``into``, from the TCP connection or from the peer's slots."""
+        """Receive bytes from the TCP connection or from the peer's slots until ``into`` is full."""
         received = 0
         while received < into.nbytes:
             if self._stash:

@@ -292,7 +292,7 @@ class _Pull:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
-                worker.cancel()  # gather() leaves the others running if one raises
+                worker.cancel()  # if one worker raises, gather() leaves the others running
             await asyncio.wait(workers)
             await asyncio.gather(*progress.checks)
 
@@ -328,7 +328,7 @@ class _Pull:
             self._adaptive_timeout.observe(progress.on_chunk(requested, now))
             self._deadline = now + self._pull_timeout
             previous, checking = checking, asyncio.create_task(self._verify(index, chunk.nbytes, progress.source))
-            progress.checks.add(checking)  # added before any await: a cancelled worker must lose no chunk
+            progress.checks.add(checking)  # added before any await, so that a cancelled worker loses no chunk
             checking.add_done_callback(progress.checks.discard)
             if previous is not None:
                 await asyncio.wait([previous])
@@ -371,7 +371,7 @@ class _Pull:
 
 
 class _SourceProgress:
-    """The chunks from one source."""
+    """The progress of the chunks from one source."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source

@@ -146,7 +146,10 @@ class WeightStore:
 
     @contextmanager
     def awaiting(self, version: Version) -> Generator[None]:
-        """Return a context manager during which the version is being pulled: requests for its missing parts wait."""
+        """Return a context manager for the time in which the version is being pulled.
+
+        Within it, requests for missing parts of the version wait.
+        """
         with self._changing():
             self._awaited = version
         try:

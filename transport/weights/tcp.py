@@ -66,7 +66,7 @@ class TcpConnection(asyncio.BufferedProtocol):
                 await self._drained
 
     async def receive(self, into: memoryview) -> None:
-        """Fill ``into``."""
+        """Receive bytes until ``into`` is full."""
         stashed = min(len(self._stash), into.nbytes)
         into[:stashed] = self._stash[:stashed]
         self._stash = self._stash[stashed:]

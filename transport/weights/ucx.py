@@ -169,7 +169,7 @@ class _UcxConnection:
             await self._run(lambda: self._endpoint.tag_send(Array(data), Tag(self._peer_tag)))
 
     async def receive(self, into: memoryview) -> None:
-        """Fill ``into``."""
+        """Receive bytes until ``into`` is full."""
         from ucxx._lib.arr import Array
         from ucxx.types import Tag
 

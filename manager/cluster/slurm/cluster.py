@@ -248,7 +248,7 @@ class SlurmCluster:
         if step is None:
             return
         if grace > 0:
-            with contextlib.suppress(Unanswered):  # SIGTERM may have arrived, and SIGKILL follows
+            with contextlib.suppress(Unanswered):  # SIGTERM may have been delivered, and SIGKILL follows in any case
                 await self._cancel("--signal=TERM", step.id)
             if await self._wait_for_end(tag, grace + STOP_MARGIN_S):
                 return

@@ -142,7 +142,7 @@ class JobTimes(Struct, frozen=True):
     limit_s: float
     start: float
     end: float
-    """End, or expected end."""
+    """End of the job, or its expected end."""
 
 
 class StepLine(Struct, frozen=True):

@@ -114,7 +114,7 @@ class Sruns:
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline, opened = time.monotonic() + self._limits.launch_watch_s, False
         while time.monotonic() < deadline and not srun.joined.is_set():
-            if not opened and await asyncio.to_thread(output.exists):  # in a thread: the run directory may hang
+            if not opened and await asyncio.to_thread(output.exists):  # in a thread, since the run directory may hang
                 deadline, opened = time.monotonic() + self._limits.interpreter_watch_s, True
             if code := srun.process.returncode:
                 raise _early_failure(code, srun, output)

@@ -40,7 +40,7 @@ MIN_WINDOWS = 10
 
 
 class Piece(Struct, frozen=True):
-    """An interval (s) in which something was lost."""
+    """An interval (s) in which time was lost."""
 
     since: float
     until: float

@@ -53,7 +53,7 @@ class Result(Struct):
     at: float | None = None
     """Manager's time (s) at which the effect occurred, or was certain not to occur; None while neither is known."""
     text: str = ""
-    """Description of the event."""
+    """Description of what happened; empty while the effect is awaited."""
 
     def settle(self, arrival: Arrival, at: float, text: str) -> None:
         """Set the result, unless it has been set."""
@@ -75,7 +75,7 @@ class Expectations:
     def __init__(self) -> None:
         self._policy = _ONE_BY_ONE
         self._joins: dict[ReplicaId, list[tuple[Incarnation, Result]]] = {}
-        """Open restarts, by the replica that should join again; each with the incarnation that the restart ended."""
+        """Open restarts, each with the incarnation that the restart ended, by the replica that should join again."""
         self._launches: dict[Incarnation, Result] = {}
         """Launches, by the incarnation that should join."""
         self._launch_tags: dict[str, Incarnation] = {}
@@ -86,15 +86,15 @@ class Expectations:
         self._stops: dict[str, Result] = {}
         """Stops, by the step that should end."""
         self._absences: dict[ReplicaId, list[Result]] = {}
-        """Replicas without which the run continues."""
+        """Decisions to continue without a replica, by replica."""
         self._unused: dict[NodeName, list[Result]] = {}
-        """Excluded nodes, which should not be used."""
+        """Exclusions, by the node that should not be used."""
         self._reused: dict[NodeName, Result] = {}
-        """Readmitted nodes whose agents have not joined yet."""
+        """Readmissions, by the node whose agent should join."""
         self._restarts: list[_WholeRestart] = []
         self._faults: dict[str, tuple[InjectFault, Result]] = {}
         self._end: list[Result] = []
-        """The end of the run."""
+        """Decisions to end the run."""
 
     # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, result: Result, action: Action, at: float) -> None:
