@@ -1,7 +1,7 @@
 """Compute the Prometheus metrics of a run: restarts, findings, steps, tokens, lost GPU time, effective training time.
 
-The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
-timeline of failures and :class:`RunCounters`, which start at 0 with each manager, as Prometheus permits for counters.
+The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure. It computes metrics from the state, the
+timeline of failures and :class:`RunCounters`. These counters start at 0 with each manager, as Prometheus permits.
 Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
 Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.json.
 """

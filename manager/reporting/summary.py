@@ -136,8 +136,8 @@ class StreamSummary(Struct, frozen=True):
     """Mean length of trained answers divided by the mean length of all finished answers, as of the newest step. None if
     no step has reported it."""
     recall20: float | None = None
-    """Share of the longest fifth of the newest groups that were expected to be in the longest fifth, as of the newest
-    step. None if no step has reported it."""
+    """Among the longest fifth of the newest groups, the share of those that were expected to be in the longest fifth,
+    as of the newest step. None if no step has reported it."""
     long_groups: int = 0
     """Number of groups that are expected to be more than twice as long as usual, as of the newest step."""
     longest_expected: int = 0
@@ -204,7 +204,7 @@ class Summary(Struct, frozen=True):
     """Number of injected faults that were performed, whether planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
-    """Number of failures that were not injected, from which the run recovered or which ended the run."""
+    """Number of failures that were not injected, and from which the run recovered or by which it ended."""
     ettr: float
     """Effective training time ratio as in RobustRL."""
     run_seconds: float
@@ -213,7 +213,8 @@ class Summary(Struct, frozen=True):
     ettr_estimate: float | None = None
     """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None if no step is undisturbed."""
     outage_tokens: int = 0
-    """Kept tokens that rollouts generated while the trainer was down. Only outages within one manager's epoch count."""
+    """Tokens that rollouts generated while the trainer was down, and that were kept. Only outages within one manager's
+    epoch count."""
     max_age: int | None = None
     """Age of the oldest token that was trained on, in training steps; None if no step reported it."""
     stale_groups: int = 0

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory, one for each process that sent steps.
+"""TensorBoard as a tracker: event files in the run directory, one for each process that sent steps.
 
 A step is one record of a file, with a checksum, so that a file has it completely or not at all. A new
 process first reads all files to learn which steps they have. A torn record at the end of a file of a killed process

@@ -1,6 +1,7 @@
-"""The progress of a tracker's process, as a file beside the tracker's own files, and the lock for its only writer.
+"""The file with the progress of a tracker's process, and the lock that gives each tracker only one process.
 
-The file is for people and for the supervisor. Which steps were sent is read from the tracker itself (:mod:`.base`).
+The file is beside the tracker's own files, for people and for the supervisor. Which steps were sent is read from the
+tracker itself (:mod:`.base`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run with a fixed id, whose steps are the training steps of the run.
+"""Weights & Biases as a tracker: one run with a fixed id, whose steps are the training steps of the run.
 
 Online, the server reports at the start which step it has, and the run continues after this step. Offline
 (WANDB_MODE=offline) each process writes a folder of its own with one log file. The log files show which steps were

@@ -2,8 +2,8 @@
 
 libzmq closes a connection that does not finish the handshake in time, but accepts any number of connections until then.
 One host that connects and sends nothing could take every descriptor of the process. So this module closes surplus
-connections: first connections that have sent too little to have authenticated, then the oldest. A process of the run
-authenticates within some milliseconds, and dials again if its connection was closed.
+connections. It first closes connections that have sent too few bytes to have authenticated, then the oldest
+connections. A process of the run authenticates within some milliseconds, and dials again if its connection was closed.
 """
 
 from __future__ import annotations

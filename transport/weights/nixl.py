@@ -5,7 +5,7 @@ deadlines, and does not report the progress of a read to the source. rrl impleme
 connection, which is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
 
 A send of more than INLINE_BYTES goes through slots, which are registered buffers. The source copies a part into a slot
-and announces the slot's address. The receiver reads the slot and confirms; then the slot is free again. (Reasons for
+and announces the slot's address. The receiver reads the slot and confirms the read, which frees the slot. (Reasons for
 slots: :mod:`rrl.transport.weights.nixl_memory`.) If a late read happens after the source has reused the slot, the
 chunk's digest detects it.
 """

@@ -3,7 +3,7 @@
 Only a complete and verified version can become current. Other processes can read each chunk of an arriving version once
 the chunk is verified. While the version is being pulled, a request for an unverified chunk waits. An eviction only
 drops the store's reference to a version: a reader (a send in progress, an engine that loads the version) keeps the
-buffer alive until it is done.
+buffer alive until the reader is done.
 """
 
 from __future__ import annotations

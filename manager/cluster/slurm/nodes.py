@@ -9,8 +9,8 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 - 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
 - ``scontrol update JobId=J NodeList=<the rest>`` releases nodes of a job within 2 s. Tasks on the released nodes are
   killed; tasks on the other nodes continue, and steps can be started on these nodes. 22.05 shrinks each job only once
-  (without accounting). No version releases the node of a batch script, or a node of a heterogeneous job's first
-  component. If another component is left with one node, Slurm ends it as soon as any node of the job fails.
+  (measured without accounting). No version releases the node of a batch script, or a node of a heterogeneous job's
+  first component. If another component is left with one node, Slurm ends it as soon as any node of the job fails.
 """
 
 from __future__ import annotations

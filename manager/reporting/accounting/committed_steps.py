@@ -10,13 +10,14 @@ undisturbed, because a clean run also loads libraries, compiles and waits for it
 these times divided by the duration of this run. Training that was done again, waits and the time of every interruption
 are losses. The cost of the protection in each step is part of the median, so the estimate does not show this cost.
 
-An attempt lasts from the previous commit (after an interruption: from the trainer's first ``train``) to the commit. A
-trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept; in
-this case the predecessor's attempt counts. If a commit covers several steps (``checkpoint_every``), a restarted trainer
-may continue from a snapshot of a step between two commits. The first weights that it publishes are of this step, and
-its predecessor's attempt counts up to the time at which the predecessor published the same step. Steps of one commit,
-and steps that were committed while no manager ran, share their time evenly. A step is undisturbed if no replica was
-interrupted and the manager did not change since the previous commit.
+An attempt begins at the previous commit or, after an interruption, at the trainer's first ``train``. It ends with the
+commit. If a restarted trainer commits a step before it has trained, it commits the work of its predecessor, which a
+snapshot has kept. In this case the predecessor's attempt counts. If a commit covers several steps
+(``checkpoint_every``), a restarted trainer may continue from a snapshot of a step between two commits. The first
+weights that the trainer publishes show this step. Its predecessor's attempt counts up to the time at which the
+predecessor published the same step. Steps of one commit, and steps that were committed while no manager ran, share
+their time evenly. A step is undisturbed if no replica was interrupted and the manager did not change since the previous
+commit.
 """
 
 from __future__ import annotations

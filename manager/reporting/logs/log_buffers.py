@@ -3,7 +3,7 @@
 The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` in two cases: its incarnation is no
 longer current and has not reported that its own file is complete, or a step reports lines that it cannot write itself.
 Readers drop duplicates, since a line is identified by its timestamp. Each file name contains the epoch, so that the
-file has only one writer: O_APPEND is not atomic on NFS.
+file has only one writer, because O_APPEND is not atomic on NFS.
 """
 
 from __future__ import annotations
