@@ -17,8 +17,8 @@ from ..model.queries import reached_step, workers
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
-"""Time (s) after a notification in which no other notification of its kind is sent. A notification about the end of a
-run is sent only within this time after the end."""
+"""Seconds after a notification during which no other notification of its kind is sent. A notification about the end of
+a run is sent only within this time after the run's end."""
 STALLED_AFTER_S = 1800.0
 """Minimum time (s) without a committed training step after which a run counts as stalled. It equals the time that the
 first pass of a phase may take (``limits.first_pass``)."""

@@ -51,5 +51,5 @@ async def receive_choice(connection: Connection) -> bool:
     """Return whether the other end's UCX reaches this end. Raises TransportError."""
     choice = await receive_bytes(connection, 1)
     if choice not in (_REACHED, _NOT_REACHED):
-        raise TransportError(f"received an invalid choice: {choice!r}")
+        raise TransportError(f"the peer sent an invalid choice between UCX and TCP: {choice!r}")
     return choice == _REACHED

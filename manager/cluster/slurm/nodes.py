@@ -61,7 +61,7 @@ class SlurmNodes:
             self.drained.add(node)
             return
         if before.set_aside:
-            raise Refused(f"{node} is {before.description}: this run did not set this state")
+            raise Refused(f"cannot drain {node}: it is {before.description}, and this run did not set this state")
         if self._no_rights:
             raise Refused(self._no_rights)
         try:
@@ -75,7 +75,7 @@ class SlurmNodes:
                 f"{node} was not drained by this run: somebody else drained it at the same time ({after.description})"
             )
         if not after.draining:
-            raise Unanswered(f"{node} is {after.description} after it was drained")
+            raise Unanswered(f"{node} is not drained although Slurm accepted the drain: it is {after.description}")
         self.drained.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
@@ -83,10 +83,10 @@ class SlurmNodes:
         before = await self._reader.node(node)
         if before.draining:
             if _without_suffix(before.reason) != reason:
-                raise Refused(f"{node} is {before.description}: this run did not set that drain")
+                raise Refused(f"cannot undrain {node}: it is {before.description}, and this run did not set that drain")
             await self._reader.undrain(node)
             if (after := await self._reader.node(node)).draining and _without_suffix(after.reason) == reason:
-                raise Unanswered(f"{node} is still {after.description} after its drain was removed")
+                raise Unanswered(f"{node} is still drained although Slurm removed the drain: it is {after.description}")
         self.drained.discard(node)
 
     async def shrink(self, job: Job, nodes: Sequence[NodeName]) -> None:

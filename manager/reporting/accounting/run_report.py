@@ -124,7 +124,7 @@ class RunReport(Struct, frozen=True):
     managers: int
     window_s: float
     sliding: list[SlidingPoint]
-    """Estimated ETTR over a sliding window of ``window_s``."""
+    """Estimated ETTR over a sliding window of ``window_s`` seconds."""
     curves: Curves
     lanes: list[LaneReport]
     missing: list[str]

@@ -1,7 +1,7 @@
 """Read Slurm by pyslurm in a child process, which returns typed values and error numbers instead of text.
 
-Jobs are still submitted, and steps launched, by commands. Each request has a deadline. A child that misses the deadline
-is killed, and the outcome of the request is unknown. The next request starts a new child (:mod:`.child_process`).
+Slurm's commands still submit jobs and launch steps. Each request has a deadline. A child that misses the deadline is
+killed, and the outcome of the request is unknown. The next request starts a new child (:mod:`.child_process`).
 """
 
 from __future__ import annotations

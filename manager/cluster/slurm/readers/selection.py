@@ -164,7 +164,7 @@ class SelectedReader:
             self._failures += 1
             _log.warning("%s (failure %d of %d)", error, self._failures, MAX_CHILD_FAILURES)
             if self._failures >= MAX_CHILD_FAILURES and self._chosen is not self._by_commands:
-                _log.warning("pyslurm has failed %d times: Slurm is read by its commands", self._failures)
+                _log.warning("pyslurm has failed %d times: Slurm is read by its commands from now on", self._failures)
                 self._chosen = self._by_commands
                 await reader.close()
             raise
