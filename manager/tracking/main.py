@@ -1,9 +1,9 @@
 """Send the steps of one run to one tracker: ``python -m rrl.manager.tracking.main RUN_DIR TRACKER PARENT MODE``.
 
 The process reads the journal from its beginning, sends the steps that the tracker does not have, then follows the
-journal. It shares only the run directory with the manager. So a tracker that hangs, refuses or is unreachable can delay
-only this process. If a call takes longer than ``[track] timeout``, this process ends, and its supervisor starts another
-one.
+journal. It shares only the run directory with the manager. So a tracker that hangs, refuses data or is unreachable can
+delay only this process. If a call takes longer than ``[track] timeout``, this process ends, and its supervisor starts
+another one.
 
 PARENT is the pid of the process that started this process. If PARENT ends, this process ends. MODE is ``follow`` (until
 SIGTERM), ``end`` (until the run has ended and its end is sent) or ``once`` (until what is in the journal is sent).

@@ -20,8 +20,8 @@ from ...core.processes import kill_and_wait, pids, read_process
 from ...core.run_dir import RunDir, write_atomically
 
 TRACKER_ENV = "RRL_TRACKER"
-"""Environment variable of the process of a tracker, and of the processes that it starts: ``<run directory>/<tracker>``.
-Processes that outlived their parent are found by this variable."""
+"""Environment variable of the process of a tracker, and of the processes that it starts. Its value is ``<run
+directory>/<tracker>``. Processes that outlived their parent are found by this variable."""
 LOCK_POLL_S = 1.0
 """Seconds between two attempts to get the lock of a tracker that another process holds."""
 KILL_TIMEOUT_S = 5.0

@@ -22,8 +22,8 @@ STARVATION_TIMEOUT_S = 3.0
 first and second source have timed out. A process that pulls from it must not give it up during this time."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 """For each transport that needs a Python package, the alternative packages, of which one must be installed. The extra
-with the transport's name installs one. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one
-of them.)"""
+with the transport's name installs one of these packages. (The package ``nixl`` installs ``nixl_cu12`` and
+``nixl_cu13``, and selects one of them.)"""
 
 
 class VersionUnavailable(TransportError):

@@ -1,6 +1,6 @@
 """The GPU time that a run reserved, and what the replicas used it for. Pure.
 
-Reserved is the time of all GPUs on the nodes that the cluster had granted. A member of a replica uses its GPUs
+*Reserved* is the time of all GPUs on the nodes that the cluster had granted. A member of a replica uses its GPUs
 *usefully* while it is in a phase that counts as training and waits for nothing. Useful time of a trainer whose work was
 discarded is *redone*. All other reserved time is *idle*: members that start, load or wait, nodes of replicas that are
 down, standby processes and spare nodes. In a job whose trainers and rollouts use no GPUs, nodes are counted instead.

@@ -49,7 +49,7 @@ V = TypeVar("V")
 
 
 class PyslurmReader:
-    """The reader that asks a child process which uses pyslurm (:class:`.base.SlurmReader`)."""
+    """The reader that sends requests to a child process with pyslurm (:class:`.base.SlurmReader`)."""
 
     def __init__(self, child: PyslurmChild, limits: SlurmLimits) -> None:
         self._child, self._limits = child, limits
