@@ -113,7 +113,7 @@ class LocalCluster:
         last = self._limit if self._limit is not None else len(unusable) + request.count
         free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in unusable]
         if len(free) < request.count:
-            raise Refused(f"{request.count} nodes requested, but only {len(free)} of {last} are free and up")
+            raise Refused(f"too few free nodes: {request.count} requested, {len(free)} of {last} are free and up")
         self._write(self._allocation_file(request.tag), _Allocation(tuple(free[: request.count])))
 
     async def release(self, tag: str) -> None:

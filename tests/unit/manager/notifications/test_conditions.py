@@ -172,7 +172,7 @@ def test_a_stall_is_one_condition_for_each_step_and_resume() -> None:
     story = Story().works()
     (stalled,) = conditions(story.recorded(), story.now, 1860.0)
     assert (stalled.kind, stalled.key) == ("stalled", "step 12, 0 s paused")
-    assert stalled.text.startswith("no training step for 31 min; 12 of 40 steps are committed; rrl status")
+    assert stalled.text.startswith("no training step for 31 min; 12 of 40 steps are committed; to see")
 
 
 def test_a_gang_trainer_that_works_is_no_condition() -> None:
