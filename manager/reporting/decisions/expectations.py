@@ -53,7 +53,7 @@ class Result(Struct):
     at: float | None = None
     """Manager's time (s) at which the effect occurred, or was certain not to occur; None while neither is known."""
     text: str = ""
-    """Description of what happened; empty while the effect is awaited."""
+    """Description of what happened; empty while the effect is awaited or holds."""
 
     def settle(self, arrival: Arrival, at: float, text: str) -> None:
         """Set the result, unless it has been set."""
