@@ -37,16 +37,17 @@ class CheckMemory(Struct, frozen=True):
 
     boot_id: str
     passed_at: float | None = None
-    """Time (s) of the newest full check, if it passed (OK or WARN); None after any check that did not pass."""
+    """Start (s) of the newest full check that passed (OK or WARN). None if no full check has passed since the boot or
+    since the last check that did not pass."""
     free_gpus: dict[str, float] = {}
-    """GPUs that a check found free after their last job, by index, with the time (s) of that check."""
+    """Time (s) of the check that found a GPU free after its last job, by the GPU's index."""
     occupied_gpus: tuple[str, ...] = ()
-    """Indices of GPUs of jobs whose prolog or epilog found the node failing, until a later check finds the GPUs
-    free."""
+    """Indices of the GPUs of jobs whose prolog or epilog found the node failing. A GPU is removed once a later check
+    finds it free."""
     standing: tuple[Standing, ...] | None = None
     """Findings that are recorded in the history and have not cleared; None if they are unknown."""
     drained: Literal["unknown", "no", "by hook"] = "unknown"
-    """Whether a drain by the hooks stands, according to the last answer of slurmctld."""
+    """Whether a drain by the hooks is in effect, according to the last answer of slurmctld."""
 
     @property
     def gpus_to_be_freed(self) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the memory, or an empty one if there is no file of this boot or another user may have written it."""
+    """Return the memory; it is empty without a file of this boot, or if another user may have written the file."""
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)

@@ -1,4 +1,4 @@
-"""Checks of DCGM's own results. The code of an incident determines the remedy (condensed from NVSentinel's table)."""
+"""Checks of DCGM's own results. An incident's error code determines its remedy (from NVSentinel's table)."""
 
 from __future__ import annotations
 

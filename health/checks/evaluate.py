@@ -9,7 +9,7 @@ failing runs in a row (``rules.hysteresis``); until then the problem is reported
 runs the FAIL needs. A missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding,
 including its times.
 
-The check "readers" reports readers that hang or fail. It is in this module because every other check depends on its
+The check "readers" reports readers that hang or fail. It is in this module because all other checks depend on the
 readers. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another process may hold
 the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts (``rules.readers.stall``) and a
 second observation shows that the driver hangs; without a second observation the check gives a warning. Three
@@ -285,8 +285,8 @@ def _update_hysteresis(
 ) -> None:
     """Update the hysteresis of all components that this run judged.
 
-    A component was judged if this run found a problem of it. A component with an earlier problem was judged too, unless
-    this run reports it in an `Unknown`.
+    A component was judged if this run found a problem of the component. A component with an earlier problem was judged
+    too, unless this run reports the component in an `Unknown`.
     """
     problems: dict[str, Problem] = {}
     for result in results:
@@ -363,7 +363,7 @@ def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Me
     reasons = tuple(dict.fromkeys(unknown.reason for unknown in unknowns))
     if any(unknown.makes_node_unknown for unknown in unknowns):
         return _finding(check, memo, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
-    # the rules do not require this hardware, which the node does not have or this user may not read
+    # the rules do not require this hardware, and the node lacks it or this user may not read it
     why = structs.replace(_plain_problem("cannot be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
     return _finding(check, memo, Verdict.UNKNOWN, at, why, "")
 

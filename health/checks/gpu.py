@@ -53,7 +53,7 @@ def for_each_gpu(
 
 
 def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
-    """Return the `Unknown` for GPUs that could not be read for this reason."""
+    """Return an `Unknown` that names the ``gpus`` that could not be read, and the reason ``why``."""
     some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (
         ", ..." if len(gpus) > _MAX_GPUS_NAMED else ""
     )
@@ -159,7 +159,7 @@ def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
     counter = state.counter("gpu", gpu.uuid, "retired_uncorrected")
     grew = counter.increase if counter else 0
     if total >= limits.retired_pages_most:
-        text = f"GPU {gpu.index}: {limits.retired_pages_most} pages of its memory or more are retired"
+        text = f"GPU {gpu.index}: at least {limits.retired_pages_most} pages of its memory are retired"
         yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif total >= limits.retired_pages_soft and grew > 1:
         text = (

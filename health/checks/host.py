@@ -35,8 +35,8 @@ def _host(state: NodeState) -> HostData:
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Fail the node if a mount does not answer.
 
-    One run of the check suffices if the mount has not answered ``MOUNT_ATTEMPTS`` processes for ``mount_hung`` s while
-    other mounts answer.
+    One run of the check suffices if ``MOUNT_ATTEMPTS`` processes have waited for an answer of the mount, the first of
+    them for ``mount_hung`` s, while another mount answers.
     """
     probed = set()
     mounts = _host(state).mounts
@@ -65,10 +65,10 @@ def _disk(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             if share is None or share < limits.disk:
                 continue
             if share >= limits.disk_full and not shared:
-                text = f"{mount.path}: {limits.disk_full:.0%} of {resource} or more are used"
+                text = f"{mount.path}: at least {limits.disk_full:.0%} of {resource} are used"
                 yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path)
             else:
-                text = f"{mount.path}: {limits.disk:.0%} of {resource} or more are used"
+                text = f"{mount.path}: at least {limits.disk:.0%} of {resource} are used"
                 yield warn(Cause.STORAGE, Remedy.NONE, text, component=mount.path, passes_to_clear=rules.hysteresis.bad)
 
 

@@ -23,7 +23,7 @@ _NOTHING_LOST = re.compile(r"op 0x[359]:\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\
 """Requests that a disk may refuse without loss of data: discards by fstrim, and requests to write zeros (the file
 system then writes the zeros itself)."""
 _POLLED = re.compile(r"timeout, completion polled")
-"""Message about a missed interrupt (linux drivers/nvme/host/pci.c); the request was completed."""
+"""Text about a disk's request that was completed although its interrupt was missed (linux drivers/nvme/host/pci.c)."""
 _UNCORRECTED = re.compile(
     r"uncorrect|context corrupt|unrecoverable|panic|event severity: recoverable|multi-bit ECC|Memory failure: 0x", re.I
 )
@@ -40,9 +40,9 @@ _BEFORE_BOOT_S = 60.0
 """Seconds after boot in which the kernel reports errors that happened before the boot. It reads them from the
 firmware's boot error record table (BERT) or from the machine-check banks."""
 _STORAGE_TASK = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
-"""Pattern in the message about a hung task that waits for a disk or a file system."""
+"""Pattern in the kernel's message about a hung task, if the task waits for a disk or a file system."""
 _BOOT_PERIOD_S = 600.0
-"""Seconds after boot in which links may go up and down."""
+"""Seconds after boot in which links that go down are not reported."""
 _INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
 
 

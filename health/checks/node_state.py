@@ -36,8 +36,8 @@ _MISREAD_WINDOW_S = 300.0
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
 """Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
 _HISTORY_S = 7200.0
-"""Time (s) for which the history is kept. It exceeds the windows of all rules except "within a day"; such rules use the
-total increase."""
+"""Time (s) for which the history is kept. It exceeds the windows of all rules, except of those with the window "within
+a day", which use the total increase."""
 
 
 class CounterHistory:
@@ -104,7 +104,7 @@ PORT_COUNTERS: Final = (
     "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
     "roce_slow_restart", "carrier_changes",
 )  # fmt: skip
-"""Counters of a port that a check uses."""
+"""Names of the port counters that checks use."""
 HEALTH_RUNS: Final = "dcgmi health"
 """Key of `NodeState.reading_counts` for runs of ``dcgmi health``."""
 REGISTERING_STATES: Final = ("not_started", "in_progress")
@@ -114,7 +114,7 @@ ALL_GPUS: Final = "every"
 _MAX_LOG_LINES = 500
 """Maximum number of kernel log lines that are kept."""
 _MAX_KILLS = 50
-"""Maximum number of rrl's kills of steps, and of ends of roles, that are kept."""
+"""Maximum length of each of the two lists ``our_kills`` and ``role_deaths`` of `NodeState`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,9 @@ class _Gpu:
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
     def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
-        """Return the events of these classes that count.
+        """Return the events of these classes, except the events that do not count.
 
-        Events that rrl's kill caused, resolved events and doubtful events do not count.
+        An event does not count if rrl's kill caused it, or if it is resolved or doubtful.
         """
         return [
             (e, x)
@@ -80,7 +80,7 @@ class _Gpu:
         if self._nvml_contradicts(event):
             return "only the kernel log reports it, and NVML reports that the GPU works"
         if self._awaits_nvml(event):
-            return "only the kernel log reports it, and NVML has not been read since then"
+            return "only the kernel log reports it, and NVML has not been read since this report"
         return ""
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:
@@ -236,9 +236,10 @@ def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Fail or warn of a GPU with a repeated Xid of class ``app`` that no other GPU has.
+    """Report a GPU with a repeated Xid of class ``app`` that no other GPU has.
 
-    An Xid that several GPUs have is the application's fault.
+    The finding is a FAIL if the Xid occurred under different roles, else a WARN. An Xid that several GPUs have is the
+    application's fault.
     """
     found = gpu.acting_events("app")
     for code in dict.fromkeys(x.code for _, x in found):
