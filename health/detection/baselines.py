@@ -228,13 +228,19 @@ class PhaseDurations:
         self._typical.pop(key, None)
 
     def add_first_pass(self, role: str, phase: str, seconds: float) -> None:
-        """Add the duration of a first pass, which may include compilation and only bounds the usual duration."""
+        """Add the duration of a first pass, which is only an upper bound of the usual duration.
+
+        A first pass may include compilation.
+        """
         key = role, phase
         self._first_passes[key] = max(seconds, self._first_passes.get(key, 0.0))
         self._typical.pop(key, None)
 
     def restore(self, role: str, phase: str, stats: DurationStats) -> None:
-        """Start with an earlier manager's summary; its longest duration counts as the newest, so it is dropped last."""
+        """Restore an earlier manager's summary.
+
+        The longest duration of the summary counts as the newest, so that it is dropped last.
+        """
         key, count = (role, phase), min(stats.count, _MAX_DURATIONS)
         if count:
             self._durations[key] = deque([stats.median] * (count - 1) + [stats.longest], maxlen=_MAX_DURATIONS)
@@ -256,7 +262,7 @@ class PhaseDurations:
         return known
 
     def typical(self, role: str, phase: str) -> TypicalDuration:
-        """Return the typical duration of a phase of a role; it is computed again only after a duration was added."""
+        """Return the typical duration of a phase of a role. It is cached until a duration is added."""
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))

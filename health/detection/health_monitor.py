@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that were never admitted as their incarnation, or whose incarnation was fenced."""
+"""Exit reasons whose exit records are ignored: the step was not admitted as its incarnation, or was fenced."""
 
 
 class HealthMonitor:
@@ -159,7 +159,7 @@ class HealthMonitor:
     ) -> None:  # fmt: skip
         """Record a heartbeat. If the message that announced its phase was lost, the phase begins now.
 
-        ``data_untaken`` is reported by the store: whether it has data for the trainer and the trainer requests none.
+        ``data_untaken`` is a report of the store: whether it has data for the trainer and the trainer requests none.
         """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
@@ -205,13 +205,13 @@ class HealthMonitor:
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if view := self._view_of(incarnation):
-            # After the first pass the incarnation's own tensor cores must have been observed at work, because some GPUs
-            # do not report them and always read 0.
+            # After the first pass, idle tensor cores are evidence only if the incarnation's own tensor cores have been
+            # observed at work, because some GPUs do not report them and always read 0.
             needs_tensor_cores = view.role.uses_tensor_cores and view.first_pass
             view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores, stopped)
             view.role.uses_tensor_cores = view.role.uses_tensor_cores or view.loads.uses_tensor_cores
             if view.loads.gpu_idle_since is None and view.probe.last_sent_at < view.last_change_at:
-                view.probe.reset()  # it has made progress since the probe, and its GPU works
+                view.probe.reset()  # the replica has made progress since the probe, and its GPU works
 
     def on_probe_sent(self, incarnation: Incarnation, now: float) -> None:
         """Record that a probe was sent (``probing.due_probes``)."""

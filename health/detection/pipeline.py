@@ -96,7 +96,7 @@ def first_match(
 
 
 def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Drop findings without proof about replicas on failed nodes, which are replaced anyway.
+    """Drop findings without proof about replicas on failed nodes, because these replicas are replaced anyway.
 
     The finding about the node names the detectors of the warnings and failures that were dropped.
     """
@@ -118,7 +118,7 @@ def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
         return finding
     listed = ", ".join(sorted(detectors))
     return _with_note(
-        finding, "manager", f"findings about its replicas are left out, because these are replaced too: {listed}"
+        finding, "manager", f"findings about its replicas are left out, because the replicas are replaced too: {listed}"
     )
 
 

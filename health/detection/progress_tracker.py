@@ -38,7 +38,7 @@ class ProgressTracker:
         self._roles: dict[str, RoleView] = {}
 
     def set_limits(self, limits: Limits) -> None:
-        """Use the phases that this job declares, also for replicas that are in one of them now."""
+        """Use the phases that this job declares, also for replicas that have already entered one of these phases."""
         self._limits = limits
         for view in self._replicas.values():
             if view.phase is not None:
@@ -91,7 +91,7 @@ class ProgressTracker:
             view.passed_phases.add(view.phase)
             if view.declared.own_work:
                 view.role.newest_load_began = max(view.role.newest_load_began, view.phase_since)
-        view.start_observed = view.phase is not None  # the first phase reported began before the report
+        view.start_observed = view.phase is not None  # the first reported phase began before its report
         view.phase, view.phase_since, view.heartbeats = phase, now, 0
         view.declared = self._limits.phase(phase)
         view.stacks.reset()

@@ -364,7 +364,7 @@ class ReplicaView:
 
     @property
     def node(self) -> NodeName:
-        """Node that the incarnation runs on."""
+        """Node on which the incarnation runs."""
         return self.node_view.node
 
     @property
@@ -415,7 +415,7 @@ class NodeView:
     """Agent that was removed since the last message from this node, kept for the same reason as ``departed``."""
     boot_id: str = ""
     last_message_at: float | None = None
-    """Time of the last message from the agent or any replica on it."""
+    """Time of the last message from the node's agent or any of its replicas."""
     residents: dict[Incarnation, ReplicaView] = field(default_factory=dict, repr=False)
     departed: dict[Incarnation, ReplicaView] = field(default_factory=dict, repr=False)
     """Incarnations that were replaced or removed since the last message from this node. Without them a lost node would

@@ -1,15 +1,15 @@
 """Hold back findings that many nodes or replicas have at the same time, because they probably share a cause.
 
 If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
-share. Three other cases also suggest a shared cause. All rollouts stall at the same time. Workers on many nodes miss
+share. Three other cases also suggest a shared cause: All rollouts stall at the same time. Workers on many nodes miss
 heartbeats while their agents do not, for example because of a flood of log lines or a delayed manager. Several nodes
 fall silent at the same time, for example because a switch fails over, which takes up to half a minute. Each of these
 four cases is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
-the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
-GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof at the same time, a
-driver, a wrong rule or a shared cause is more likely, and the findings are held back.
+the shared cause. A finding with proof is not held back. For example, a GPU that fell off its bus has failed even if
+other nodes lost a GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof
+at the same time, a driver, a wrong rule or a shared cause is more likely, and the findings are held back.
 
 A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
 are sampled at other times. A shared cause is kept for a while, because some nodes report it late; the next manager
@@ -32,17 +32,19 @@ from ..detectors.node_liveness import node_lost
 WINDOW_S = 120.0
 """Time (s) within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Minimum share of the run's nodes, and at least two nodes, whose equal findings are attributed to a shared cause. The
-circuit breaker uses the same share (docs/sources.md)."""
+"""Minimum share of the run's nodes (at least two nodes) that must have equal findings for a shared cause to be assumed.
+The circuit breaker uses the same share (docs/sources.md)."""
 SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
 MOST_SHARE = 0.5
-"""Share of the run's nodes, at least two, above which equal findings are held back even with proof."""
+"""Share of the run's nodes (at least two nodes). If more nodes have equal findings, these are held back even with
+proof."""
 SHARED_CAUSE_LIFETIME_S = 600.0
-"""Time (s) for which a shared cause still explains equal findings after enough nodes last reported them."""
+"""Time (s) for which a shared cause remains active after the last time at which enough nodes reported its findings."""
 STALL_GRACE_S = 120.0
-"""Time (s) for which the stalls of all rollouts at the same time are held back. Then the rollouts are repaired."""
+"""Time (s) for which the findings are held back if all rollouts stall at the same time. After this time the rollouts
+are repaired."""
 STALL_SPREAD_S = 30.0
 """Maximum time (s) between the first and the last stall of rollouts that count as stalling at the same time."""
 SILENCE_GRACE_S = 30.0
@@ -57,9 +59,9 @@ SILENCE_SPREAD_S = 10.0
 """Maximum time (s) between two silences that have one shared cause."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""Causes of findings by node agents."""
+"""Causes that the findings of node agents have."""
 _MAX_NODES_NAMED = 4
-"""Maximum number of nodes that the evidence names; it ends with "and more" if there are further nodes."""
+"""Maximum number of nodes that the evidence names. If there are further nodes, the list ends with "and more"."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
@@ -69,7 +71,7 @@ _SUSPECTS = {
 """Text about the suspected shared cause, by the cause of equal findings."""
 
 SharedCauseKind = tuple[Cause, str, str]
-"""Cause, detector and, for storage, path that equal findings have in common."""
+"""What equal findings have in common: the cause, the detector and, for storage, the path."""
 _STALL: SharedCauseKind = (Cause.HANG, "", "")
 """Kind of a shared cause: all rollouts stall at the same time."""
 _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
@@ -77,8 +79,8 @@ _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
 _LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
 """Kind of a shared cause: several nodes fall silent at the same time."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
-"""Time (s) for which a shared cause holds findings back, for each of these kinds. The shared cause itself is kept until
-no finding of its kind is left, so that one stall or silence has only one shared cause."""
+"""Time (s) for which a shared cause of the kind ``_STALL``, ``_SILENCE`` or ``_LOST`` holds findings back. The shared
+cause itself is kept until no finding of its kind is left, so that one stall or silence has only one shared cause."""
 
 
 class SharedCause(Struct, frozen=True):
@@ -96,7 +98,7 @@ class CorrelationState(Struct, frozen=True):
     """State that :func:`correlate` keeps between two calls. Times are the caller's clock (s)."""
 
     first_reported: dict[str, float] = {}
-    """Time since which each finding, by key, has been reported without a break."""
+    """Finding's key → time since which the finding has been reported without a break."""
     recent: dict[SharedCauseKind, dict[NodeName, float]] = {}
     """Kind → node → time when the node last began to report a finding of this kind."""
     shared_causes: dict[SharedCauseKind, SharedCause] = {}
@@ -308,7 +310,7 @@ def _update_group_cause(
 
 
 def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> set[Incarnation]:
-    """Return the workers with a ``worker_silence`` finding, and the workers silent since about the same time."""
+    """Return the workers with a ``worker_silence`` finding, and the workers that fell silent at about the same time."""
     silent_group = {finding.incarnation for finding in silent if finding.incarnation is not None}
     began = [finding.since for finding in silent]
     return silent_group | {
@@ -336,7 +338,7 @@ def _on_several_nodes(incarnations: Collection[Incarnation], context: Correlatio
 
 
 def _all_rollouts_stall(stalling: Collection[Finding], context: CorrelationContext) -> bool:
-    """Return whether all rollouts, at least three, stalled at about the same time; suspected rollouts count too."""
+    """Return whether all rollouts, at least three, stalled at about the same time. A suspected stall counts too."""
     since = [finding.since for finding in stalling]
     incarnations = {finding.incarnation for finding in stalling}
     return len(incarnations) >= max(3, len(context.rollouts)) and max(since) - min(since) <= STALL_SPREAD_S
@@ -358,7 +360,7 @@ def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool 
 
 
 def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
-    """Return the run-wide finding that the nodes or replicas ``names`` have ``kind`` in common."""
+    """Return the finding about the whole run: the nodes or replicas ``names`` have a shared cause of ``kind``."""
     cause, detector, component = kind
     if kind == _STALL:
         text = f"all rollouts stall at the same time: {_few(names)}"

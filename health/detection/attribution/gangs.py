@@ -24,7 +24,7 @@ MIN_INACTIVE_S = 45.0
 tensor core activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to
 spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
-"""Detectors that find every member of a stalled gang; one finding per gang is kept."""
+"""Detectors that find every member of a stalled gang. Of their findings, one per gang is kept."""
 
 
 def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
@@ -59,9 +59,9 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace each ``load_stalled`` finding by ``idle_hang``, or drop it.
 
-    It is replaced if another replica of the role began to load later and has completed, and few replicas of the role
-    are idle. Otherwise all replicas may wait for the same storage or weight source, and only the deadline of the phase
-    applies.
+    It is replaced if another replica of the role began to load later and has finished loading, and few replicas of the
+    role are idle. Otherwise all replicas may wait for the same storage or weight source, and only the deadline of the
+    phase applies.
     """
     others = [finding for finding in findings if finding.detector != _LOAD_DETECTOR]
     for finding in findings:
@@ -93,13 +93,13 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     suspects = [view for view in idle if view.incarnation in raw]
     if all(is_inactive(view) for view in members):
         if idle and len(idle) < len(members) and not suspects:
-            return None  # the spinning members wait for an idle member, which has a longer limit
+            return None  # the spinning members wait for an idle member, whose longer limit has not passed
         all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
         return _slowest(stalled, idle_first=True) if all_long else None
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):
-        return None  # the others wait for the member that works instead of waiting in a collective
+        return None  # the others wait in a collective for the member that still works
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)

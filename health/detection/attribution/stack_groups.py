@@ -57,7 +57,7 @@ class Thread(Struct, frozen=True):
     id: str
     state: str
     """State as py-spy names it, such as ``active``, ``active+gil`` or ``idle`` (waits in the kernel). If py-spy could
-    not read the process, the state letter of /proc."""
+    not read the process, this is its state letter in /proc."""
     frames: tuple[Frame, ...]
     """Frames, innermost first."""
     name: str = ""
@@ -68,8 +68,8 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of a process that is not in the largest group of equal stacks; if there is none, the stack of the oldest
-    process."""
+    """Stack of these incarnations. If they have several, it is a stack that the largest group does not have or, without
+    such a stack, the stack of the oldest process."""
 
 
 class GroupedStacks(Struct, frozen=True):
@@ -165,7 +165,7 @@ def main_threads_only(dumps: Mapping[int, str]) -> dict[int, str]:
 
 
 def _grouped(dumps: Dumps, lines: bool) -> GroupedStacks:
-    """Group by equal stacks, with or without line numbers."""
+    """Group the incarnations by equal stacks, with or without line numbers."""
     stacks = {incarnation: _stacks(texts.values(), lines) for incarnation, texts in dumps.items()}
     members: dict[frozenset[Stack], list[Incarnation]] = {}
     for incarnation in sorted(stacks):
@@ -202,7 +202,7 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return a stack that the largest group does not have, else a stack of the oldest process, with line numbers."""
+    """Return, with line numbers, a stack that the largest group does not have, else a stack of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

@@ -22,9 +22,9 @@ from ..health_monitor import HealthMonitor
 from ..records import ReplicaView
 
 UNTAKEN_FACTOR = 3.0
-"""Multiple of ``shortest`` of ``wait_data`` for which a trainer may leave data at the store while its CPU and GPU are
-idle (180 s by default; our choice). A healthy trainer repeats its request every second; the rest of the time is for
-network failures between trainer and store, about which the manager receives no report."""
+"""Multiple of the limit ``shortest`` of phase ``wait_data``. A trainer with idle CPU and GPU may leave data at the
+store for this time (180 s by default; our choice). A healthy trainer repeats its request every second; the rest of the
+time is for network failures between trainer and store, about which the manager receives no report."""
 _MIN_IDLE_LOADS = 5
 """Number of consecutive loads that must show an idle trainer."""
 

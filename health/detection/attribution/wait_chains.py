@@ -99,11 +99,11 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
 
-    The replica to blame must have a finding ``wait_endless``. So must each replica of the set whose wait began much
-    later, because a replica that was replaced recently may still end the waits. A busy service does not explain endless
-    waits. A FAIL finding about any replica or node explains them, and so does a replica without progress before its
-    deadline (``_may_be_awaited``). The dict is empty if the waits have an explanation, or if no replicas wait for each
-    other.
+    The replica to blame must have a finding ``wait_endless``. Each replica of the set that began to wait much later
+    must have this finding too, because a replica that was replaced recently may still end the waits. A busy service
+    does not explain endless waits. A FAIL finding about any replica or node explains them, and so does a replica
+    without progress before its deadline (``_may_be_awaited``). The dict is empty if the waits have an explanation, or
+    if no replicas wait for each other.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -145,7 +145,7 @@ def _waiting_with(
     stalled: Mapping[ReplicaId, Finding],
     by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
-    """Return ``start`` and all replicas in its wait chain, or an empty set if one of these may still end the wait."""
+    """Return ``start`` and all replicas in its wait chain, or an empty set if one of them may still end the wait."""
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -172,9 +172,9 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If its phase declares a role to wait for, all replicas of this role are returned, otherwise the single replica that
-    it reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
-    reports the store.
+    If its phase declares a role to wait for, all replicas of this role are returned. Otherwise only the replica is
+    returned that it reported to wait for. The declared role has priority, because a replica that waits for a role polls
+    the store and therefore reports the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:
@@ -238,8 +238,8 @@ def _blame_order(
 ) -> list[ReplicaId]:
     """Return the ``waiting`` replicas in the order of their likelihood to be the cause, most likely first.
 
-    ``stalled`` are all replicas that wait or idle. A role with few replicas among them (a gang counts as one) is a more
-    likely cause than a role with many.
+    ``stalled`` contains all replicas that wait or are idle. A role with few replicas among them (a gang counts as one)
+    is a more likely cause than a role with many.
     """
     gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
 

@@ -1,4 +1,4 @@
-"""Detectors of whether a replica runs at all: its end, an overdue end, silence, and an overdue start."""
+"""Detectors that judge whether a replica runs at all, by its end, an overdue end, silence, and an overdue start."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker whose CPU works according to its agent's loads. Its messages may be
-delayed by its log lines."""
+"""Multiple of the silence limit for a worker whose CPU works according to its agent's loads. A flood of its log lines
+may delay its messages."""
 STOPPED_SILENCE_FACTOR = 3.0
 """Multiple of the silence limit for a worker with a stopped process according to its agent's loads. py-spy, gdb or
 gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays attached stops it
@@ -34,7 +34,8 @@ forever."""
 _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
 """Flags of the finding about a step's end, by the reason of the end."""
 _AGENT_SILENCE_FACTOR = 2
-"""Multiple of the silence limit for an agent. By then ``node_lost`` has decided whether the whole node is silent."""
+"""Multiple of the silence limit for an agent. Within this time ``node_lost`` decides whether the whole node is
+silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
 """Multiple of the silence limit for an agent without other processes on its node (a spare node). Only a restart of this
 agent can show whether the node failed. The restart is not urgent, and a network failure of a minute must not cause
@@ -208,7 +209,7 @@ def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Findi
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a promoted standby process that does not send a Hello as the incarnation that it was promoted to.
+    """Find a standby process that was promoted to an incarnation but sends no Hello as this incarnation.
 
     A standby process has imported and built everything before its promotion. Without a Hello, it is gone or hangs, so
     it is replaced early.

@@ -46,11 +46,11 @@ MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
 MIN_SERVICE_WAIT_S = 900.0
-"""Time (s) since the last work of the CPU for which an unreported wait for a service outside of the run explains
-missing progress. Judges with rate limits make their clients wait for up to 14 min (observed)."""
+"""Time (s) after the last work of a replica's CPU for which missing progress may be due to a wait for a service outside
+of the run, which no replica reports. Judges with rate limits make their clients wait for up to 14 min (observed)."""
 _MIN_WORKING_LOADS = 5
-"""Number of consecutive loads that must show a CPU at work before the replica counts as working. A retry of a waiting
-replica takes less time."""
+"""Number of consecutive loads that must show a CPU at work before the replica counts as working. The CPU of a waiting
+replica works for a shorter time when it retries."""
 MAX_SAME_STACK_S = 1800.0
 """Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy. Our choice:
 three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
@@ -124,7 +124,7 @@ def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, st
 
 
 def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | None:
-    """Return the time (s) before which a replica may wait for a service outside of the run, and a text with the limit.
+    """Return the time (s) until which a replica may wait for a service outside of the run, and a text with the limit.
 
     Return None if the phase calls no such service, or if the replica's CPU is at work, so that it does not wait.
 
@@ -150,7 +150,7 @@ def extended_by_storage(view: ReplicaView, limits: Limits, since: float, due: fl
     """Return the deadline ``due`` (s), extended if storage on the replica's node stalls or stalled in this pass.
 
     During the stall the replica has ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase plus the first-pass grace if
-    this is longer. After the stall its original time begins again, up to the same limit.
+    this is longer. After the stall its original time begins again, but ends no later than the limit during a stall.
     """
     if not is_delayed_by_storage(view, since):
         return due

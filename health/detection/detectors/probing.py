@@ -22,10 +22,10 @@ EARLY_PROBE_S = 10.0
 """Time (s) without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were
 idle throughout. It is short, because only the answer decides."""
 FIRST_TOKEN_FACTOR = 3.0
-"""Multiple of the times after which a replica is probed, for a first pass (the incarnation's first time in the phase),
-in which engines load and compile."""
+"""Factor by which the times before a probe are longer in a first pass (the incarnation's first time in the phase),
+because engines load and compile in it."""
 SPINNING_FACTOR = 2.0
-"""Multiple of the time without a token after which a replica is probed, while its GPU spins."""
+"""Factor by which the time without a token before a probe is longer while the replica's GPU spins."""
 PROMPT_ANSWER_S = 5.0
 """Time (s) after which an unanswered probe gives a ``suspected`` finding."""
 IDLE_ANSWER_SHARE = 0.5
@@ -136,7 +136,8 @@ def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) at which the replica is suspected because it generated no token while idle or spinning.
 
-    In a first pass only ``FIRST_TOKEN_FACTOR`` applies and no first-pass grace, because compilation would use the CPU.
+    In a first pass ``FIRST_TOKEN_FACTOR`` extends the time. The first-pass grace does not, because compilation would
+    use the CPU.
     """
     loads = view.loads
     if not view.declared.computes:
@@ -184,14 +185,14 @@ def engine_dead(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that sends heartbeats but does not answer a probe: its process runs, its engine does not."""
+    """Find a replica whose process sends heartbeats but whose engine does not answer a probe."""
     pending_since = view.probe.pending_since
     if pending_since is None or view.probe.no_probe_handler or not _must_answer(view):
         return NO_FINDING
     due = _answer_deadline(view, limits, pending_since)
     if now < due:
         return None, due
-    if view.probe.heartbeats < MIN_HEARTBEATS:  # the probe may have been lost
+    if view.probe.heartbeats < MIN_HEARTBEATS:  # heartbeats are missing, so the probe may be lost too
         return NO_FINDING
     idle = _idle_since_probe(view, pending_since)
     text = f"phase {view.phase}: it sends heartbeats but has not answered a probe within {due - pending_since:g} s"
@@ -235,7 +236,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
     load_since_probe = loads.latest_at is not None and loads.latest_at >= pending_since
     if is_polling(view) and load_since_probe and (loads.working or loads.cpu_bound):
         return pending_since + limits.probe * BUSY_ANSWER_FACTOR
-    if _idle_since_probe(view, pending_since):  # no first-pass grace if it waits, because its role has answered
+    if _idle_since_probe(view, pending_since):  # a waiting replica has no grace: its role has answered
         return pending_since + limits.probe * (1.0 if view.first_pass and not is_polling(view) else IDLE_ANSWER_SHARE)
     if is_polling(view):
         return _answer_deadline_after_work(view, limits, pending_since)

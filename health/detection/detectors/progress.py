@@ -160,7 +160,7 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
     due = extended_by_storage(view, limits, since, due)
     if now < due:
         return None, due
-    if view.heartbeats < MIN_HEARTBEATS:  # too few observations; the next heartbeat is evaluated again
+    if view.heartbeats < MIN_HEARTBEATS:  # too few observations: the next heartbeat causes another evaluation
         return NO_FINDING
     if verdict is Verdict.FAIL and (_busy_at_deadline(view, due) or _cannot_be_probed(view)):
         later = max(due, since + allowed.busy_seconds)
@@ -174,8 +174,8 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
     """Return whether a load from at most ``MAX_LOAD_GAP_S`` before the deadline ``due``, or later, shows work.
 
-    Of a gang's member that trains, only tensor cores count, because a waiting collective may occupy its GPU. Tensor
-    cores alone also count for a replica without a gang if they have been observed at work. The CPU counts only in
+    Of a gang's member that trains, only tensor cores count, because a waiting collective may occupy its GPU. The same
+    holds for a training replica without a gang whose tensor cores have been observed at work. The CPU counts only in
     phases that compute, because a busy loop looks the same. Beside an idle GPU, the CPU counts only for a replica that
     trains alone (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
     """
