@@ -26,7 +26,7 @@ class DrainOwner(StrEnum):
 
 
 def drain_owner(reason: str) -> DrainOwner:
-    """Return the owner of a drain, from the mark at the beginning of its ``reason``."""
+    """Return the owner of a drain, according to the mark at the beginning of its ``reason``."""
     if reason.startswith(HOOK_PREFIX):
         return DrainOwner.HOOK
     return DrainOwner.RUN if reason.startswith(RUN_PREFIX) else DrainOwner.OTHER

@@ -2,7 +2,8 @@
 
 Slurm records the drains by hooks: a node drained by a hook is in state DRAIN, and its reason begins with
 :data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
-user can forge a drain by a hook, and a user can exhaust the limit only by making that many nodes fail their check.
+user can forge a drain by a hook. To exhaust the limit, a user must make as many nodes fail their check as the limit
+permits.
 
 Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, and waits until
 Slurm's clock has passed the second of this drain. Then it ranks all drains by hooks in the order of (time, node name).

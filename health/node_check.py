@@ -25,8 +25,8 @@ RECHECK_INTERVAL_S = 1.0
 RATE_INTERVAL_S = 2.0
 """Seconds between the two samples from which the increases of counters are computed."""
 _REST_OF_HOST_S = 5.0
-"""Seconds of a check's time for starting the host reader's process and reading everything except mounts. The rest of
-the time is for mounts that hang."""
+"""Seconds of a check's time that are reserved for starting the host reader's process and reading everything except
+mounts. The rest of the time is for mounts that hang."""
 EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """Exit codes of ``rrl health check``, by verdict."""
 

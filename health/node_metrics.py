@@ -41,7 +41,7 @@ class NodeCheckResult(Struct, frozen=True):
     """Time of the end of the check (s since 1970)."""
     duration_s: float
     drained_by_hook: bool | None
-    """Whether a drain by the hooks stands; None if that is unknown."""
+    """Whether a drain by the hooks is in effect; None if this is unknown."""
 
 
 def metrics(result: NodeCheckResult) -> Iterator[Metric]:
@@ -70,7 +70,7 @@ def metrics(result: NodeCheckResult) -> Iterator[Metric]:
 
 
 def write_metrics(path: Path, result: NodeCheckResult) -> None:
-    """Replace the file ``path`` by the metrics of a check. Raises OSError.
+    """Replace the file ``path`` by the metrics of a check. Raises OSError if it cannot be written.
 
     The folder may belong to the exporter's user, while this process may run as root. So the temporary file is always
     created anew, and no link in the folder is followed.

@@ -117,7 +117,7 @@ class HistoryCache:
         self._db.close()
 
     def _rebuild(self) -> Sources:
-        """Replace the cache with one in memory; the next report creates a file again."""
+        """Replace the cache with one in memory; the next report creates a cache file again."""
         self._db.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Records of a node's own checks (``rrl health check --record``), which need no run.
 
 ``<history>/<user>/health-check.<node>.<month>.jsonl`` is one file per node and month (such as 202611), so that old
-files can be removed. A prolog, an epilog and the HealthCheckProgram of one node append to it; a line is written only
-when a finding appears, changes or clears, and for a standing finding each :data:`REPEAT_INTERVAL_S`. A node without
+files can be removed. A prolog, an epilog and the HealthCheckProgram of one node append to it. A line is written only
+when a finding appears, changes or clears, and every :data:`REPEAT_INTERVAL_S` for a standing finding. A node without
 findings has no file. The records count as the node's own only if root owns the file.
 """
 
@@ -159,7 +159,7 @@ def _append(history: Path, node: NodeName, records: Sequence[Record], at: float)
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # an earlier write was cut off
         data = (b"\n" if torn else b"") + b"".join(map(encode_line, (*header, *records)))
         if size + len(data) > MAX_FILE_BYTES:
-            raise OSError(0, f"the file of {node} already has {size} bytes, and a report reads no more")
+            raise OSError(0, f"the file of {node} has {size} bytes, and a report reads no more than {MAX_FILE_BYTES}")
         while data:
             data = data[os.write(fd, data) :]
     finally:

@@ -49,7 +49,7 @@ class Incident(Struct, frozen=True):
     owner: str
     """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """Cause of the failure or, if infrastructure was at fault, of the hardware evidence."""
+    """Cause of the failure. If infrastructure was at fault, it is the cause that the hardware evidence names."""
     detector: str
     remedy: str
     runs: tuple[str, ...]

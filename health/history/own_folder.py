@@ -34,7 +34,7 @@ def create_file(history: Path, name: str) -> int:
 def open_file(history: Path, name: str) -> int:
     """Open the file ``name`` in the user's folder, or create it; return a descriptor that reads and appends.
 
-    Raises OSError.
+    Raises OSError if the file can be neither opened nor created.
     """
     return _open_file(history, name, os.O_RDWR)
 
@@ -63,9 +63,9 @@ def _open_folder(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
-            if made:  # the storage gives root's files to another user (NFS: root_squash), so a report would refuse them
+            if made:  # the storage gives root's files to another user (NFS: root_squash), so a report would reject them
                 path.rmdir()
-                raise PermissionError(0, f"{path.parent}: the storage does not let {path.name} own a folder there")
+                raise PermissionError(0, f"{path.parent}: the storage gives the folder of {path.name} to another user")
             raise PermissionError(0, f"{path} belongs to another user")
         if made:
             os.fchmod(fd, FOLDER_MODE)  # whatever the umask

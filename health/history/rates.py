@@ -26,7 +26,7 @@ from msgspec import Struct
 CONFIDENCE = 0.95
 DAY_S = 86400.0
 _MAX_BISECTIONS = 200
-"""Bisection steps; each gives one binary digit."""
+"""Maximum number of bisection steps; each step determines one binary digit."""
 
 
 class Rate(Struct, frozen=True):
@@ -188,6 +188,6 @@ def fails_more_often(failures: int, held_s: float, site_failures: int, site_held
     others, rest = site_failures - failures, site_held_s - held_s
     if failures < 2 or rest <= 0:
         return False
-    # without failures elsewhere, assume one: the probability must not become 0
+    # if the other nodes have no failure, assume one, because the probability would be 0 otherwise
     expected = max(others, 1) / rest * held_s
     return poisson_at_least(failures, expected) < UNLIKELY_PROBABILITY

@@ -27,7 +27,8 @@ MAX_TEXT_CHARS = 300
 MAX_LINE_BYTES = 65536
 """Maximum size of one line in bytes; rrl writes no longer lines."""
 MAX_FILE_RECORDS = 200_000
-"""Maximum number of records in one file. Only a broken run reports something new each second for two days."""
+"""Maximum number of records in one file. A run that reaches this limit is broken: it has reported something new each
+second for two days."""
 MAX_FILE_BYTES = 64 * 2**20
 """Maximum size of one file in bytes: about MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers obey this
 limit."""
@@ -85,8 +86,8 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 
     at: float
     node: str
-    """Node that the finding is about, or the node of the replica that it is about. Empty if the node is unknown, or if
-    the finding is about several nodes."""
+    """Node that the finding is about. For a finding about a replica, it is the replica's node. Empty if the node is
+    unknown, or if the finding is about several nodes."""
     detector: str
     verdict: Verdict
     cause: Cause

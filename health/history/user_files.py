@@ -56,7 +56,7 @@ class Allowance:
         self.records = MAX_USER_RECORDS
 
     def admit(self, size: int) -> None:
-        """Count a file of ``size`` bytes. Raises RejectedFile if it exceeds the user's number or size of files."""
+        """Count a file of ``size`` bytes. Raises RejectedFile if the user has too many files or bytes."""
         if self.files <= 0:
             raise RejectedFile(f"its user has more than {MAX_USER_FILES} files: only the newest are read")
         if size > self.bytes:
@@ -105,7 +105,7 @@ def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
 
 
 def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[Path, str]]:
-    """Yield each history file and the run in its name, newest file first. Raises OSError."""
+    """Yield each history file and the run in its name, newest file first. Raises OSError if that fails."""
     with os.scandir(folder.path) as entries:
         found = list(islice(entries, MAX_USER_ENTRIES + 1))
     if len(found) > MAX_USER_ENTRIES:

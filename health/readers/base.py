@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .samples import Data
 
 START_TIMEOUT_S = 20.0
-"""Seconds for a reader to be imported and created, because the code may be on slow shared storage."""
+"""Seconds that importing and creating a reader may take. Its code may be on slow shared storage."""
 
 
 class NotInstalled(Exception):
@@ -69,7 +69,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the reader has open."""
+        """Close everything that the reader has opened."""
         ...
 
 

@@ -14,7 +14,7 @@ from .samples import FabricData, FabricPort
 
 _NOT_SUPPORTED = "not supported"
 _CHAR_CLASSES = ("infiniband_verbs", "infiniband_mad")
-"""Device classes of uverbs*, and of umad* and issm*."""
+"""Device classes in sysfs: the first contains the devices uverbs*, the second the devices umad* and issm*."""
 _IGNORED_DEVICES = ("issm", "abi_version")
 """Device files that may be missing. ``issm`` serves subnet managers, and many sites omit it (NVSentinel does not check
 it by default)."""

@@ -28,7 +28,7 @@ _KERNEL_REFRESH_READS = 30
 _STAT_BYTES = 1024
 """Maximum number of bytes read from a stat file, which has about 300 bytes."""
 _ObservedSince = dict[tuple[int, int], float]
-"""(pid, start time) → time since which it has been observed (s, monotonic)."""
+"""(pid, start time of the process) → time (s, monotonic) since which every read has found it stuck, or as a zombie."""
 
 
 class HostReader:

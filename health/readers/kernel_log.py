@@ -70,10 +70,10 @@ _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
 
 _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
-    # drivers before 319 without ``PCI:``, drivers from 5xx on with pid=1234; of a MIG instance, open-gpu-kernel-modules
-    # kernel_rc.c: ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)``
+    # drivers before 319 omit ``PCI:``, and drivers from 5xx on write pid=1234. For a MIG instance they write
+    # ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)`` (open-gpu-kernel-modules kernel_rc.c).
     ("xid", rb"NVRM: Xid \(" + _PCI + rb"[^)]*\): (?P<xid>\d+)(?:,.*?\bpid=(?P<pid>\d+))?"),
-    # a GPU that fell off the bus, without an Xid number, NVSentinel #155 and gpud #1209: ``NVRM: The NVIDIA GPU
+    # a GPU that fell off the bus, reported without an Xid number (NVSentinel #155, gpud #1209): ``NVRM: The NVIDIA GPU
     # 0000:b3:00.0\x0aNVRM: (PCI ID: ... fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has
     # fallen off the bus.``
     ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
@@ -84,8 +84,8 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("mce", rb"(?:\w{1,12}: |\{\d+\})?\[Hardware Error\]: "),
     ("mce", rb"mce: Machine check events logged"),
     ("mce", rb"mce: Uncorrected hardware memory error in "),
-    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``; older without number:
-    # ``EDAC MC1: UE page 0x0, offset 0x0, ...``
+    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``; older kernels omit the
+    # number: ``EDAC MC1: UE page 0x0, offset 0x0, ...``
     ("mce", rb"(?P<device>EDAC MC\d+): (?:\d+ )?[CU]E (?:page 0x|(?:\S.* )?on \S)"),
     # linux mm/memory-failure.c: ``Memory failure: 0x12345: recovery action for ...``
     ("mce", rb"Memory failure: 0x[0-9a-f]+: "),
@@ -103,8 +103,8 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("nic", _OF_A_DRIVER + rb"(?P<device>mlx[45]_\d+): Port: \d+ Link DOWN" + _END),
     # drivers that use the text of systemd-networkd, as in Meta's gcm: ``ib0: Lost carrier``
     ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+): Lost [Cc]arrier" + _END),
-    # linux net/sched/sch_generic.c: ``NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out``
-    # since 6.5: ``mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms``
+    # linux net/sched/sch_generic.c: ``NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out``; since 6.5
+    # ``mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms``
     ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+): NETDEV WATCHDOG: .*timed out"),
     ("nic", rb"NETDEV WATCHDOG: (?P<device>[\w.@-]+?):? .*timed out"),
     # linux block/blk-core.c: ``[blk_update_request: ]I/O error, dev nvme0n1, sector 1 op ...``, ``critical medium
@@ -130,8 +130,8 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # ``Lustre: fs-OST0001-osc-...: Connection to fs-OST0001 (at 10.0.0.1@o2ib) was lost``
     ("filesystem", rb"Lustre(?:Error)?: .*?(?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: (?:This client was evicted"
                    rb"|Connection to \S+ \(at \S+\) was lost)"),
-    # the same sources, when the server answers again: ``nfs: server filer OK``, ``Lustre: fs-OST0001-osc-...:
-    # Connection restored to fs-OST0001 (at 10.0.0.1@o2ib)``
+    # net/sunrpc/clnt.c and ptlrpc/import.c, when the server answers again: ``nfs: server filer OK``, ``Lustre:
+    # fs-OST0001-osc-...: Connection restored to fs-OST0001 (at 10.0.0.1@o2ib)``
     ("filesystem_back", rb"nfs: server (?P<device>\S+) OK" + _END),
     ("filesystem_back", rb"Lustre: (?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: Connection restored to \S+"),
     # linux kernel/hung_task.c: ``INFO: task python:1234 blocked for more than 120 seconds.``; kernel/watchdog.c
@@ -215,7 +215,7 @@ class KernelReader:
         self._pci, self._driver = f"{options.sysfs}/bus/pci/devices", f"{options.proc}/driver/nvidia/gpus"
         self._devices = self._nvidia_devices()
         """PCI addresses of all NVIDIA devices found so far, because a GPU that falls off the bus may disappear from the
-        lists."""
+        lists of the kernel and the driver."""
         self._listed = True
         """Whether the devices have been listed during this read, so that a storm of Xids lists them only once."""
         self._partial_line = b""

@@ -166,7 +166,7 @@ def _figures(path: str) -> _MountAnswer:
         device = os.stat(path).st_dev
         figures = os.statvfs(path)
         with contextlib.suppress(PermissionError, NotADirectoryError), os.scandir(path) as entries:
-            next(entries, None)  # makes the file system's servers answer; the kernel may have cached its root
+            next(entries, None)  # asks the servers: the kernel may have cached the file system's root
     except OSError as error:
         return _MountAnswer(os.strerror(error.errno or 0))
     used = figures.f_blocks - figures.f_bfree

@@ -91,12 +91,12 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """Clock of the SMs in MHz."""
     clock_sm_max: int | None = None
     power: int | None = None
-    """Power draw in mW, like the limit below."""
+    """Power draw in mW; ``power_limit`` is in mW too."""
     power_limit: int | None = None
     utilization: int | None = None
     """Percentage of the last sample period in which a kernel ran."""
     memory_used: int | None = None
-    """GPU memory in use, in bytes, like the total below."""
+    """Bytes of GPU memory in use; ``memory_total`` is in bytes too."""
     memory_total: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """Compute processes on the GPU."""
@@ -113,7 +113,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """State of the registration with the NVLink fabric: ``not_supported``, ``not_started``, ``in_progress`` or
     ``completed``."""
     fabric_status: str | None = None
-    """Result of this registration: ``success``, or NVML's error."""
+    """Result of the registration with the NVLink fabric: ``success``, or NVML's error."""
     mig: bool | None = None
     """Whether the GPU is split into instances (MIG)."""
     unread: UnreadReasons = {}
@@ -259,7 +259,7 @@ class Mount(Struct, frozen=True, kw_only=True):
     attempts: int = 0
     """Number of processes that probed the path, one after another, without returning."""
     hung_for: float = 0.0
-    """Seconds since the start of the first of these processes."""
+    """Seconds since the start of the first process that probed the path without returning."""
     filesystem: str = ""
     used: float | None = None
     """Fraction (0 to 1) of the bytes available to users that is in use."""
@@ -285,7 +285,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     zombies: int = 0
     """Number of zombies older than 300 s."""
     memory_total: int | None = None
-    """Size of main memory in bytes, like the available memory below."""
+    """Size of main memory in bytes; ``memory_available`` is in bytes too."""
     memory_available: int | None = None
     load: float | None = None
     """Load average of the last minute."""

@@ -16,7 +16,7 @@ _LISTEN_STATE = "0A"
 """State of a listening socket (linux include/net/tcp_states.h: TCP_LISTEN), in hexadecimal."""
 _LOOPBACK = (
     "00000000", "0100007F",  # 0.0.0.0, 127.0.0.1
-    "0" * 32, "0000000000000000FFFF000000000000", "0000000000000000FFFF00000100007F",  # ::, and both addresses as IPv6
+    "0" * 32, "0000000000000000FFFF000000000000", "0000000000000000FFFF00000100007F",  # ::, and both as IPv6
 )  # fmt: skip
 """Local addresses of sockets that accept a connection to 127.0.0.1, as /proc/net/tcp and tcp6 of a little-endian
 machine write them."""

@@ -39,7 +39,7 @@ class Signal(Struct, frozen=True):
     trusted: bool
     """Whether root is among the witnesses."""
     confirmed: bool = False
-    """Whether the signal is proof of failed hardware, and the node's own record repeats it."""
+    """Whether the signal is proof of failed hardware that the node's own record contains too."""
 
 
 def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
@@ -68,7 +68,7 @@ def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_c
 
 
 def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
-    """Return whether the finding is proof of failed hardware, and the node's own record repeats it."""
+    """Return whether the finding is proof of failed hardware that the node's own record contains too."""
     repeated = by_check or witnesses.get(raised.finding.cause, Witnesses()).trusted
     return raised.finding.proof and raised.finding.cause in HARDWARE_CAUSES and repeated
 

@@ -99,7 +99,7 @@ class CauseShare(Struct, frozen=True):
 
 
 class Day(Struct, frozen=True):
-    """One day; ``at`` is its beginning, UTC."""
+    """Figures of one day, which begins at ``at`` (UTC)."""
 
     at: float
     node_days: float

@@ -106,8 +106,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
-    An open finding was never cleared, and no later finding of the same detector replaces it. Nor have other runs held
-    the node for ``RECOVERED_AFTER_S`` since the run of the finding last observed the node.
+    An open finding was never cleared, and no later finding of the same detector replaces it. It is no longer open once
+    other runs have held the node for ``RECOVERED_AFTER_S`` after the finding's run last observed the node.
     """
     if raised.until < inf:
         return False

@@ -141,7 +141,8 @@ def samples(text: str) -> Iterator[Sample]:
 def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
     """Return the incidents in the output of ``dcgmi health -c -j``.
 
-    ``uuids`` maps DCGM's GPU numbers to UUIDs, as far as known. Raises NotUnderstood.
+    ``uuids`` maps DCGM's GPU numbers to UUIDs, as far as known. Raises NotUnderstood if the output has an unknown
+    format.
     """
     body = _object(text).get("body")
     if not isinstance(body, dict) or "Overall Health" not in body:
@@ -160,7 +161,7 @@ def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
 
 
 def diag(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
-    """Return the failed tests in the output of ``dcgmi diag -j``. Raises NotUnderstood."""
+    """Return the failed tests in the output of ``dcgmi diag -j``. Raises NotUnderstood if its format is unknown."""
     root = _object(text)
     result_root = root.get("DCGM Diagnostic") or root.get("DCGM GPU Diagnostic") or root
     categories = result_root.get("test_categories") if isinstance(result_root, dict) else None

@@ -94,7 +94,7 @@ class DcgmReader:
         pass
 
     def _page(self) -> str:
-        """Return the exporter's metrics page if the exporter is trusted. Raises _Unreadable.
+        """Return the exporter's metrics page. Raises _Unreadable if the exporter is not trusted or does not answer.
 
         The owner of the port is checked before and after the request, so that a process that takes the port while the
         exporter restarts is noticed.
@@ -220,7 +220,7 @@ def _program(name: str) -> str | None:
 def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
-    """Run a command and parse its output. Raises _Unreadable."""
+    """Run a command and parse its output. Raises _Unreadable if either fails."""
     from ..isolation import process  # imported late, because subprocess costs memory and most nodes have no dcgmi
 
     try:
@@ -232,7 +232,7 @@ def _run(
 
 
 def _parse_url(url: str) -> tuple[str, int, str]:
-    """Return host, port and path of the exporter's URL. Raises _Unreadable."""
+    """Return host, port and path of the exporter's URL. Raises _Unreadable if the URL is not supported."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     host, _, port = place.partition(":")
@@ -242,7 +242,7 @@ def _parse_url(url: str) -> tuple[str, int, str]:
 
 
 def _get(host: str, port: int, path: str) -> str:
-    """Fetch the page. Raises _Unreadable.
+    """Fetch the page. Raises _Unreadable if that fails.
 
     HTTP/1.0 is written by hand because importing urllib.request alone would take 6 MiB.
     """

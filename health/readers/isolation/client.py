@@ -36,7 +36,7 @@ END_TIMEOUT_S = 10.0
 """Timeout (s) for the end of the supervisor and its readers. They need at most 6 s (the sum of the timeouts in
 :mod:`rrl.health.readers.isolation.supervisor`)."""
 BACKOFF_S = (1.0, 60.0)
-"""Seconds before a supervisor that died is restarted: the first delay, and the maximum to which it doubles."""
+"""First and longest delay (s) before a supervisor that died is restarted. The delay doubles with each restart."""
 _START_TIMEOUT_S = 10.0
 """Seconds for the start of the supervisor, in addition to the caller's timeout for the readers."""
 _MODULE = "rrl.health.readers.isolation.supervisor"

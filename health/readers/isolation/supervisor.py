@@ -36,9 +36,9 @@ CLOSE_TIMEOUT_S = 3.0
 TERM_TIMEOUT_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 KILL_TIMEOUT_S = 1.0
-"""Seconds after SIGKILL from which a process counts as hung in the kernel and is left running."""
+"""Seconds after SIGKILL at which a process that still runs counts as hung in the kernel. It is then left running."""
 BACKOFF_S = (1.0, 60.0)
-"""Seconds before a reader that died is restarted: the first delay, and the maximum to which it doubles."""
+"""First and longest delay (s) before a reader that died is restarted. The delay doubles with each restart."""
 _STABLE_AFTER_S = 60.0
 """Seconds after which a reader process counts as stable. If it dies later, the delay starts again at its first
 value."""
@@ -147,7 +147,7 @@ class _Supervisor:
             self._start(child, now)
         else:
             child.request_sent_at = now
-            with contextlib.suppress(OSError):  # it died, and its pidfd reports the death
+            with contextlib.suppress(OSError):  # the process died, and its pidfd reports the death
                 assert child.connection is not None
                 child.connection.send(b"?")
 
@@ -198,7 +198,7 @@ class _Supervisor:
         )
 
     def _receive(self, child: _Child) -> None:
-        """Process what arrived on the connection; a closed connection means that the process is about to end."""
+        """Process the bytes that arrived on the connection. If it is closed, the process is about to end."""
         while child.connection is not None:
             try:
                 data = child.connection.recv(_CHUNK_BYTES)

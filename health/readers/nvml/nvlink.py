@@ -66,7 +66,7 @@ def _state(results: QueryResults, link: int) -> tuple[int, int]:
 
 
 def _counter(results: QueryResults, name: str, field: int, counter: int, links: int, sample: int) -> list[int | None]:
-    """Return the counter of each link; if ``sample`` does not support it, no other link is queried."""
+    """Return the counter of each link. If link ``sample`` does not support the counter, no other link is queried."""
     if field:
         found = results.field_values([(field, link) for link in range(links)])
         if found[sample][0] not in UNSUPPORTED_CODES:

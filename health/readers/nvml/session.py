@@ -25,8 +25,8 @@ class SessionOver(Exception):
 class Query(NamedTuple):
     """Query of one or more values.
 
-    ``fields`` are the values' names; for several values, a function returns a tuple. ``alternatives`` are tried in
-    order until the driver supports one of them.
+    ``fields`` are the values' names. ``alternatives`` are functions that are tried in order until the driver supports
+    one of them. If there are several values, each function returns a tuple.
     """
 
     fields: tuple[str, ...]

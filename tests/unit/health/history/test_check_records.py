@@ -162,7 +162,7 @@ if os.geteuid() == 0:  # only root gives folders away
             return really(path, flags, mode, dir_fd=dir_fd)
 
         monkeypatch.setattr(os, "open", squashed)
-        with pytest.raises(OSError, match="the storage does not let root own a folder there"):
+        with pytest.raises(OSError, match="the storage gives the folder of root to another user"):
             open_file(tmp_path, FILE)
         assert list(tmp_path.iterdir()) == []
 
