@@ -1,7 +1,7 @@
-"""Memory of a node between two checks by the site's hooks: its last pass, its standing findings and its drain.
+"""What a site's hooks remember of a node between two checks: the last passed check, the findings and the drain.
 
 The memory is one file in a folder of the node that is emptied at boot. With this memory a prolog need not repeat a
-check that an epilog has just made, a standing finding is not recorded at each check, and HealthCheckProgram need not
+check that an epilog has just made, and a standing finding is not recorded at each check. HealthCheckProgram need not
 ask slurmctld whether the hooks have drained its node. Times are seconds of CLOCK_BOOTTIME, because changes of the date
 do not affect this clock.
 """

@@ -27,15 +27,15 @@ _WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
 )  # fmt: skip
-"""Prefixes of error codes that only warn. They concern the fabric manager's configuration, or heat, which other checks
-of rrl judge."""
+"""Prefixes of error codes that give only a WARN. The codes concern the configuration of the fabric manager, or heat.
+Other checks of rrl judge heat."""
 _IGNORED_CODES = (
     "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""Prefixes of error codes that are ignored. Their faults are harmless, or other checks report them in more detail
-(Xids)."""
+"""Prefixes of error codes that are ignored, because the faults are harmless, or because other checks report them in
+more detail, such as Xids."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"

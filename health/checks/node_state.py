@@ -32,7 +32,8 @@ from .xid_events import XidEvent, XidEvents
 _MERGE_INTERVAL_S = 5.0
 """Increases of a counter within this time (s) count as a single increase."""
 _MISREAD_WINDOW_S = 300.0
-"""Time (s) after a decrease within which a counter that returns to its old total counts as misread (our choice)."""
+"""If a counter returns to its old total within this time (s) after a decrease, the lower value counts as misread (our
+choice)."""
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
 """Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
 _HISTORY_S = 7200.0

@@ -4,8 +4,8 @@ An Xid is an error code that NVIDIA's driver reports for a GPU; an SXid is an er
 and the class of each Xid are in ``xids.csv``; this module contains the rules that use them:
 
 - Xid 154 states the action that the driver requires and overrides every other Xid. Xid 45 is never a cause.
-- Xids of class ``app`` never fail a node. If such an Xid recurs on one GPU and on no other, the GPU gets a warning; if
-  it recurs there under different roles, the GPU fails.
+- An Xid of class ``app`` gives a warning. The GPU fails only if the Xid recurs on this GPU under different roles, and
+  no other GPU has it.
 - A rare or unknown code gives a warning; it fails the GPU only if a role on that GPU died at about the same time.
 - Shortly before and after rrl kills a step, an Xid counts only if its class is ``node_out`` or ``gpu_reset``. Other
   classes count only if a role on the same GPU died at about the same time without being killed by rrl.

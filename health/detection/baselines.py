@@ -77,7 +77,7 @@ class ThroughputRounds:
     def add(
         self, role: str, incarnation: Incarnation, throughput: Throughput, work: int, working: bool, now: float
     ) -> list[Incarnation]:
-        """Add work of a rollout, and compare its role if the round is over.
+        """Add work of a rollout, and compare the rollouts of its role if the round is over.
 
         Args:
             role: The role whose replicas are compared.
@@ -249,7 +249,7 @@ class PhaseDurations:
         self._typical.pop(key, None)
 
     def stats(self) -> dict[str, dict[str, DurationStats]]:
-        """Return the summary by role and phase."""
+        """Return the summaries of durations, by role and phase."""
         known: dict[str, dict[str, DurationStats]] = {}
         for role, phase in dict.fromkeys((*self._durations, *self._first_passes)):
             durations = sorted(self._durations.get((role, phase), ()))

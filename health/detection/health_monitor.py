@@ -357,7 +357,7 @@ class HealthMonitor:
         return view
 
     def _ensure_view(self, incarnation: Incarnation, node: NodeName, now: float) -> ReplicaView | None:
-        """Return the view of an incarnation, created if it is the newest; None if it is not current."""
+        """Return the view of an incarnation, or None if the incarnation is not current. Create the view if needed."""
         old = self.replicas.get(incarnation.replica)
         if old is not None and old.incarnation == incarnation:
             self.dirty.add(old.node)

@@ -1,12 +1,13 @@
 """The findings pipeline: the stages that a finding passes from its detector or check to the journal, in order.
 
-1. ``first_match``: for one replica or node, keep the finding with the best evidence. 2. ``blame_gang_members``: for a
-stalled gang, keep the finding about the member that the others wait for. 3. ``blame_trainer_for_untaken_data``: blame a
-trainer that seems to wait although the store has data for it. 4. ``blame_ends_of_wait_chains``: replace findings about
-waiting replicas by one finding about the awaited replica. 5. ``suppress_on_failed_nodes``: drop findings about the
-replicas of failed nodes. 6. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as
-evidence. 7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's
-``[health]``. 8. ``correlate``: downgrade findings that many nodes or replicas have at the same time.
+1. ``first_match``: for one replica or node, keep the finding with the best evidence.
+2. ``blame_gang_members``: for a stalled gang, keep the finding about the member that the others wait for.
+3. ``blame_trainer_for_untaken_data``: blame a trainer that seems to wait although the store has data for it.
+4. ``blame_ends_of_wait_chains``: replace findings about waiting replicas by one finding about the awaited replica.
+5. ``suppress_on_failed_nodes``: drop findings about the replicas of failed nodes.
+6. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
+7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's ``[health]``.
+8. ``correlate``: downgrade findings that many nodes or replicas have at the same time.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 5 over the findings of the manager's detectors. These stages
 read only the observation table, because their result is kept until an observation changes. Then the manager requests

@@ -162,7 +162,7 @@ class ProgressTracker:
         view.longest_pass = typical.longest_pass
 
     def _record_duration(self, view: ReplicaView, now: float) -> None:
-        """Learn the duration of a pass or, in a phase that counts progress, the time between two rises."""
+        """Learn the duration of a pass or, in a phase that counts progress, the time between two rises of the count."""
         assert view.phase is not None
         if view.phase == STARTING or not view.start_observed:
             return

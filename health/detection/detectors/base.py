@@ -32,7 +32,7 @@ NO_FINDING: Result = (None, inf)
 
 
 def heartbeat_slack(limits: Limits) -> float:
-    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeat intervals, plus one interval for the last one to arrive."""
+    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeat intervals, plus one for the arrival of the last heartbeat."""
     return (MIN_HEARTBEATS + 1) * limits.heartbeat
 
 

@@ -17,24 +17,26 @@ from ..records import ReplicaView
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 IDLE_FACTOR = 1.5
-"""Factor of ``limits.idle`` for a replica that computes: it may be idle for 90 s by default. This time is well below
-RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
+"""A replica that must compute may be idle for this multiple of ``limits.idle`` (90 s by default). This time is well
+below RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
-"""Factor of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
-and then uses neither CPU nor GPU. Compilation needs no factor, because it uses the CPU."""
+"""In a first pass (the incarnation's first time in the phase) a replica may be idle for this multiple of
+``limits.idle``. A first pass may read files, and then uses neither CPU nor GPU. Compilation needs no longer time,
+because it uses the CPU."""
 RANK_0_IDLE_FACTOR = 2.5
-"""Factor of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
-the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
+"""The first member of a gang may be idle for this multiple of ``limits.idle`` (150 s by default). It calls services
+outside of the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
-"""Factor of ``limits.idle`` while weights are loaded, because storage may delay all replicas of the role."""
+"""A replica that loads weights may be idle for this multiple of ``limits.idle``, because storage may delay all replicas
+of the role."""
 SPINNING_FACTOR = 1.5
-"""Multiple of ``limits.idle`` for a spinning GPU, because some real kernels use no tensor cores."""
+"""A replica's GPU may spin for this multiple of ``limits.idle``, because some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0
-"""Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
-worked before. A GPU that has never worked is no evidence, because the work is done elsewhere."""
+"""A replica that reports progress may be idle for this multiple of ``limits.idle`` (300 s, RobustRL's value). Only a
+replica whose GPU has worked before is judged, because otherwise the work may be done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
-"""Multiple of the limits for idling and spinning if half of a gang is idle. In a gang of two, one member may work while
-the other waits for it."""
+"""If half of a gang is idle, its members may idle or spin for this multiple of the usual limits. In a gang of two, one
+member may work while the other waits for it."""
 _MIN_IDLE_LOADS = 5
 """Number of consecutive loads that must show that the replica idles or spins."""
 
@@ -52,7 +54,7 @@ def is_inactive(view: ReplicaView) -> bool:
 def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that must compute but idles or spins, as input of ``blame_gang_members``.
 
-    The finding is ``computes_nothing_long`` after ``EVEN_SPLIT_FACTOR`` times the limit.
+    After ``EVEN_SPLIT_FACTOR`` times the limit, the finding has the name ``computes_nothing_long``.
     """
     if not must_compute(view):
         return NO_FINDING

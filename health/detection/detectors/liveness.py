@@ -25,21 +25,21 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker whose CPU works according to its agent's loads. A flood of its log lines
-may delay its messages."""
+"""A worker whose CPU works, according to its agent's loads, may be silent for this multiple of the silence limit. A
+flood of its log lines may delay its messages."""
 STOPPED_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker with a stopped process according to its agent's loads. py-spy, gdb or
-gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays attached stops it
-forever."""
+"""A worker with a stopped process, according to its agent's loads, may be silent for this multiple of the silence
+limit. py-spy, gdb or gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays
+attached stops it forever."""
 _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
 """Flags of the finding about a step's end, by the reason of the end."""
 _AGENT_SILENCE_FACTOR = 2
-"""Multiple of the silence limit for an agent. Within this time ``node_lost`` decides whether the whole node is
-silent."""
+"""An agent may be silent for this multiple of the silence limit. Within this time ``node_lost`` decides whether the
+whole node is silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
-"""Multiple of the silence limit for an agent without other processes on its node (a spare node). Only a restart of this
-agent can show whether the node failed. The restart is not urgent, and a network failure of a minute must not cause
-it."""
+"""An agent without other processes on its node (a spare node) may be silent for this multiple of the silence limit.
+Only a restart of this agent can show whether the node failed. The restart is not urgent, and a network failure of a
+minute must not cause it."""
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────

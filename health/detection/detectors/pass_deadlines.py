@@ -1,16 +1,17 @@
 """The deadline of a pass: how long a replica may stay in a phase without progress, and what extends this time.
 
-The deadline depends on the known durations of the phase, best knowledge first:
+The deadline depends on the known durations of the phase. Of these three cases, the first that applies decides:
 
-1. The *usual duration* (the median of at least three passes other than first passes): ``adaptive`` times the usual
-duration, and at least ``SLOWEST_FACTOR`` times the longest duration. 2. One or two passes, or only a first pass:
-``adaptive`` times the longest pass so far. A first pass includes compilation and warm-up, so it is an upper estimate of
-the usual duration. A replica that is not observed to be idle has ``EARLY_FACTOR`` times as long, because few passes do
-not show how much durations vary. 3. No pass: ``longest`` of the phase. A replica that is observed to be idle has only a
-quarter of ``longest``.
+1. The *usual duration* is known (the median of at least three passes other than first passes). The deadline is
+   ``adaptive`` times the usual duration, and at least ``SLOWEST_FACTOR`` times the longest duration.
+2. One or two passes are known, or only a first pass. The deadline is ``adaptive`` times the longest pass so far. A
+   first pass includes compilation and warm-up, so it is an upper estimate of the usual duration. A replica that is not
+   observed to be idle has ``EARLY_FACTOR`` times as long, because few passes do not show how much durations vary.
+3. No pass is known. The deadline is ``longest`` of the phase. A replica that is observed to be idle has only a quarter
+   of ``longest``.
 
-The results of 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In an incarnation's
-*first pass* the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
+The deadlines of cases 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In the *first
+pass* of an incarnation the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
 neither compiles nor packs. So with the same evidence (idle, at work, or unknown) and passes of equal length, deadlines
 never become longer from pass to pass. docs/detection.md has a table of the resulting times.
 
@@ -33,10 +34,12 @@ from .base import SLOWEST_FACTOR, is_waiting
 from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
-"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle. Our choice,
-since the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as large."""
+"""Until a usual duration is known, a replica that is not observed to be idle has this multiple of its deadline. Our
+choice, since the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as
+large."""
 BUSY_DEADLINE_FACTOR = 6.0
-"""Multiple of the deadline for a replica whose GPU (or CPU, without a GPU) works, so that it is slow and not hung."""
+"""A replica whose GPU (or CPU, without a GPU) works has this multiple of its deadline, because it is slow and not
+hung."""
 FIRST_IDLE_SHARE = 0.25
 """Share of ``longest`` for which a replica may be idle in a phase without a known pass (15 min of 1 h)."""
 MIN_FIRST_IDLE_S = 900.0
@@ -56,8 +59,8 @@ MAX_SAME_STACK_S = 1800.0
 three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
 minutes."""
 MAX_STORAGE_STALL_S = 3600.0
-"""Time (s) without progress that a storage stall explains in every phase that uses storage. Our choice: ``longest`` of
-a checkpoint."""
+"""Time (s) for which a replica in a phase that uses storage may make no progress while storage stalls. Our choice:
+``longest`` of a checkpoint."""
 
 
 class Deadline(Struct, frozen=True):
@@ -68,7 +71,7 @@ class Deadline(Struct, frozen=True):
     busy_seconds: float
     """Time (s) without progress that is allowed if the replica is observed at work at the end of ``seconds``."""
     source: str
-    """Text that says from what the deadline was computed."""
+    """Text that names the limit and the values from which the deadline was computed."""
 
 
 def deadline(view: ReplicaView, limits: Limits) -> Deadline:

@@ -77,7 +77,7 @@ class _FabricV2(Structure):
 
 
 _FABRIC_V2 = sizeof(_FabricV2) | 2 << 24
-"""nvmlGpuFabricInfo_v2: NVML_STRUCT_VERSION is the size and the version number."""
+"""Version of nvmlGpuFabricInfo_v2, which combines the struct's size and version number (NVML_STRUCT_VERSION)."""
 
 
 def _fabric_v2(nvml: Any, handle: Any) -> tuple[str, str]:
