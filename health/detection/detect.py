@@ -35,7 +35,7 @@ class _Memo:
     queued: dict[NodeName, float] = field(default_factory=dict)
     """Time of each node's valid entry in ``queue``; entries of the node with a later time are obsolete."""
     findings: list[Finding] = field(default_factory=list)
-    """Result of the last call."""
+    """Result of the last call of ``detect``."""
 
 
 def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Finding], float]:

@@ -412,7 +412,8 @@ class NodeView:
     node: NodeName
     agent: ReplicaView | None = None
     former_agent: ReplicaView | None = field(default=None, repr=False)
-    """Agent that was removed since the last message from this node, kept for the same reason as ``departed``."""
+    """Agent that was removed since the last message from this node. Its silence, too, shows that the node may be
+    lost."""
     boot_id: str = ""
     last_message_at: float | None = None
     """Time of the last message from the node's agent or any of its replicas."""

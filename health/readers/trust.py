@@ -27,7 +27,7 @@ class NotTrusted(Exception):
 
 
 def trusted_uids(user: str) -> frozenset[int]:
-    """Return the uids of root and, unless it is empty, of ``user``. Raises NotTrusted if this user does not exist."""
+    """Return the uids of root and of ``user`` (if given). Raises NotTrusted if this user does not exist."""
     if not user:
         return frozenset({_ROOT})
     try:
@@ -37,7 +37,7 @@ def trusted_uids(user: str) -> frozenset[int]:
 
 
 def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
-    """Raise NotTrusted unless trusted users, and no others, listen on ``port`` of 127.0.0.1.
+    """Raise NotTrusted if no process, or a process of a user who is not trusted, listens on ``port`` of 127.0.0.1.
 
     ``proc`` is the root of procfs. The uid in its table belongs to the process that created the listening socket (linux
     Documentation/networking/proc_net_tcp.rst).
@@ -51,7 +51,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
 
 
 def check_program(path: str, trusted: Collection[int]) -> None:
-    """Raise NotTrusted unless only trusted users can replace the file and every folder on its path.
+    """Raise NotTrusted if a user who is not trusted can replace the file or a folder on its path.
 
     Group permissions are not checked, because a site may let a group write to /usr/local.
     """

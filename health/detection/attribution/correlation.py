@@ -1,19 +1,23 @@
 """Hold back findings that many nodes or replicas have at the same time, because they probably share a cause.
 
 If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
-share. Three other cases also suggest a shared cause: All rollouts stall at the same time. Workers on many nodes miss
-heartbeats while their agents do not, for example because of a flood of log lines or a delayed manager. Several nodes
-fall silent at the same time, for example because a switch fails over, which takes up to half a minute. Each of these
-four cases is recorded as a *shared cause* (:class:`SharedCause`).
+share. Three other cases also suggest a shared cause:
+
+- All rollouts stall at the same time.
+- Workers on many nodes miss heartbeats while their agents do not, for example because of a flood of log lines or a
+  delayed manager.
+- Several nodes fall silent at the same time, for example because a switch fails over, which takes up to half a minute.
+
+Each of these four cases is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back. For example, a GPU that fell off its bus has failed even if
 other nodes lost a GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof
-at the same time, a driver, a wrong rule or a shared cause is more likely, and the findings are held back.
+at the same time, a driver, a wrong rule or another shared cause is more likely, and the findings are held back.
 
 A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
-are sampled at other times. A shared cause is kept for a while, because some nodes report it late; the next manager
-restores it (:func:`restore_state`). The module is pure: state and time are arguments.
+are sampled at other times. A shared cause remains active for a while, because some nodes report it late. The next
+manager restores it (:func:`restore_state`). The module is pure: state and time are arguments.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that is loading weights but is idle for far longer than its role usually takes to load.
 
     The finding is input of ``blame_gang_members``. The baseline is the usual duration that was known at the start of
-    the phase. If none was known, it is the longest time that other replicas of the role have taken since that start.
+    the phase. If none was known, the baseline is the longest time that a replica of the role has recently taken to
+    load.
     """
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:

@@ -11,8 +11,8 @@ The deadline depends on the known durations of the phase. Of these three cases, 
    of ``longest``.
 
 The deadlines of cases 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In the *first
-pass* of an incarnation the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
-neither compiles nor packs. So with the same evidence (idle, at work, or unknown) and passes of equal length, deadlines
+pass* of an incarnation the deadline is extended by ``limits.first_pass``, except for an idle replica, which neither
+compiles nor packs. So with the same evidence (idle, at work, or unknown) and passes of equal length, deadlines
 never become longer from pass to pass. docs/detection.md has a table of the resulting times.
 
 A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. A replica whose code may call a

@@ -22,10 +22,10 @@ EARLY_PROBE_S = 10.0
 """Time (s) without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were
 idle throughout. It is short, because only the answer decides."""
 FIRST_TOKEN_FACTOR = 3.0
-"""Factor by which the times before a probe are longer in a first pass (the incarnation's first time in the phase),
-because engines load and compile in it."""
+"""In a first pass (the incarnation's first time in the phase) the times before a probe are this many times longer,
+because engines load and compile."""
 SPINNING_FACTOR = 2.0
-"""Factor by which the time without a token before a probe is longer while the replica's GPU spins."""
+"""While the GPU of a replica spins, the time without a token before a probe is this many times longer."""
 PROMPT_ANSWER_S = 5.0
 """Time (s) after which an unanswered probe gives a ``suspected`` finding."""
 IDLE_ANSWER_SHARE = 0.5
