@@ -1,9 +1,9 @@
-"""What a site's hooks remember of a node between two checks: the last passed check, the findings and the drain.
+"""State that a site's hooks keep between two checks of a node: its last pass, its standing findings and its drain.
 
-The memory is one file in a folder of the node that is emptied at boot. With this memory a prolog need not repeat a
-check that an epilog has just made, and a standing finding is not recorded at each check. HealthCheckProgram need not
-ask slurmctld whether the hooks have drained its node. Times are seconds of CLOCK_BOOTTIME, because changes of the date
-do not affect this clock.
+This state, the node's memory, is one file in a folder of the node that is emptied at boot. With it a prolog need not
+repeat a check that an epilog has just made, and a standing finding is not recorded at each check. HealthCheckProgram
+need not ask slurmctld whether the hooks have drained its node. Times are seconds of CLOCK_BOOTTIME, because changes of
+the date do not affect this clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CheckMemory(Struct, frozen=True):
     """Start (s) of the newest full check that passed (OK or WARN). None if no full check has passed since the boot or
     since the last check that did not pass."""
     free_gpus: dict[str, float] = {}
-    """Time (s) of the check that found a GPU free after its last job, by the GPU's index."""
+    """GPU's index → time (s) of the check that found the GPU free after its last job."""
     occupied_gpus: tuple[str, ...] = ()
     """Indices of the GPUs of jobs whose prolog or epilog found the node failing. A GPU is removed once a later check
     finds it free."""
@@ -78,7 +78,7 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the memory; it is empty without a file of this boot, or if another user may have written the file."""
+    """Return the memory; it is empty if no file of this boot exists or another user may have written the file."""
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)

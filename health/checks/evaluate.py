@@ -136,8 +136,8 @@ class CheckHysteresis:
     failures_in_row: int = 0
     non_failures_in_row: int = 0
     since: float = 0.0
-    """Time (s) at which the current problem began: its own ``at`` or, without one, the time of the first run that found
-    it."""
+    """Time (s) at which the current problem began: the problem's ``at`` or, if it has none, the time of the first run
+    that found the problem."""
     failure: Problem | None = None
     """Problem with verdict FAIL that is confirmed and not cleared."""
     warning: Problem | None = None

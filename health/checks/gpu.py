@@ -70,8 +70,8 @@ def present(state: NodeState) -> Iterator[Gpu]:
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Compare the number of GPUs with the number that the rules expect and with the largest number ever listed.
 
-    A smaller number is not a problem if Slurm gave the job only some of the node's GPUs, because NVML may list only
-    these.
+    A smaller number is not a problem if Slurm gave the job only some of the node's GPUs, because NVML may list only the
+    granted GPUs.
     """
     data, wanted = state.data("nvml"), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0

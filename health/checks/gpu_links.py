@@ -51,7 +51,7 @@ def lost_links(gpu: Gpu, state: NodeState) -> list[int]:
 def is_wired(gpu: Gpu) -> bool:
     """Return whether all NVLinks of this GPU are connected by design.
 
-    That holds for GPUs whose links are wired on their board or lead to NVSwitches. The links of a PCIe card are
+    The result is True for GPUs whose links are wired on their board or lead to NVSwitches. The links of a PCIe card are
     connected only if an NVLink bridge is installed, so the result is False for PCIe cards.
     """
     named = gpu.name in _ON_BASEBOARD or any(part in gpu.name for part in _ON_BOARD)

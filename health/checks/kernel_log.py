@@ -27,9 +27,9 @@ _POLLED = re.compile(r"timeout, completion polled")
 _UNCORRECTED = re.compile(
     r"uncorrect|context corrupt|unrecoverable|panic|event severity: recoverable|multi-bit ECC|Memory failure: 0x", re.I
 )
-"""Words of uncorrected machine checks. ``recoverable`` is the firmware's term for an error that the hardware could not
-correct, and from which the kernel may recover (linux include/linux/cper.h). The kernel reports the loss of a page of
-memory by ``Memory failure`` (mm/memory-failure.c)."""
+"""Words that mark a machine check as uncorrected. ``recoverable`` is the firmware's term for an error that the hardware
+could not correct, and from which the kernel may recover (linux include/linux/cper.h). The kernel reports the loss of a
+page of memory by ``Memory failure`` (mm/memory-failure.c)."""
 _UE = re.compile(r"\bUE\b")
 """Abbreviation of "uncorrected error" by EDAC and AMD's decoder: ``1 UE memory read error``,
 ``MC18_STATUS[-|UE|MiscV|...]``."""

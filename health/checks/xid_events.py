@@ -50,7 +50,7 @@ class Xid(Struct, frozen=True):
     meaning: str
     kind: XidClass
     action: Remedy
-    """Immediate remedy. For class ``app`` the application restarts by itself."""
+    """Immediate remedy; for class ``app`` it is a restart of the application."""
     fault: str
     """Party at fault: ``gpu``, ``link``, ``application``, ``driver``, ``service``, ``sympathetic``, ``nobody`` or
     ``unknown``."""

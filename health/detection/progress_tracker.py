@@ -213,7 +213,7 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
 
 
 def set_blocked_by(view: ReplicaView, replica: ReplicaId | None, now: float) -> None:
-    """Record which ``replica`` blocks the replica of ``view``, and since when; None if it is not blocked."""
+    """Record that ``replica`` blocks the replica of ``view``, and since when. None means that no replica blocks it."""
     if replica is None:
         view.blocked_since = None
     elif view.waits_for is None or view.blocked_since is None:

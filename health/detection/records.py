@@ -314,7 +314,7 @@ class ReplicaView:
     waits_for: ReplicaId | None = None
     """Replica that blocks this one, according to its own report."""
     heartbeats: int = 0
-    """Heartbeats received since ``last_change_at``: observations that show no progress."""
+    """Number of heartbeats received since ``last_change_at``; they show no progress."""
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
     data_untaken_since: float | None = None
@@ -329,7 +329,7 @@ class ReplicaView:
     """Longest (s) of the durations from which ``usual_duration`` is computed."""
     longest_pass: float | None = None
     """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
-    is known. It is fixed like ``usual_duration``."""
+    is known. It is fixed at ``last_change_at``."""
     passed_phases: set[str] = field(default_factory=set)
     """Phases that this incarnation has completed once. The extra time of a first pass no longer applies to them."""
     start_observed: bool = False

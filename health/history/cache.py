@@ -215,7 +215,7 @@ def cache_path(folders: Sequence[Path]) -> Path:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the cache; if that fails, create an empty one, in memory if no file can be created."""
+    """Open the cache. If that fails, create an empty one, which is in memory if no file can be created."""
     with contextlib.suppress(OSError, sqlite3.Error):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(sqlite3.Error):

@@ -16,7 +16,7 @@ FOLDER_MODE, FILE_MODE = 0o755, 0o644
 
 
 def user_name() -> str:
-    """Return the name of the user's folder: the user's name, or the uid if it has no name."""
+    """Return the name of the user's folder: the user's name, or the uid if the uid has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -22,7 +22,8 @@ CLOCK_SKEW_S = 300.0
 EARLIEST_TIME_S = 1_577_836_800.0
 """2020-01-01, before rrl existed (s since 1970)."""
 MAX_GPUS_PER_NODE = 16
-"""Maximum number of GPUs of a node for which Slurm reports no number. The largest available nodes have 16 (DGX-2)."""
+"""If Slurm does not report a node's number of GPUs, the node is assumed to have at most this number. The largest
+available nodes have 16 (DGX-2)."""
 MAX_OVERLAP_S, MAX_OVERLAP_SHARE = 600.0, 0.05
 """Seconds, and fraction of the time, for which claims of one user on the same GPUs may overlap. They overlap because a
 run notices the loss of a node late, when the next run may already hold it."""

@@ -25,7 +25,7 @@ MAX_EVIDENCE_LINES = 5
 MAX_TEXT_CHARS = 300
 """Maximum number of characters of one evidence line."""
 MAX_LINE_BYTES = 65536
-"""Maximum size of one line in bytes; rrl writes no longer lines."""
+"""Maximum size of one line in bytes, which rrl never exceeds."""
 MAX_FILE_RECORDS = 200_000
 """Maximum number of records in one file. A run that reaches this limit is broken: it has reported something new each
 second for two days."""
@@ -275,7 +275,7 @@ def file_schema(first_line: bytes) -> int | None:
 
 
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """Return whether the first line of a file names the user and run that own the file; True for any other record."""
+    """Return False if the record is a file's first line and names another user or run than the file's, else True."""
     if isinstance(record, NodeChecks):
         return record.user == user and run == f"{CHECK_RUN_PREFIX}{record.node}"
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)

@@ -42,7 +42,7 @@ class UserFolder(Struct, frozen=True):
 
     path: Path
     user: str
-    """Name of the user, or the uid if it has no name. A folder named after the uid belongs to the same user as the
+    """Name of the user, or the uid if the uid has no name. A folder named after the uid belongs to the same user as the
     folder named after the name."""
     uid: int
 

@@ -2,8 +2,8 @@
 
 Every process that reads ``/dev/kmsg`` receives every record, from the oldest that the kernel still holds. A record is
 ``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), followed by property lines
-that begin with a blank. Its time is from CLOCK_MONOTONIC. Without the permission to read ``/dev/kmsg`` there is no
-other source, since the systemd journal requires a permission as well.
+that begin with a blank. Its time is from CLOCK_MONOTONIC. A user who may not read ``/dev/kmsg`` has no other source,
+because the systemd journal requires a permission as well.
 
 Only the kernel's own records count. ``priority >> 3`` is the facility. Facility 0 is the kernel; a program that writes
 to /dev/kmsg gets 1 (user) or a value above 0 that it names (linux kernel/printk/printk.c, devkmsg_write). A record with
@@ -178,7 +178,7 @@ def _pci(text: bytes | None) -> str:
 MAX_EVENTS = 200
 """Maximum number of events in one sample; further events count as dropped."""
 _MAX_READ_S = 0.5
-"""Maximum seconds for which one read takes lines. The next read takes the rest of a flood; lines that the kernel
+"""Maximum time (s) for which one read takes lines. The next read takes the rest of a flood; lines that the kernel
 overwrites meanwhile are counted as dropped."""
 _FACILITY_SHIFT = 3
 _KERNEL_FACILITY = 0

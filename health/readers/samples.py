@@ -27,7 +27,7 @@ driver`` ..."""
 
 # ── NVML ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class NvLink(Struct, frozen=True, kw_only=True):
-    """One link of one GPU. Counters are totals since the driver was loaded."""
+    """One NVLink of one GPU. Counters are totals since the driver was loaded."""
 
     link: int
     active: bool | None = None

@@ -73,7 +73,7 @@ class RecordIndex:
     def held_by_others_s(self, node: str, run: tuple[str, str], since: float) -> float:
         """Return the seconds in which runs other than ``run`` held the node from ``since`` on.
 
-        Results are remembered, because many findings of a run need the same value.
+        Results are cached, because many findings of a run need the same value.
         """
         key = node, run, since
         if key not in self._by_others:

@@ -75,7 +75,8 @@ class NodeReport(Struct, frozen=True):
     witnesses: list[str]
     """Users whose runs report failed hardware on this node. Root, or two users, suffice for an accusation."""
     accused: bool
-    """Whether there are enough witnesses for the verdict FAIL, a remedy, a drain or the name lemon."""
+    """Whether there are enough witnesses for the verdict FAIL, a remedy or a drain, and for calling the node a
+    lemon."""
     related_nodes: list[str]
     """Other nodes whose hardware failed for the same cause within 10 min of this node's failure."""
     actions: list[ReportLine]

@@ -55,7 +55,7 @@ SILENCE_GRACE_S = 30.0
 """Time (s) for which findings about workers or nodes that fall silent at the same time are held back (our choice: three
 times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Minimum number of nodes that must fall silent at the same time to suggest a shared cause; for workers also the
+"""Minimum number of nodes that must fall silent at the same time to suggest a shared cause. For workers it is also the
 minimum number of gangs.
 
 The silence of two nodes may be a coincidence, and the members of one gang may hang together."""

@@ -23,7 +23,8 @@ Stack = tuple[str, ...]
 MAIN = "MainThread"
 """Name of the main thread in a dump."""
 KERNEL = "kernel"
-"""Function name of the single frame of a process that py-spy could not read: it is blocked in the kernel."""
+"""Function name of the single frame of a process that py-spy could not read, because the process is blocked in the
+kernel."""
 _DOMINANT_SHARE = 0.5
 """Minimum size of a dominant group, as a share of the largest group. Several groups can be dominant, because pipeline
 stages wait in different places."""

@@ -1,8 +1,8 @@
 """Attribute a stall to the replica at the end of a chain of replicas that wait for each other (wait-for graph).
 
-A wait counts only if the whole run stalls. A replica that works within its deadlines, starts, or has another finding
-explains why others wait, and only its own detectors judge it. For example, a reward replica waits during a long
-training step, and a trainer waits while a rollout is replaced.
+A wait counts only if the whole run stalls. A replica explains why others wait if it is starting, works within its
+deadlines, or has another finding. Only its own detectors judge such a replica. For example, a reward replica waits
+during a long training step, and a trainer waits while a rollout is replaced.
 
 A busy service explains a wait only for a limited time. If replicas wait for each other for longer (``wait_endless``),
 one of them is blamed even while the store still serves another replica. A replica that was replaced begins a new wait,

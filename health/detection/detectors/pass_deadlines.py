@@ -49,8 +49,8 @@ MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
 MIN_SERVICE_WAIT_S = 900.0
-"""Time (s) after the last work of a replica's CPU for which missing progress may be due to a wait for a service outside
-of the run, which no replica reports. Judges with rate limits make their clients wait for up to 14 min (observed)."""
+"""Time (s) after the last work of its CPU for which a replica may wait for a service outside of the run. Replicas do
+not report such waits. Judges with rate limits make their clients wait for up to 14 min (observed)."""
 _MIN_WORKING_LOADS = 5
 """Number of consecutive loads that must show a CPU at work before the replica counts as working. The CPU of a waiting
 replica works for a shorter time when it retries."""

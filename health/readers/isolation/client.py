@@ -38,7 +38,7 @@ END_TIMEOUT_S = 10.0
 BACKOFF_S = (1.0, 60.0)
 """First and longest delay (s) before a supervisor that died is restarted. The delay doubles with each restart."""
 _START_TIMEOUT_S = 10.0
-"""Seconds for the start of the supervisor, in addition to the caller's timeout for the readers."""
+"""Seconds that the start of the supervisor may take, in addition to the caller's timeout for the readers."""
 _MODULE = "rrl.health.readers.isolation.supervisor"
 _CHUNK_BYTES = 1 << 16
 

@@ -30,8 +30,8 @@ def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
 def close_inherited_fds(keep: Collection[int]) -> None:
     """Close all inherited descriptors except stdout, stderr and ``keep``, and make stdin empty.
 
-    A connection counts as closed only when all processes have closed it. With inherited descriptors, another process
-    would wait for the end of this process.
+    A connection counts as closed only when all processes have closed it. If this process kept inherited descriptors,
+    their connections would remain open until it ends.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -30,9 +30,9 @@ from .process import close_inherited_fds, describe_blocked_call, describe_exit, 
 _log = logging.getLogger("rrl.readers")
 
 RETRY_INTERVAL_S = 10.0
-"""Minimum seconds before a source that was absent, not permitted or broken is read again."""
+"""Minimum time (s) before a source that was absent, not permitted or broken is read again."""
 CLOSE_TIMEOUT_S = 3.0
-"""Seconds for a reader that is not hung to end by itself."""
+"""Seconds within which a reader that is not hung must end by itself."""
 TERM_TIMEOUT_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 KILL_TIMEOUT_S = 1.0

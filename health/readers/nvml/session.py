@@ -66,7 +66,7 @@ class QueryResults:
         self._answered = self._unknown_errors = 0
 
     def detect_unresponsive(self) -> None:
-        """Mark the GPU as lost if no query since :meth:`begin_read` was answered and one failed with Unknown Error.
+        """Mark the GPU as lost if no query since `begin_read` was answered and at least one failed with Unknown Error.
 
         With some drivers, all queries of a GPU that fell off the bus fail with this error. A single failed query does
         not suffice.
