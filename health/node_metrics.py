@@ -52,8 +52,8 @@ def metrics(result: NodeCheckResult) -> Iterator[Metric]:
     for verdict in Verdict:
         verdicts.add_metric((node, verdict.value), verdict is result.verdict)
     yield verdicts
-    yield _gauge("rrl_node_check_timestamp_seconds", "End of the last check.", node, result.ended_at)
-    yield _gauge("rrl_node_check_duration_seconds", "Duration of the last check.", node, result.duration_s)
+    yield _gauge("rrl_node_check_timestamp_seconds", "End of the last check (s since 1970).", node, result.ended_at)
+    yield _gauge("rrl_node_check_duration_seconds", "Duration of the last check (s).", node, result.duration_s)
     yield _counted("rrl_node_checks", "Results of the checks, by verdict.", node, ("verdict",),
                    ((finding.verdict.value,) for finding in result.findings))  # fmt: skip
     standing = [one for verdict in (Verdict.FAIL, Verdict.WARN) for one in result.findings if one.verdict is verdict]

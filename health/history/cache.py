@@ -100,7 +100,7 @@ class HistoryCache:
         """
         try:
             return list(self._select_records(since))
-        except sqlite3.Error:  # damage in a part that `refresh` did not read
+        except sqlite3.Error:  # a part that `refresh` did not read is damaged
             self._rebuild()
             return list(self._select_records(since))
 

@@ -64,7 +64,7 @@ class Mounts:
 
         Blocks for at most ``timeout_s`` seconds, and not at all for paths that have not answered an earlier read.
         """
-        self._gather((), 0.0)  # answers since the last read are outdated: these paths are probed again
+        self._gather((), 0.0)  # drop answers since the last read, because the paths are probed again
         hanging = {look.path for look in self._probes.values() if look.needed}
         waiting = [path for path in self._paths if path not in hanging]
         found: dict[str, _MountAnswer] = {}

@@ -164,7 +164,7 @@ def correlate(
             and now < _expires_at(_kind(finding), shared_cause)
             and (shared_cause.on_most_nodes or not finding.proof)
         ):
-            why = f"other nodes or replicas have the same finding: see {DETECTOR}"
+            why = f"other nodes or replicas have the same finding: see the finding {DETECTOR}"
             reported.append(_hold_back(finding, why, shared_cause.finding.since, shared_cause.on_most_nodes))
         elif (
             finding.key in suspects

@@ -71,7 +71,7 @@ def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> lis
         peers = [peer for peer in monitor.workers() if peer.role is view.role]
         idle_count = sum(peer.declared.own_work and peer.loads.idle_since is not None for peer in peers)
         if (idle_count == 1 or 2 * idle_count < len(peers)) and view.role.newest_load_began >= view.last_change_at:
-            others.append(_idle_hang(finding, "another replica of its role began to load later and has finished"))
+            others.append(_idle_hang(finding, "a replica of its role that began to load later has finished loading"))
     return others
 
 

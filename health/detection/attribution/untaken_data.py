@@ -82,5 +82,5 @@ def _evidence(view: ReplicaView, untaken_since: float, confirmed_at: float) -> l
     if confirmed_at - since < limit_s or view.heartbeats < MIN_HEARTBEATS:
         return None
     lines = [Evidence("agent", f"neither its CPU nor its GPU has worked for {limit_s:g} s", since)] if idle else []
-    text = f"{view.incarnation.gang.replica} has not requested its data for {limit_s:g} s, although they are ready"
+    text = f"{view.incarnation.gang.replica} has not requested its data for {limit_s:g} s, although the data are ready"
     return [*lines, Evidence("store", text, since)]

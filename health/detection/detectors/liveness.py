@@ -254,7 +254,7 @@ def _silence_finding(view: ReplicaView, limits: Limits, detector: str, since: fl
     """
     if _node_responsive(view, limits, since) or (view.is_agent and detector == "never_joined"):
         return finding_about(view, detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, since, "manager", text)
-    text += f"; no other message from {view.node} since"
+    text += f"; no other message from {view.node} has arrived since"
     return finding_about(view, detector, Verdict.UNKNOWN, Cause.NODE, Remedy.NONE, since, "manager", text)
 
 

@@ -140,7 +140,7 @@ def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | Non
     ):
         return None
     seconds = min(MIN_SERVICE_WAIT_S, view.declared.longest)
-    return max(since, view.loads.idle_since or since) + seconds, f"{seconds:.4g} s in which it may wait for a service"
+    return max(since, view.loads.idle_since or since) + seconds, f"{seconds:.4g} s, the limit of a wait for a service"
 
 
 def first_pass_grace(view: ReplicaView, limits: Limits) -> float:

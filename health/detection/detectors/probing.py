@@ -196,7 +196,7 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     idle = _idle_since_probe(view, pending_since)
     text = f"phase {view.phase}: it sends heartbeats but has not answered a probe within {due - pending_since:g} s"
-    text += ", CPU and GPU idle" if idle else ""
+    text += " while its CPU and GPU are idle" if idle else ""
     return finding_about(
         view, "no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, pending_since, "worker", text
     ), inf

@@ -205,7 +205,7 @@ def straggler(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     role = role_of(view.incarnation.replica)
     if view.throughput.by_tokens:
-        text = f"less than {SLOW_ROLLOUT_SHARE:g} of the median tokens per second of the other {role} replicas"
+        text = f"it makes less than {SLOW_ROLLOUT_SHARE:g} of the median tokens per second of the other {role} replicas"
         text += f", in {STRAGGLER_ROUNDS} consecutive rounds of {THROUGHPUT_WINDOW_S:g} s"
     else:
         text = f"the other ranks of its gang need less than {SLOW_RANK_SHARE:g} of its time"

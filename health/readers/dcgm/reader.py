@@ -237,7 +237,7 @@ def _parse_url(url: str) -> tuple[str, int, str]:
     place, _, path = rest.partition("/")
     host, _, port = place.partition(":")
     if scheme != "http" or host != "127.0.0.1" or not port.isdigit():
-        raise _Unreadable(f"{url}: unsupported URL, it must be http://127.0.0.1:PORT/PATH")
+        raise _Unreadable(f"{url}: the URL is not supported; it must be http://127.0.0.1:PORT/PATH")
     return host, int(port), path
 
 

@@ -213,7 +213,7 @@ class _Supervisor:
             try:
                 for kind, body in child.inbox.frames():
                     self._on_frame(child, kind, body, time.monotonic())
-            except (ValueError, msgspec.DecodeError):  # its memory may be damaged; other readers are unaffected
+            except (ValueError, msgspec.DecodeError):  # the process's memory may be damaged; others are unaffected
                 self._report(child, "broken", "its process sent an invalid frame")
                 self._disconnect(child)
                 return
