@@ -1,6 +1,6 @@
-"""A checkpoint as files in a folder, and its manifest, in which a commit record names each file and its digest.
+"""A checkpoint as files in a folder, and its manifest, which names each file and its digest.
 
-The files may have any format. Only files that a manifest names are read.
+The record of a commit contains the manifest. The files may have any format. Only files that a manifest names are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Digest = dict[str, Any]
 
 
 class StoredFiles(Struct, frozen=True):
-    """Manifest (:func:`describe`) of files that no commit names."""
+    """The result of :func:`describe` for files that belong to no commit, such as the reference model."""
 
     folder: str
     files: dict[str, Digest]
@@ -33,8 +33,8 @@ class DamagedCheckpoint(Exception):
 def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
     """Create the empty folder ``step-<number>.<incarnation>.<attempt>`` of one attempt at step ``number``.
 
-    No folder is ever used twice: if a checkpoint overwrites another one, old and new values are mixed without an error
-    (measured).
+    No folder is used twice, because a checkpoint that overwrites another one may mix old and new values without an
+    error (measured).
     """
     for attempt in itertools.count():
         folder = checkpoints / Attempt(number, incarnation, attempt).folder
@@ -47,7 +47,7 @@ def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
 
 
 def as_paths(files: object) -> list[Path]:
-    """Return the files of a checkpoint, which a user may have given as texts.
+    """Return the paths of a checkpoint's files, which a user may have given as strings.
 
     Raises:
         TypeError: ``files`` is a single file, or not a list of paths.

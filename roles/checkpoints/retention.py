@@ -2,9 +2,9 @@
 
 The trajectory store deletes them, because only the store knows which steps are committed. It calls
 :meth:`CheckpointCleaner.update` only with durable facts. If the store dies between a commit and the deletion, the next
-store deletes the superseded folders. The facts only grow, so a store that does not notice its successor deletes no
-folder that the successor needs. A trainer cannot lose the files of the newest commit while it restores them: its first
-request has fenced all older trainers, so that only it can make the next commit.
+store deletes the superseded folders. The numbers in these facts never decrease, so a store that does not notice its
+successor deletes no folder that the successor needs. A trainer cannot lose the files of the newest commit while it
+restores them, because only this trainer can make the next commit: its first request has fenced all older trainers.
 """
 
 from __future__ import annotations

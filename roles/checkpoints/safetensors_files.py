@@ -87,7 +87,7 @@ def _outputs(tensors: Iterable[StoredTensor], dtype: str) -> list[_Output]:
 
 
 def _files(outputs: Sequence[_Output], max_file_bytes: int) -> list[list[_Output]]:
-    """Return the tensors of each file; larger elements come first, so that all tensors are aligned."""
+    """Return the tensors of each file, ordered from large to small elements, so that all tensors are aligned."""
     files, size = [list[_Output]()], 0
     for one in outputs:
         if files[-1] and size + one.nbytes > max_file_bytes:
@@ -120,7 +120,7 @@ def _to_bfloat16(block: bytes) -> bytes:
 
     A bfloat16 is the upper half of a float32.
     """
-    import numpy  # imported here: it takes 0.1 s, and an export in float32 does not need it
+    import numpy  # imported here: the import takes 0.1 s, and an export in float32 needs no numpy
 
     values = numpy.frombuffer(block, dtype="<f4")
     bits = values.view("<u4")

@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Return the bytes of memory that may still be used: ``MemAvailable``, or a cgroup's smaller limit.
+    """Return the bytes of memory that may still be used: ``MemAvailable``, or less if a cgroup's limit leaves less.
 
     Memory is charged to the process that touches it first. A process that reaches its cgroup's limit is killed without
     an earlier error, so the limit must be checked first.
@@ -253,7 +253,7 @@ class SnapshotBuffers:
         """Replace a buffer by a new buffer for ``nbytes`` of payload.
 
         Raises:
-            SnapshotError: The memory is not available, or this member is not attached.
+            SnapshotError: The memory is not available, or this member has not attached buffers.
         """
         pair = self.attached(member)
         if pair is None or pair.member != member or slot not in SLOTS:

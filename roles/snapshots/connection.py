@@ -46,8 +46,8 @@ def remote_key(secret: bytes) -> bytes:
 
 
 RETRY_DELAY_S = 5.0
-"""Seconds for which requests for memory fail at once, without being sent, after the agent of this node did not answer.
-Each request to a hung agent may delay a step by a second."""
+"""Seconds for which requests for memory are not sent and fail at once, after the agent of this node has not answered a
+request. Each request to a hung agent may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
 """Seconds for which requests that read snapshots are repeated while an agent hangs. On a node where many processes
 start, an agent is slow: with 10 busy processes per core, heartbeats with an interval of 0.1 s came up to 1.7 s apart
@@ -64,7 +64,7 @@ class AgentUnresponsive(SnapshotError):
 
 
 class LocalAgentClient:
-    """Connection to the agent of this node, or to its successor. Thread-safe: requests are sent one at a time."""
+    """Connection to the agent of this node, or to its next agent. Thread-safe: requests are sent one at a time."""
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys) -> None:
         self._name = socket_name(run, node, keys.secret)
@@ -83,8 +83,8 @@ class LocalAgentClient:
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:
         """Send a request; return the answer and its descriptors, which the caller must close.
 
-        With ``retry`` the request is repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent hangs, and is sent even
-        within ``RETRY_DELAY_S`` after an earlier request to a hung agent.
+        With ``retry`` the request is repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent hangs. It is also sent if an
+        earlier request failed less than ``RETRY_DELAY_S`` ago because the agent hung.
 
         Raises:
             SnapshotError: The agent refused the request or did not answer.
@@ -113,7 +113,7 @@ class LocalAgentClient:
     async def _call(self, request: msg.Request) -> tuple[msg.Answer, list[int]]:
         if time.monotonic() < self._not_before:
             raise TransportError(
-                f"no answer to the last request; the next request is sent {RETRY_DELAY_S:g} s after it"
+                f"no answer to the last request, so the next request is sent after a pause of {RETRY_DELAY_S:g} s"
             )
         connection = await self._connect()
         try:
@@ -136,7 +136,7 @@ class LocalAgentClient:
         try:
             connection = await dial_unix(self._name)
         except TransportError as error:
-            raise TransportError(f"{error}; a container must share the node's network") from error
+            raise TransportError(f"{error}; if the role runs in a container, it must use the node's network") from error
         await authenticate(connection, self._key, dialled=True)
         self._connection = connection
         self.generation += 1

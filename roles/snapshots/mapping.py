@@ -47,13 +47,13 @@ class Sending:
 
 
 class Pinning(Protocol):
-    """Page-locks memory for copies from a GPU; implemented where torch is known (``roles.trainer.host_buffers``)."""
+    """Page-locks memory for copies from a GPU; implemented with torch in ``roles.trainer.host_buffers``."""
 
     def pin(self, memory: memoryview) -> None:
         """Lock the pages of this memory in RAM. The pages must already be allocated."""
 
     def unpin(self, memory: memoryview) -> None:
-        """Make memory pageable again, before it is unmapped. Does nothing if it is not page-locked."""
+        """Make memory pageable again, before it is unmapped. Memory that is not page-locked is left unchanged."""
 
 
 class MappedBuffer:
@@ -91,13 +91,13 @@ class MappedBuffer:
         self.view[:HEAD_BYTES] = EMPTY_HEAD
 
     def commit(self, head: Head) -> None:
-        """Write the head, which makes the snapshot valid. A process that is killed meanwhile leaves an invalid head."""
+        """Write the head, which makes the snapshot valid. If the writer is killed before, it stays invalid."""
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:
         """Allocate and page-lock all memory now.
 
-        So page faults do not slow down a copy, and a lack of memory does not kill it.
+        Page faults then do not slow down a copy, and a lack of memory raises an error instead of killing the process.
 
         Raises:
             SnapshotError: The memory is not available.
@@ -113,7 +113,7 @@ class MappedBuffer:
             for start in range(PAYLOAD_OFFSET, PAYLOAD_OFFSET + self.capacity, _PREFAULT_BYTES):
                 size = min(_PREFAULT_BYTES, PAYLOAD_OFFSET + self.capacity - start)
                 os.posix_fallocate(self._fd, start, size)
-                with contextlib.suppress(OSError):  # an older kernel, on which the first copy allocates the pages
+                with contextlib.suppress(OSError):  # on an older kernel the first copy allocates the pages
                     self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except OSError as error:
             raise SnapshotError(

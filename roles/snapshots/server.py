@@ -247,7 +247,7 @@ class _RequestHandler:
             await send_message(connection, msg.ReadyForUpload())
             try:
                 digest = await _write(connection, fd, upload.meta, snapshot.nbytes)
-            except OSError as error:  # the remaining bytes would be read as a request
+            except OSError as error:  # closes the connection, because its unread bytes are no request
                 raise TransportError(f"a snapshot could not be received: {error}") from error
             if digest != snapshot.digest:
                 raise SnapshotError(f"{snapshot} was received damaged: its bytes do not match its digest")
@@ -290,7 +290,7 @@ async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> byt
 
 
 def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return (start, stop) in a buffer of ``meta``, then of each chunk of the bytes."""
+    """Return (start, stop) of ``meta`` in a buffer, followed by (start, stop) of each chunk of the snapshot's bytes."""
     chunks = [
         (PAYLOAD_OFFSET + at, PAYLOAD_OFFSET + min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)
     ]
@@ -298,7 +298,7 @@ def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer | None]) -> None:
-    """Send the answer, or a refusal if the request fails; send nothing for None (the answer was already sent)."""
+    """Send the answer, or a refusal if the request fails. If the answer is None, it was already sent."""
     try:
         answer = await answering
     except Fenced as error:

@@ -32,7 +32,7 @@ class NotLocal(Sequence[Any]):
 
 
 class _Versions(Sequence[Version]):
-    """The version of each token of a trajectory, computed on demand from ``runs`` to save memory."""
+    """The version of each token of a trajectory, computed on demand from the runs of tokens to save memory."""
 
     def __init__(self, packed: PackedTrajectory) -> None:
         self._packed = packed
@@ -50,7 +50,7 @@ class _Versions(Sequence[Version]):
 
 
 def decode(batch: PackedBatch) -> Batch:
-    """Unpack a batch for reading, which takes some 90 bytes of memory per token."""
+    """Unpack a batch for reading. An unpacked batch takes about 90 bytes of memory per token."""
     trajectories = _decode_all(batch)
     return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age, batch.unscored)
 

@@ -64,14 +64,14 @@ from .types import (
 )
 
 _RESEND_AFTER_S = 5.0
-"""Seconds after the end of a request's own wait until the request is sent again, because an answer can be lost although
-the connection stays open. Further repetitions follow at growing intervals."""
+"""Seconds between the end of a request's ``wait`` and its first repetition. Requests are repeated because an answer can
+be lost although the connection stays open. Further repetitions follow at growing intervals."""
 _RETRY_PAUSE_S = 0.1
 """Seconds before a request that the store answered with NotReady is repeated."""
 FOLLOW_WAIT_S = 10.0
 """Seconds after which a rollout repeats its request for the newest version, to learn which replicas serve that version
 now. This interval is short compared with the 120 s for which a pull looks for a source. If 1,024 rollouts repeat the
-request at this interval, the store spends 3 ms of each second on them (30 us per request, measured)."""
+request at this interval, the store spends 3 ms of each second on the requests (30 us per request, measured)."""
 _WEIGHTS_POLL_S = 0.01
 """Seconds between two checks, inside this process, whether newer weights have arrived."""
 
@@ -85,7 +85,7 @@ class Fenced(Refused):
 
 
 class FencedAttempt(Refused):
-    """The attempt at an episode is over, and the code that makes it must end."""
+    """The attempt at an episode is over, and the code that makes the attempt must end."""
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
@@ -131,7 +131,7 @@ class TrajectoryClient:
         self._weights = weights
         self._timeout = timeout
         self._requested_back: set[int] = set()
-        """Trajectories to hand over with their next segment."""
+        """Trajectories that the store has requested back. Each is handed over with its next segment."""
         self._dialer = Dialer(keys, Answer, find_store)
 
     async def run(self) -> None:
@@ -227,7 +227,7 @@ class TrajectoryClient:
             faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
 
         Returns:
-            The number of groups that faults of the scorer dropped, if there are so many that the role must end; else 0.
+            The number of groups that faults of the scorer dropped, if the role must end because of them; otherwise 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
         answer = await self._decide(request)
@@ -249,7 +249,7 @@ class TrajectoryClient:
     ) -> tuple[StepMetrics, ...]:  # fmt: skip
         """Commit step ``number`` and the ``earlier`` steps since the last commit; durable on return.
 
-        Returns the metrics of these steps, in order, with figures of the store.
+        Returns the metrics of these steps in order. The store has added its own figures to them.
         """
         request = Commit(self._incarnation, number, manifest, digest, metrics or {}, tuple(earlier))
         answer = await self._ask(request, 0.0)
@@ -281,8 +281,8 @@ class TrajectoryClient:
         """Report the version that this process serves, and wait for a version other than ``known``.
 
         Returns:
-            The newest version, or None if the store knows no version. After ``wait`` seconds the version may still be
-                ``known``, with other sources.
+            The newest version, or None if the store knows no version. If no other version arrives within ``wait``
+                seconds, the returned version is still ``known``, perhaps with other sources.
         """
         answer = await self._ask(FollowVersions(self._incarnation, weight_address, weight_version, known, wait), wait)
         return answer if isinstance(answer, NewestVersion) else None
@@ -292,7 +292,7 @@ class TrajectoryClient:
     async def lease_episodes(
         self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()
     ) -> tuple[EpisodeItem, ...]:
-        """Lease up to ``at_most`` episodes, each for a new attempt; return none after ``wait`` seconds without any.
+        """Lease up to ``at_most`` episodes, each for a new attempt; return () if there is none within ``wait`` seconds.
 
         An episode whose newest attempt this incarnation makes, but which is not in ``holding``, is returned again.
         """

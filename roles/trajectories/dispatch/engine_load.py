@@ -35,7 +35,8 @@ _MAX_CURVES = 65_536
 """Maximum number of stored curves, 0.5 kB each. All of them are deleted before another one is stored."""
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
-"""For each range of tokens, the probability p that an answer is still running in it; then for each range log(1 - p)."""
+"""Two values for each range of tokens: the probability p that an answer is still running in the range, and log(1 - p).
+The first tuple has all p, the second tuple has all log(1 - p)."""
 
 
 Course = list[tuple[float, float]]
@@ -43,7 +44,7 @@ Course = list[tuple[float, float]]
 
 
 class CurveTable:
-    """Curves of the tokens that are left of answers, each computed once for similar estimates and progress.
+    """The curves of running answers. Answers with a similar estimate and similar progress share one curve.
 
     Args:
         limit: Number of tokens at which answers are cut.
@@ -75,7 +76,7 @@ class CurveTable:
         deviation = deviations / _STEPS
         estimate = GroupEstimate(mean / _STEPS, 0.0, deviation * deviation)
         alive = survival(estimate, progress)
-        if alive < 1e-9:  # far longer than expected: it may get as many tokens again
+        if alive < 1e-9:  # an answer far longer than expected may get as many tokens again
             estimate = GroupEstimate(math.log(2 * progress), 0.0, 0.25)
             alive = survival(estimate, progress)
         reached = [min(self._limit, progress + edge) for edge in self._edges]
@@ -91,9 +92,9 @@ class EngineLoad:
     """The running answers of an engine, as the sum of their curves; answers can be added and removed.
 
     Args:
-        widths: Tokens of each range.
-        token_times: Seconds for a token of each answer while 0, 1, 2, … answers are running; the last entry stands for
-            any larger number.
+        widths: Length of each range in tokens.
+        token_times: Seconds for one token of each answer while 0, 1, 2, … answers are running. The last entry stands
+            for any larger number of answers.
         curves: Curves of the answers that the engine runs.
     """
 
@@ -201,7 +202,7 @@ def _course(widths: Sequence[float], times: Sequence[float], expected: list[floa
 
 
 def _finish(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> float:
-    # Runs for each candidate of a decision: code that is shared with _course would take 1.2 times as long.
+    # This runs for each candidate of a decision. If it shared code with _course, it would take 1.2 times as long.
     total, last, expm1 = 0.0, len(times) - 1, math.expm1
     for width, number, log_none in zip(widths, expected, none, strict=True):
         if number < 1e-9:

@@ -1,7 +1,7 @@
-"""The rollouts' engines as the store knows them: their places and times, and the answers that will move to them.
+"""What the store knows about the rollouts' engines: their places and times, and the answers that will move to them.
 
-Everything here except the times is volatile, like leases. After a restart of the store, an engine is known again from
-its first request on. Times are a fold over the store's log (:mod:`.token_times`).
+Everything here except the times is volatile, like leases. A store that restarts learns the places of an engine with the
+engine's first request. Times are a fold over the store's log (:mod:`.token_times`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ tokens, a choice costs as much as 32 appends, and 16 choices are made while a se
 
 
 class Known(Struct, frozen=True, gc=False):
-    """An unfinished trajectory: the estimate of its group, and its numbers of tokens after and in the prompt."""
+    """An unfinished trajectory: the estimate of its group, its tokens so far, and the number of prompt tokens."""
 
     estimate: GroupEstimate
     progress: int
@@ -38,8 +38,8 @@ class _Engine(Struct):
     appends: AppendTimes = field(default_factory=AppendTimes)
     requested_back: set[int] = set()
     load: EngineLoad | None = None
-    """The engine's running answers and those that will move to it; None if they have changed since they were added
-    up."""
+    """Sum of the engine's running answers and of those that will move to it; None if these answers have changed since
+    the sum was computed."""
     tokens: int = 0
     """Number of tokens that the engine has appended since its moves were last chosen."""
     weights: int | None = None
@@ -74,7 +74,10 @@ class Engines:
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
     def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
-        """Record that an engine with weights of a step requests work for ``free`` places, until a time in seconds."""
+        """Record that an engine with the weights of step ``weights`` requests work for ``free`` places.
+
+        The request is open until the time ``open_until`` (s).
+        """
         entry = self._engine(engine)
         entry.places = len(self._running(engine)) + free
         entry.weights, entry.open_until = weights, open_until
@@ -93,12 +96,12 @@ class Engines:
         return entry is not None and entry.weights == step
 
     def leased(self, engine: Incarnation, trajectory: int, prefix: int, now: float | None) -> None:
-        """Record that a trajectory was leased to an engine, at a time in seconds if it is known.
+        """Record that a trajectory was leased to an engine at the time ``now`` (s); None if the time is not known.
 
         The engine must read ``prefix`` tokens before it continues the trajectory.
         """
         entry = self._engine(engine)
-        entry.load, entry.open_until = None, -inf  # its request is answered
+        entry.load, entry.open_until = None, -inf  # the engine's request is answered
         if self._forget_reservation(trajectory):
             self._read_before[trajectory] = prefix
         if now is not None:
@@ -170,7 +173,7 @@ class Engines:
         return share([Waiting(each, self._curve(each)) for each in waiting], view, others)
 
     def choose_moves(self, engine: Incarnation) -> None:
-        """Choose which of its trajectories an engine should hand over, and reserve them for other engines.
+        """Choose which trajectories an engine should hand over, and reserve these trajectories for other engines.
 
         Call it only while no trajectory waits for an engine.
         """
@@ -225,7 +228,7 @@ class Engines:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         times = self._times(engine)
-        if entry.load is None or not times.observed:  # assumed times change with those of others
+        if entry.load is None or not times.observed:  # times taken from other engines may change
             here = sorted({*(running - entry.requested_back), *coming})
             table = times.table_among(map(self._times, self._engines))
             entry.load = EngineLoad(self._curves.widths, table, map(self._curve, here))

@@ -5,16 +5,16 @@ the prompt. It is estimated from four sources, each weighted by the inverse of i
 too. The sources are:
 
 - a prediction from the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression of earlier
-  observations on their predictions. If the predictions have been useless, every prompt gets the mean;
+  observations on their predictions. If the two do not correlate, the mean of all prompts replaces the prediction;
 - the same prompt's earlier answers;
 - the finished answers of the same group;
 - the progress of the group's running answers, a lower bound of their lengths.
 
 An answer that was cut by ``max_new_tokens``, or because its group was dropped, is *censored*: only a lower bound of its
-length is known. Its logarithm counts as the expected value above that bound. If all answers are cut, each such value
-raises the next one. Means and variances are therefore bounded.
+length is known. The expected value of the logarithm above this bound replaces the unknown value. If all answers are
+cut, each replaced value raises the next one. Means and variances are therefore bounded.
 
-:class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
+:class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats, so a fold that
 continues from the record gives the same bits as a fold over all facts.
 """
 
@@ -33,7 +33,7 @@ from .prompt_regression import PromptRegression, RegressionState
 RETAINED_PROMPTS = 65_536
 """Number of most recent prompts whose earlier answers are remembered; each takes 24 bytes in a record."""
 _HORIZON_GROUPS = 128
-"""Number of groups over which statistics are averaged. It is limited, because lengths change with the policy."""
+"""Number of groups over which statistics are averaged. The limit exists because lengths change with the policy."""
 _FIRST_GROUPS = 16
 """Number of observed groups below which all prompts have the same expected length."""
 _LONGEST_SHARE = 0.2
@@ -54,8 +54,8 @@ _MAX_SLOPE = 1.25
 """Largest slope of the calibration: large enough to correct predictions that vary too little, too small to amplify
 noise."""
 _MAX_BEYOND_LIMIT = 1.0
-"""Largest excess of the mean logarithm over the logarithm of ``max_new_tokens``. A larger excess would change nothing:
-an answer with e times as many expected tokens as allowed is cut anyway."""
+"""Largest excess of the mean logarithm over the logarithm of ``max_new_tokens``. A larger excess would change nothing,
+because an answer that is expected to get e times as many tokens as allowed is cut anyway."""
 _MAX_WITHIN = 4.0
 """Largest variance of the logarithm within a group: a standard deviation of 2, which is a factor of 7 in length."""
 _SMALLEST_VARIANCE = 1e-4
@@ -87,7 +87,7 @@ class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
 class LengthState(Struct, array_like=True):
     """All that :class:`Lengths` has learned.
 
-    ``moments``, ``means`` and ``counts`` are float64 in the machine's byte order, ``prompts`` are 8-byte keys.
+    ``moments``, ``means`` and ``counts`` are float64 in the machine's byte order. ``prompts`` contains 8-byte keys.
     """
 
     limit: int
@@ -113,9 +113,9 @@ class Lengths:
         self._regression = PromptRegression(state.regression if state else None)
         self._moments = _Moments(state.moments if state else None)
         self._newest: deque[tuple[float, float]] = deque(maxlen=_HORIZON_GROUPS)
-        """For each of the newest groups, its mean logarithm as (expected before its answers began, observed)."""
+        """Mean logarithm of each of the newest groups, as (value expected before its answers began, observed value)."""
         self._history: dict[bytes, tuple[float, float]] = {}
-        """For each prompt, (mean logarithm, number of answers that it counts for); the most recent prompt is the
+        """For each prompt, (mean logarithm, number of answers as which this mean counts). The most recent prompt is the
         last."""
         if state:
             self.limit = state.limit
@@ -136,7 +136,7 @@ class Lengths:
 
     # ── learning ───────────────────────────────────────────────────────────────────────────────────────────────────
     def observe(self, prompt: Sequence[int], answers: Iterable[Answer]) -> None:
-        """Learn the lengths of a group, whose answers are all done or were cut."""
+        """Learn the lengths of a group, whose answers are all complete, or were cut when the group was dropped."""
         answers = [answer for answer in answers if answer.tokens > 0]
         if not answers:
             return
@@ -176,7 +176,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return an earlier result of :meth:`expect`, but with the present variance within groups."""
+        """Return the estimate with this earlier result of :meth:`expect` and the present variance within groups."""
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
@@ -201,7 +201,7 @@ class Lengths:
 
     @property
     def recall(self) -> float | None:
-        """Share of the longest fifth of the newest groups that was also expected to be the longest fifth.
+        """Share of the longest fifth of the newest groups that was also in the fifth with the longest expected lengths.
 
         In a random order the share is 0.2. None while fewer than :data:`_FIRST_GROUPS` groups were observed.
         """
@@ -392,7 +392,7 @@ class _Moments:
 
     @property
     def drift_variance(self) -> float:
-        """Variance of the change of a prompt's mean between its groups."""
+        """Variance of the change of a prompt's mean logarithm from one of its groups to the next."""
         weight = self._drifts / (self._drifts + 8.0)
         return _FIRST_BETWEEN * (1.0 - weight) + weight * max(0.0, self._drift_square)
 

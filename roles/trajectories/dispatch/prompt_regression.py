@@ -1,8 +1,8 @@
 """Regression of the logarithm of an answer's length on the tokens of its prompt.
 
-The features are the prompt's single tokens and pairs of neighbours, hashed to :data:`FEATURES` weights, and the
-logarithm of its length. The weights are learned with AdaGrad, one group at a time. Only Python's own floats are used,
-in a fixed order, so that equal observations give equal bits.
+The features are the prompt's tokens and pairs of neighbouring tokens, hashed to :data:`FEATURES` weights, and the
+logarithm of the prompt's length. The weights are learned with AdaGrad, one group at a time. Only Python's own floats
+are used, in a fixed order, so that equal observations give equal bits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PromptRegression:
         scale, length = 1 / math.sqrt(len(features) + 1), _log_length(prompt)
         weights, squares = self._weights, self._squares
         if squares[FEATURES + 1] == _FIRST_SQUARE:
-            weights[FEATURES + 1] = log_length  # sets the bias, which AdaGrad would reach after dozens of groups
+            weights[FEATURES + 1] = log_length  # AdaGrad would need dozens of groups to reach this bias
             squares[FEATURES + 1] = 1.0
         for _ in range(_PASSES):
             error = self._predict(features, scale, length) - log_length

@@ -1,6 +1,6 @@
 """Seconds that an engine takes for a token, learned for each rollout from the times of its own appends.
 
-An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
+An engine that runs b answers takes τ(b) seconds for one token of each answer. τ differs between models, GPUs and
 engines, so τ is observed in a rollout's appends rather than looked up in a table of devices. A rollout also pauses (it
 loads weights, or waits for work), so τ is a low quantile of the last observations. τ never decreases as b grows.
 
@@ -33,18 +33,19 @@ _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
 _READ_TOKENS = 256
-"""Shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long as a few new tokens."""
+"""Number of tokens of the shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long
+as a few new tokens."""
 _READ_SHARE = 1 / 16
 """Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
 _MIN_READ_SHARE = 1 / 256
-"""Smallest share that counts: observations of an engine whose cache already has the prefix are near 0."""
+"""Minimum of this share. Observed times are near 0 if the engine's cache already has the prefix."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
     """Times of a rollout, observed in its appends, in the order of observation."""
 
     tokens: tuple[tuple[int, float], ...] = ()
-    """Pairs of (running answers, seconds for one token of each of them)."""
+    """Pairs of (number of running answers, seconds for one token of each answer)."""
     reads: tuple[float, ...] = ()
     """Seconds to read a token of a prefix."""
 
@@ -54,7 +55,7 @@ class TokenTimes:
 
     def __init__(self) -> None:
         self._ranges: dict[int, deque[tuple[int, float]]] = {}
-        """Newest (running answers, seconds per token), by range of b; each range is half an octave."""
+        """Newest (number b of running answers, seconds per token), by range of b. Each range is half an octave."""
         self._reads: deque[float] = deque(maxlen=_RECENT)
         self._table: tuple[float, ...] | None = None
 
@@ -101,7 +102,7 @@ class TokenTimes:
 
     @property
     def table(self) -> tuple[float, ...]:
-        """τ(0) to τ(:data:`MAX_RUNNING`): τ(0) is 0."""
+        """The times from τ(0), which is 0, to τ(:data:`MAX_RUNNING`)."""
         if self._table is None:
             self._table = _tabled(self._points())
         return self._table
@@ -125,11 +126,11 @@ class AppendTimes:
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, int, int]] = {}
-        """For each running answer, (time of its lease or last append, tokens of prefix to read since, running answers
-        then)."""
+        """For each running answer, (time of its lease or last append, tokens of a prefix that the rollout has to read
+        since this time, number of running answers at this time)."""
 
     def leased(self, trajectory: int, prefix: int, running: int, now: float) -> None:
-        """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many run with it."""
+        """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many answers now run."""
         self._last[trajectory] = now, prefix, running
 
     def appended(
@@ -163,10 +164,10 @@ class AppendTimes:
 
 
 def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return τ(0) to τ(MAX_RUNNING), interpolated between these points; outside of them, with the default growth."""
+    """Return τ(0) to τ(MAX_RUNNING), interpolated between the points, and with the default growth outside of them."""
     if not points:
         points = [(1.0, _FIRST_TOKEN_S)]
-    # Computed after most observations: one comprehension for each part is three times as fast as a search for each b.
+    # This runs after most observations. One comprehension per interval is three times as fast as a search for each b.
     ends = [min(math.ceil(running), MAX_RUNNING + 1) for running, _ in points]
     table = [0.0, *_grown(points[0], range(1, ends[0]))]
     for (b1, s1), (b2, s2), end in zip(points, points[1:], ends[1:], strict=False):

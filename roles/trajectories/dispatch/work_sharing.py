@@ -11,10 +11,10 @@ Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the 
 in the order of creation.
 
 A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the gain must be
-large enough: the decrease of the expected time until both engines are done, less the cost of reading the prefix again.
-It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN`. An answer that may become long delays
-either engine equally, so that moving it only for this reason gains nothing. An answer moves again only once its prefix
-is twice as long, so that all its moves together read less than twice its length.
+large enough. The gain is the decrease of the expected time until both engines are done, less the cost of reading the
+prefix again. It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN`. An answer that may become
+long delays either engine equally, so that moving it only for this reason gains nothing. An answer moves again only once
+its prefix is twice as long, so that all its moves together read less than twice its length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ is 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64
-"""Number of the considered answers that are dealt out one by one: the longest, which decide when a step ends."""
+"""Number of the considered answers that are dealt out by expected time: the longest, which decide when a step ends."""
 _CANDIDATES = 2
 """Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
@@ -129,7 +129,7 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
 
 
 def _fill(rest: Sequence[Waiting], loads: Sequence[EngineLoad], places: Sequence[int]) -> list[int]:
-    """Deal out ``rest``, each answer to the engine that is then fastest per token; return the first engine's share."""
+    """Deal out ``rest``, each answer to the engine that then is fastest per token. Return the first engine's share."""
     fastest = [(load.token_time(load.count + 1), index) for index, load in enumerate(loads) if places[index]]
     heapify(fastest)
     dealt, given = [0] * len(loads), []
@@ -190,7 +190,7 @@ def hand_back(
         moves.append(Move(chosen.trajectory, name, gain))
         left.remove(chosen.curve)
         loads[name].add(chosen.curve)
-        del loads[name]  # an engine gets at most one answer per decision: the next append decides again
+        del loads[name]  # an engine gets at most one answer per decision; a later append decides again
         order.remove(chosen)
         finish = left.finish()
     return moves

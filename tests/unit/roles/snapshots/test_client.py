@@ -219,7 +219,7 @@ def test_every_rank_and_every_node_has_its_own_memory(keys: RunKeys, here: Snaps
 def test_no_snapshot_is_kept_until_an_agent_runs_again(keys: RunKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
-        with pytest.raises(SnapshotError, match=r"cannot connect .* a container must share the node's network"):
+        with pytest.raises(SnapshotError, match=r"cannot connect .* in a container, it must use the node's network"):
             client.buffer(1000, 1)
         with snapshot_server(keys):
             keep(client, 2)
@@ -258,7 +258,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
             client.buffer(1000, 1)
         for step in (2, 3):
             with pytest.raises(
-                SnapshotError, match="no answer to the last request; the next request is sent 5 s after it"
+                SnapshotError, match="no answer to the last request, so the next request is sent after a pause of 5 s"
             ):
                 client.buffer(1000, step)
         asked = threading.Event()
