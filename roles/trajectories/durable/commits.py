@@ -22,7 +22,7 @@ decoded, because a log has far more bytes of tokens."""
 def read_commits(folder: Path) -> dict[int, StepCommitted]:
     """Return the commits in the newest log of ``folder``, by step; empty if there is no log or no commit yet.
 
-    A store keeps the commits whose checkpoints are kept; its log may contain older commits too.
+    A store keeps the commits whose checkpoints are kept. Its log may also contain older commits.
 
     Raises:
         LogDamaged: The log cannot be read.

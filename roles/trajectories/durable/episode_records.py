@@ -38,7 +38,7 @@ from .trained_samples import samples
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
 """The records that change one episode."""
 FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
-"""Names of the counts of episodes among the figures of a step. Counts of turns keep their names there."""
+"""Names under which counts of episodes are among the figures of a step. Counts of turns keep their own names."""
 
 
 class EpisodeRecords:
@@ -52,7 +52,7 @@ class EpisodeRecords:
         self._answers = answers
         self.counted = EpisodesCounted()
         self.changed: set[int] = set()
-        """Turns that have grown, ended or been deleted since the reader of this set last cleared it."""
+        """Turns that have grown, ended or been deleted since the reader of this set has cleared it."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
@@ -75,18 +75,19 @@ class EpisodeRecords:
                     self._delete(episode, set(episode.turns))
             case TurnCreated(turn):
                 self._answers[turn] = episode.turns[turn] = TrajectoryState(turn, track.group, turn=record)
-                if record.attempt < episode.attempt or episode.holder is None:  # a takeover follows in a rewritten log
+                # Only in a rewritten log. A TurnTaken follows if the turn was taken over.
+                if record.attempt < episode.attempt or episode.holder is None:
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
-                episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
+                episode.turns[turn] = episode.turns.pop(turn)  # to the end, as turns are in the order of requests
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
             case EpisodeFinished(_, _, counted, reward, later):
                 track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
                 self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for number in episode.turns.keys() - {*counted}:
-                    self._answers.pop(number, None)  # an incomplete ancestor, which rollouts must not extend
+                    self._answers.pop(number, None)  # rollouts must not extend an incomplete ancestor
                     self.changed.add(number)
                 self._count_finished(track, episode)
 
@@ -112,7 +113,7 @@ class EpisodeRecords:
     def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
         """Discard the tokens of a turn that were sampled after the first ``length``.
 
-        A turn that continues after discarded tokens gets these tokens as given tokens.
+        If another turn continues after discarded tokens, it gets these tokens as given tokens.
         """
         assert turn.turn is not None
         whole, end = sampled_tokens(turn), prompt_length(turn) + length
@@ -171,7 +172,7 @@ def records_of(track: TrajectoryState) -> Iterator[Record]:
 
 
 def _first(segments: Iterable[PackedSegment], length: int) -> Iterator[PackedSegment]:
-    """Yield the segments of the first ``length`` sampled tokens."""
+    """Yield the segments that contain the first ``length`` sampled tokens, the last of them cut to this length."""
     for segment in segments:
         if segment.offset < length:
             size = 4 * (length - segment.offset)

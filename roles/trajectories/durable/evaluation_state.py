@@ -22,9 +22,9 @@ from .records import (
 )
 
 RETAINED_RESULTS = 4096
-"""Number of newest results that are kept, for a manager that was not running when they were recorded."""
+"""Number of newest results that are kept. A manager that was not running when they were recorded gets them later."""
 RIGHT_REWARD = 1.0
-"""Lowest reward of an answer that counts as right."""
+"""Minimum reward with which an answer counts as right."""
 
 EvaluationRecord = EvaluationStarted | EvaluationAppended | EvaluationScored | EvaluationFinished
 
@@ -113,7 +113,7 @@ class EvaluationState:
     def metrics(self) -> dict[str, float]:
         """Return the result of the open evaluation, whose answers are all settled, by name (docs/evaluation.md).
 
-        Answers without a score count only as ``unscored``, and prompts without a scored answer do not count.
+        Answers without a score count only in ``unscored``, and prompts without a scored answer do not count.
         """
         by_item: dict[int, list[float]] = {}
         scored = [answer for answer in self.answers.values() if answer.reward is not None]

@@ -1,9 +1,9 @@
 """Groups and trajectories whose data is stored, and how rollouts and reward replicas receive them.
 
 In a job with agents, a trajectory is an *episode*: it has no tokens of its own, but turns. A *turn* is one sampled
-answer: it keeps the first ``offset`` tokens of the path of its parent turn, then come tokens that it was given, then
-the tokens that were sampled. These tokens together are the *path* of the turn. Turns are numbered apart from
-trajectories, from :data:`..records.FIRST_TURN` on, and rollouts extend them as they extend trajectories.
+answer. The *path* of a turn consists of the first ``offset`` tokens of its parent's path, the tokens that the turn was
+given, and the sampled tokens, in this order. Turns are numbered apart from trajectories, from
+:data:`..records.FIRST_TURN` on, and rollouts extend them as they extend trajectories.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrajectoryState(Struct, eq=False):
 
     @property
     def length(self) -> int:
-        """Number of tokens after the prompt or, of a turn, after the tokens that it was given; 0 for an episode."""
+        """Number of sampled tokens: those after the prompt, or after the given tokens of a turn; 0 for an episode."""
         return self.segments[-1].end if self.segments else 0
 
     @property
@@ -69,17 +69,17 @@ class EpisodeState(Struct, eq=False):
     attempt: int = 0
     """Number of the newest attempt; 0 before the first."""
     holder: Incarnation | None = None
-    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed. If an
-    agent outside of the run makes the attempt, the incarnation that requested the episode for it."""
+    """Incarnation that makes the newest attempt or has finished the episode with this attempt; None if the attempt
+    failed. For an agent outside of the run, this is the incarnation that requested the episode for the agent."""
     request: str | None = None
     """Request of the agent outside of the run that makes the newest attempt; None if an agents replica makes it."""
     failures: int = 0
     """Number of attempts that count as failed."""
     turns: dict[int, TrajectoryState] = {}
-    """Turns of the newest attempt, and recorded turns. Once the episode is finished, only the turns that count and
-    their ancestors."""
+    """Turns of the newest attempt, and recorded turns. Once the episode is finished, these are only the turns that
+    count and their ancestors."""
     recorded: set[int] = set()
-    """Turns of earlier attempts, whose process died, that the newest attempt has not taken over."""
+    """Turns that the newest attempt has not taken over from earlier attempts, whose process died."""
     counted: tuple[int, ...] = ()
     """Turns that count, in the order in which the attempt asked for them; empty until the episode is finished."""
     awaits_reward: bool = False
@@ -94,7 +94,7 @@ class EpisodeState(Struct, eq=False):
 
 
 class Group(Struct, eq=False):
-    """A group whose data is still stored: it was not dropped, and no step much later than its own is committed."""
+    """A group whose data is still stored, since it was not dropped and no step much later than its own is committed."""
 
     created: GroupCreated
     trajectories: list[TrajectoryState] = []

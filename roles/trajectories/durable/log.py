@@ -39,8 +39,8 @@ from .records import (
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")
-"""Header of a frame: magic bytes; twice the number of the flush that wrote it, plus one on the last frame of the flush;
-length of the payload; CRC-32 of the other fields and the payload."""
+"""Header of a frame: magic bytes, mark, length of the payload, and CRC-32 of the mark, the length and the payload. The
+mark is twice the number of the flush that wrote the frame, plus one for the last frame of the flush."""
 _MAGIC = b"rrlT"
 
 
@@ -53,9 +53,9 @@ class Superseded(RuntimeError):
 
 
 def read_frames(path: Path) -> Iterator[bytes]:
-    """Yield the payloads in order, except an incomplete last flush.
+    """Yield the payloads in order, except those of an incomplete last flush.
 
-    A crash may leave such a flush behind; none of it was acknowledged.
+    A crash may leave an incomplete flush behind. None of its records was acknowledged.
 
     Raises:
         LogDamaged: Bytes cannot be read although a later flush follows them, so a crash is not the explanation.
@@ -68,9 +68,8 @@ def read_frames(path: Path) -> Iterator[bytes]:
             if frame is None:
                 break
             mark, payload = frame
-            torn = (
-                mark + 1
-            ) // 2  # number of the flush that the next frame belongs to: the next number if this frame ended its flush
+            # Number of the next frame's flush: this frame's flush or, if this frame ends its flush, the next flush.
+            torn = (mark + 1) // 2
             yield payload
         file.seek(at)
         rest = file.read()
@@ -113,7 +112,7 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``; None if there is none."""
+    """Return the number of a flush after ``torn`` of which ``rest`` has a complete frame; None if there is none."""
     at = rest.find(_MAGIC)
     while at >= 0:
         view = memoryview(rest)[at:]
@@ -265,7 +264,7 @@ class DurableState:
                 self.state.apply(decode(payload))
             except LogFormatError as error:
                 raise LogFormatError(f"the trajectory log in {folder} {error}") from error
-        self.state.lengths.limit = max_new_tokens  # the log has the limit of an earlier job spec
+        self.state.lengths.limit = max_new_tokens  # the log may contain another limit, from an earlier job spec
         self._rewrite(self._log.inherited())
 
     def write(self, record: Record) -> None:
@@ -283,7 +282,7 @@ class DurableState:
             self._rewrite(self._log.scan())
 
     def _rewrite(self, past: Iterable[bytes]) -> None:
-        """Rewrite the log with the records that the state needs, and the ``past`` records that only the audit needs."""
+        """Rewrite the log with the records that the state needs, and those of ``past`` that only the audit needs."""
 
         def records() -> Iterator[Record]:
             yield self.state.head()

@@ -25,11 +25,13 @@ FORMAT = 2
 
 
 FIRST_TURN = 2**40
-"""Number of the first turn: turns and trajectories share leases and appends, and no run has as many trajectories."""
+"""Number of the first turn. Turns and trajectories share leases and appends, so their numbers must differ. No run has
+as many trajectories."""
 
 
 FIRST_EVALUATED = 2**50
-"""Number of the first answer of an evaluation: these answers share leases and appends with trajectories and turns."""
+"""Number of the first answer of an evaluation. Its number must differ from those of all trajectories and turns, because
+they share leases and appends."""
 
 
 class LogFormatError(ValueError):
@@ -163,7 +165,7 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
     groups: tuple[int, ...]
     trajectories: int
     ages: dict[int, int] = {}
-    """As in :class:`Binding`."""
+    """Number of tokens of the step by their age in training steps; empty in the log of an older version of rrl."""
     parts: tuple[int, ...] = ()
     """Number of groups of each part; empty if the step was bound as a whole."""
 
@@ -185,13 +187,13 @@ class Metrics(Struct, frozen=True, tag="metrics", array_like=True):
 
 
 class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True):
-    """All that was learned of the lengths of answers up to this record (:mod:`..dispatch.lengths`)."""
+    """All that was learned about the lengths of answers up to this record (:mod:`..dispatch.lengths`)."""
 
     state: LengthState
 
 
 class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True):
-    """Numbers of the run's answers and tokens up to this record. The records of these answers may be deleted."""
+    """Counts of the run's answers and tokens up to this record. The records of these answers may be deleted."""
 
     ended: int = 0
     """Answers that ended or were cut by ``max_new_tokens``, and running answers whose group was dropped as stale."""
@@ -202,7 +204,7 @@ class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True
 
 
 class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
-    """Times of a rollout's engine that its appends have shown. Times of earlier incarnations do not count."""
+    """Times of a rollout's engine, observed in its appends. Times of earlier incarnations do not count."""
 
     incarnation: Incarnation
     observed: Observed
@@ -220,8 +222,8 @@ class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True
     incarnation: Incarnation
     weights: int | None = None
     request: str | None = None
-    """For an agent outside of the run, the request by which it got the episode. The attempt of such an agent does not
-    end with the incarnation. None if an agents replica makes the attempt."""
+    """The request by which an agent outside of the run got the episode; None if an agents replica makes the attempt.
+    The attempt of an agent outside of the run does not end with the incarnation."""
 
 
 class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
@@ -252,7 +254,7 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     messages: tuple[str, ...]
     """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it."""
     options: str = ""
-    """Text of the endpoint, which the store stores but does not read."""
+    """Text from the endpoint, which the store keeps but does not read."""
     sampling: Sampling | None = None
     """How to sample a turn that is not trained; None for any other turn."""
 
@@ -289,15 +291,15 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
     turns: tuple[int, ...]
     reward: float | None = None
     later: bool = False
-    """True if no reward replica scores it, because its reward comes later."""
+    """True if the reward comes later, so that no reward replica scores the episode."""
 
 
 class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=True):
-    """Numbers of the run's episodes and turns up to this record. The records of these episodes may be deleted."""
+    """Counts of the run's episodes and turns up to this record. The records of these episodes may be deleted."""
 
     finished: int = 0
     retried: int = 0
-    """Attempts that began an episode again from its beginning."""
+    """Attempts that began an episode again without turns of an earlier attempt."""
     replayed: int = 0
     """Attempts that could take over turns of an earlier attempt."""
     dropped: int = 0
@@ -306,7 +308,7 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     branches: int = 0
     """Samples of the finished episodes: leaves of their trees of turns."""
     given_tokens: int = 0
-    """Tokens that agents gave to the turns that ``turns`` counts."""
+    """Given tokens of the turns that ``turns`` counts."""
     untrained_turns: int = 0
     """Number of the turns in ``turns`` that were sampled from another policy than the trained one."""
     token_drift: int = 0
@@ -314,10 +316,10 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
 
 
 class EvaluationStarted(Struct, frozen=True, tag="evaluation_started", array_like=True):
-    """Start of the evaluation of a weight version: of step ``step``, published by the trainer's ``incarnation``.
+    """Start of the evaluation of the weights of step ``step`` that the trainer's ``incarnation`` published.
 
-    Its answers have the numbers from ``first`` on: ``samples`` for the first prompt, then those for the next prompt. An
-    evaluation that was started before, and not finished, is abandoned.
+    The answers are numbered from ``first`` on: ``samples`` answers to the first prompt, followed by ``samples`` answers
+    to the next prompt, and so on. An unfinished earlier evaluation is abandoned.
     """
 
     step: int
@@ -336,14 +338,17 @@ class EvaluationAppended(Struct, frozen=True, tag="evaluation_appended", array_l
 
 
 class EvaluationScored(Struct, frozen=True, tag="evaluation_scored", array_like=True):
-    """Scores of answers of the evaluation; the answers in ``failed`` have none and never will."""
+    """Scores of answers of the evaluation. The answers in ``failed`` could not be scored and never get a score."""
 
     scores: tuple[Score, ...]
     failed: tuple[int, ...] = ()
 
 
 class EvaluationFinished(Struct, frozen=True, tag="evaluation_finished", array_like=True):
-    """The result of the evaluation of step ``step``, which is committed. ``next`` is the number of the next answer."""
+    """The result of the evaluation of the committed step ``step``.
+
+    The answers of the next evaluation are numbered from ``next`` on.
+    """
 
     step: int
     incarnation: int

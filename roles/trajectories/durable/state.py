@@ -52,15 +52,17 @@ from .records import (
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
-"""Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. With steps
-of 10 s these are eleven hours of a run, in a few MB."""
+"""Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. If a step
+takes 10 s, these are eleven hours of a run, in a few MB."""
 
 TOKENS_AGED = "tokens_aged_"
-"""Prefix of the names of figures that count a step's tokens of one age; the age in training steps follows it."""
+"""Prefix of the names of figures that count a step's tokens of one age. The prefix is followed by the age in training
+steps."""
 EPISODES_AT_WORK = "episodes_at_work"
 """Name of the figure that counts the episodes whose newest attempt is being made."""
 MAX_COUNTED_AGE = 15
-"""Age from which on all tokens are counted together: without a limit on staleness, ages can be large."""
+"""Age in training steps from which on all tokens are counted together. Without a limit on staleness, ages can be
+large."""
 
 
 class State:
@@ -142,7 +144,7 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 self.unscored += cause is DropCause.UNSCORED
-                if group in self.groups:  # otherwise only the audit needs the record
+                if group in self.groups:  # if not, only the audit needs the record
                     if cause is DropCause.STALE:
                         running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
@@ -245,7 +247,7 @@ class State:
         for trajectory in finished:
             track = self.answers[trajectory]
             track.finished, track.writer = True, incarnation
-            if track.turn is not None:  # turns count when their episode is finished
+            if track.turn is not None:  # turns are counted when their episode is finished
                 self.episode_records.grown(track)
                 continue
             tokens += track.length
@@ -263,7 +265,7 @@ class State:
             track.group.unscored -= 1
 
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
-        """Learn the lengths of a group whose last trajectory is complete, or that is dropped before (``cut``).
+        """Learn the lengths of a group once all its trajectories are complete, or if it is dropped before (``cut``).
 
         Nothing is learned from episodes, because the length of a turn depends on the agent's request, not on the group.
         """
@@ -382,7 +384,7 @@ class State:
     def next_part(self, groups: tuple[int, ...], lacking: int) -> Part:
         """Return the record of the next part of the open step; after this part the step lacks ``lacking`` groups.
 
-        Its digest covers the same values as the digest of a binding, and the digest of the part before.
+        The digest of the part covers the same values as the digest of a binding, and the previous part's digest.
         """
         number, before = self.latest + 1, self.open_parts
         tracks = self._trajectories_of(groups)

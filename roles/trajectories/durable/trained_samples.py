@@ -48,7 +48,7 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
 
 
 def content_digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
-    """Return the digest of ``place`` and of all values of the trajectories on which a step trains."""
+    """Return the digest of the text ``place`` and of all values of these trajectories that a step trains on."""
     content_hash = hashlib.sha256(place.encode())
     for track in tracks:
         content: object = (track.id, track.group.created.prompt, track.segments, track.score)
@@ -78,7 +78,7 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
             runs = sum(1 for _ in groupby(track.segments, _version))
             size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES
         else:
-            for sample in track.episode.samples:  # runs that do not count are also in ``masked``
+            for sample in track.episode.samples:  # ``masked`` lists some of the runs again
                 size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
                 size += _TRAJECTORY_BYTES
     return size
@@ -137,15 +137,14 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
 def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
     """Return the samples of a finished episode, each as its runs of tokens in order, and the drift of tokens.
 
-    The drift is the number of trained tokens in segments whose path, as the trainer reads it, is not what the engine
-    had.
+    The drift is the number of trained tokens in segments for which the trainer reads another path than the engine had.
     """
     assert track.episode is not None
     result: list[list[Run]] = []
     counted: Counter[int] = Counter()
-    """Number of sampled tokens of each turn that an earlier sample has."""
+    """Number of sampled tokens of each turn that are already in an earlier sample."""
     differing: dict[tuple[int, int], int] = {}
-    """For each segment (turn and end) whose digest was compared, the number of its tokens if the digests differ, else
+    """For each segment (turn, end) whose digest was compared, its number of tokens if the digests differ, otherwise
     0."""
     for leaf in leaves(track):
         runs: list[Run] = []
