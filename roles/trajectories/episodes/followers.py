@@ -35,7 +35,7 @@ class TurnFollowers:
 
     Args:
         episodes: The rules that answer the requests.
-        changed: The turns that have changed; this class removes them from the set when it has evaluated their requests.
+        changed: The turns that have changed. This class clears the set whenever it evaluates requests.
     """
 
     def __init__(self, episodes: Episodes, changed: set[int]) -> None:
@@ -44,7 +44,8 @@ class TurnFollowers:
         self._waiting: dict[_Key, _Waiting] = {}
         self._by_turn: dict[int, set[_Key]] = {}
         self._due: list[tuple[float, _Key]] = []
-        """(end of the wait, request) of all requests; entries of answered or repeated requests are skipped."""
+        """(loop time in seconds at which the wait ends, request) of all requests. Entries of answered or repeated
+        requests are skipped."""
         self._arrived: set[_Key] = set()
         self._evaluate_all = False
         self._unnumbered = count(-1, -1)

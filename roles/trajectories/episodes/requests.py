@@ -30,11 +30,11 @@ class LeaseEpisodes(Struct, frozen=True, tag=True):
 
 
 class OpenTurn(Struct, frozen=True, tag=True):
-    """Request to sample an answer. It is durable once it is answered with :class:`TurnOpened`.
+    """Request to sample an answer. The turn is durable once the request is answered with :class:`TurnOpened`.
 
     The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent`` (0 without a parent),
-    and then ``given``. ``request`` identifies the agent's call: if it is repeated within the attempt, the answer names
-    the same turn.
+    and then ``given``. ``request`` identifies the agent's call. If the call is repeated within the attempt, the answer
+    names the same turn.
     """
 
     incarnation: Incarnation
@@ -104,11 +104,11 @@ class FinishEpisode(Struct, frozen=True, tag=True):
     attempt: int
     reward: float | None = None
     later: bool = False
-    """True if the reward comes with a :class:`PostReward`. If it does not come in time, the group is dropped."""
+    """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
 
 
 class PostReward(Struct, frozen=True, tag=True):
-    """The reward of an episode that was finished with ``later``. The first reward is final; it may be repeated."""
+    """The reward of an episode that was finished with ``later``. The first reward is final, but may be sent again."""
 
     incarnation: Incarnation
     episode: int
@@ -120,8 +120,8 @@ class OpenEpisode(Struct, frozen=True, tag=True):
     """Request for an episode for an agent outside of the run.
 
     Answered with :class:`LeasedEpisodes` of one episode, or of none if there is none within ``wait`` seconds. The same
-    ``request`` gets the same episode as long as that attempt lasts. The attempt outlives the incarnation that sent the
-    request, and fails if it takes longer than the job's timeout.
+    ``request`` gets the same episode until the attempt at this episode is over. The attempt outlives the incarnation
+    that sent the request, and fails if it takes longer than the job's timeout.
     """
 
     incarnation: Incarnation
@@ -150,7 +150,7 @@ StoreRequest = Request | EpisodeRequest
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class EpisodeItem(Struct, frozen=True):
-    """An episode leased to an agents replica, or for an agent outside of the run.
+    """An episode that is leased to an agents replica, or to an endpoint for an agent outside of the run.
 
     ``item`` is the index of its prompt in the task.
     """
@@ -204,7 +204,7 @@ class EpisodeTurns(Struct, frozen=True, tag=True):
     """Answer to :class:`GetEpisode`: number of the newest attempt, and its turns in the order of their numbers.
 
     ``recorded`` are the turns of earlier attempts whose process died, in the same order. If the newest attempt repeats
-    the request of one of them, with equal parent, tokens, options and sampling, it takes the turn over.
+    the request of a recorded turn, with equal parent, tokens, options and sampling, it takes this turn over.
     """
 
     attempt: int

@@ -1,11 +1,11 @@
-"""The rules of episodes: how the store leases, retries, finishes and drops them (those of turns: :mod:`.turn_rules`).
+"""The rules of episodes: how the store leases, retries, finishes and drops them. :mod:`.turn_rules` has those of turns.
 
 :class:`Episodes` evaluates one request at a time. It shares records, leases and queues with :class:`..store.Store`.
 Which incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
 
-A rollout with weights that are too old for an episode's group may not begin it (:mod:`..steps.staleness`). In a job
-with agents this is decided when the episode is leased: the group then counts as begun with the newest weights that a
-rollout has reported. So a running agent never waits for the admission of a turn, and agents that occupy all places
+A rollout whose weights are too old for an episode's group may not begin the group (:mod:`..steps.staleness`). In a job
+with agents, the age is checked when the episode is leased: the group then counts as begun with the newest weights that
+a rollout has reported. So a running agent never waits for the admission of a turn, and agents that occupy all places
 cannot block an episode that a step needs.
 """
 
@@ -57,8 +57,8 @@ NO_AGENTS = "the job no longer has agents"
 """Reason for dropping groups of episodes in a job that no longer has agents."""
 
 _MAX_REASON_CHARS = 200
-"""Characters of the reason for a failure that are stored: a reason comes from the code of an agent, and the audit
-counts the dropped trajectories by reason."""
+"""Maximum number of characters that are stored of the reason for a failure. The limit exists because a reason comes
+from the code of an agent, and the audit counts the dropped trajectories by reason."""
 
 
 class EpisodeSettings(Struct, frozen=True):
@@ -67,9 +67,9 @@ class EpisodeSettings(Struct, frozen=True):
     retries: int = 2
     """Number of failed attempts at an episode after which another failure drops its group."""
     on_death: Literal["replay", "again", "drop"] = "replay"
-    """Consequence for an episode if the process that makes an attempt at it dies. With ``replay`` the next attempt
-    takes over the turns that it repeats, with ``again`` it begins without turns, and with ``drop`` the group is
-    dropped. The attempt never counts as failed."""
+    """What happens to an episode if the process that makes an attempt at the episode dies. With ``replay`` the next
+    attempt takes over the turns that it repeats. With ``again`` the next attempt begins without turns. With ``drop``
+    the group is dropped. The attempt whose process died never counts as failed."""
     timeout: float = 1200.0
     """Duration after which an attempt of an agent outside of the run counts as failed."""
     reward_timeout: float = 3600.0
@@ -82,7 +82,7 @@ class StoreRules(Protocol):
     newest_weights: int | None
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        """Return why a request of a worker is not served; None if it is served."""
+        """Return why a worker's request is not served; None if it is served."""
         ...
 
     def create_group(self) -> bool:
@@ -127,7 +127,7 @@ class Episodes:
         self._turns = TurnRules(durable, work)
         self._leases = Leases()
         self._requests: dict[str, int] = {}
-        """Episode by request of an agent outside of the run, for each attempt that is not over."""
+        """By request of an agent outside of the run, the episode that it has got; only while the attempt lasts."""
         self._limits = TimeLimits()
         self._heap: list[tuple[float, int]] = []
         """(step of the weights that the episode's group was begun with, episode) of every episode without an attempt.
@@ -175,7 +175,7 @@ class Episodes:
         for number in sorted(self._leases.release_departed(current)):
             track = self._state.trajectories.get(number)
             if track is None:
-                continue  # the group was dropped for one of its earlier episodes
+                continue  # an earlier pass of this loop has dropped the episode's group
             if self._settings.on_death == "drop":
                 self._rules.drop(track.group, REPLICA_ENDED, DropCause.FAILED)
             else:
@@ -272,16 +272,17 @@ class Episodes:
         before = self._staleness.begun_with(track.group)
         self._work.mark_begun(track.group, weights)
         if self._staleness.begun_with(track.group) != before:
-            self._queue(track.group)  # its other episodes move up in the queue
+            self._queue(track.group)  # the group's other episodes move up in the queue
 
     def _item(self, track: TrajectoryState) -> EpisodeItem:
         created = track.group.created
         return EpisodeItem(track.id, created.group, created.item, _episode(track).attempt)
 
     def _end_attempt(self, track: TrajectoryState, reason: str, failures: int, *, replay: bool = False) -> None:
-        """End an attempt without a result, so that another replica may begin the next one.
+        """End an attempt without a result, so that a replica may begin the next attempt.
 
-        With ``replay``, rollouts continue to extend its turns, so that the next attempt can take them over.
+        With ``replay``, rollouts continue to extend the turns of the attempt, so that the next attempt can take the
+        turns over.
         """
         episode = _episode(track)
         if not replay:
@@ -329,7 +330,7 @@ class Episodes:
         counted = tuple(turn.id for turn in complete)
         self._durable.write(
             EpisodeFinished(number, attempt, counted, reward, request.later)
-        )  # one record, because a crash may occur between two
+        )  # one record, because a crash may occur between two records
         if reward is not None:
             self._rules.scored((number,))
         elif request.later:
@@ -372,7 +373,7 @@ class Episodes:
             return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
         if track.score is not None:
             known = track.score.reward
-            return Done() if known == reward else Denied(f"episode {number} has the reward {known} already")
+            return Done() if known == reward else Denied(f"the reward of episode {number} is {known} and cannot change")
         self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
         self._rules.scored((number,))
         return Done()

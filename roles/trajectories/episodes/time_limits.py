@@ -16,9 +16,9 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._new: list[tuple[float, int, int]] = []
-        """(seconds, episode, attempt) of each limit that begins with the next call of :meth:`expired`."""
+        """(duration in seconds, episode, attempt) of each limit that begins with the next call of :meth:`expired`."""
         self._heap: list[tuple[float, int, int]] = []
-        """(time of its end, episode, attempt) of each limit that has begun."""
+        """(time in seconds at which the limit ends, episode, attempt) of each limit that has begun."""
 
     def begin(self, episode: int, attempt: int, seconds: float) -> None:
         """Begin a time limit of an attempt."""
@@ -30,7 +30,7 @@ class TimeLimits:
         return -inf if self._new else self._heap[0][0] if self._heap else inf
 
     def expired(self, now: float) -> Iterator[tuple[int, int]]:
-        """Yield episode and attempt of each limit that is over, once."""
+        """Yield episode and attempt of each limit that has ended since the last call."""
         for seconds, episode, attempt in self._new:
             heappush(self._heap, (now + seconds, episode, attempt))
         self._new.clear()

@@ -1,8 +1,8 @@
-"""The rules of turns: how they are opened, taken over from a recorded attempt, ended, followed and shown.
+"""The rules of turns: how they are opened, taken over from an earlier attempt, ended, followed and shown.
 
-A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. The parent of the
-turn may still be a recorded turn, because agents that run concurrently in an episode may send their requests in another
-order than before.
+A request takes over a recorded turn of an earlier attempt if it equals the request that opened the turn. The parent of
+the turn may still be a recorded turn, because agents that run concurrently in an episode may send their requests in
+another order than before.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class TurnRules:
         return TurnOpened(number)
 
     def end(self, request: EndTurn) -> Done | Denied:
-        """End an answer after some of its tokens, and end its lease."""
+        """End the answer of a turn after the first ``length`` tokens of the request, and end the turn's lease."""
         turn = self._current(request.turn)
         if isinstance(turn, Denied):
             return turn
         if not 1 <= request.length <= turn.length:
-            return Denied(f"turn {turn.id} cannot end after {request.length} tokens: it must be 1 to {turn.length}")
+            return Denied(f"turn {turn.id} cannot end after {request.length} tokens: give 1 to {turn.length}")
         if turn.finished and request.length == turn.length:
-            return Done()  # a repeated request, or the answer ends there by itself
+            return Done()  # the request is repeated, or the answer ended at this token by itself
         assert turn.turn is not None
         if self._state.trajectories[turn.turn.episode].finished:
-            return Denied(f"turn {turn.id} is complete, and its episode is finished", fenced_attempt=True)
+            return Denied(f"turn {turn.id} cannot be ended: its episode is finished", fenced_attempt=True)
         self._work.withdraw([turn])
         self._durable.write(TurnEnded(turn.id, turn.turn.episode, request.length))
         return Done()
@@ -89,7 +89,7 @@ class TurnRules:
         if isinstance(turn, Denied):
             return turn
         if not 0 <= offset <= turn.length:
-            return Denied(f"the offset {offset} is invalid: turn {number} allows 0 to {turn.length}")
+            return Denied(f"offset is {offset}; it must be 0 to {turn.length}, the sampled tokens of turn {number}")
         if offset == turn.length and not turn.finished:
             return NotReady()
         tokens: list[int] = []
@@ -117,7 +117,7 @@ class TurnRules:
 
 
 def shown_turns(episode: EpisodeState, without: AbstractSet[int]) -> EpisodeTurns:
-    """Return the newest attempt at an episode, its turns and the recorded ones, except those in ``without``."""
+    """Return the newest attempt at an episode, its turns and the recorded turns, except the turns in ``without``."""
     recorded = [episode.turns[number] for number in sorted(episode.recorded)]
     made = sorted(episode.made, key=lambda turn: turn.id)
     return EpisodeTurns(episode.attempt, _shown(made, without), _shown(recorded, without))
@@ -135,7 +135,7 @@ def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple
 
 
 def _content(created: TurnCreated) -> tuple[object, ...]:
-    """Return the fields of a turn's request that are equal in a repeated request."""
+    """Return the fields of a turn that must equal those of a request that repeats the turn's request."""
     return (
         created.request, created.parent, created.offset, created.given, created.max_new, created.options,
         created.sampling,
@@ -155,7 +155,7 @@ _PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2,
 _ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: value >= 0, "at least 0"),
     "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
-    "top_k": (lambda value: value >= -1, "-1 or 0 for all tokens, or their number"),
+    "top_k": (lambda value: value >= -1, "-1 or 0 for all tokens, or a number of tokens"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
@@ -171,10 +171,10 @@ def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:
     longest = 0
     if request.parent is not None:
         if request.parent not in episode.turns or request.parent in episode.recorded:
-            return f"turn {request.parent} is not one of attempt {request.attempt} at episode {request.episode}"
+            return f"parent {request.parent} is not a turn of attempt {request.attempt} at episode {request.episode}"
         longest = path_length(episode.turns[request.parent])
     if not 0 <= request.offset <= longest:
-        return f"offset is {request.offset}; the path of the parent has {longest} tokens"
+        return f"offset is {request.offset}; it must be 0 to {longest}, the number of tokens of the parent's path"
     if not request.offset and not request.given:
         return "a turn needs at least one token before its answer"
     return None

@@ -210,7 +210,7 @@ def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(pro
             await rollout.append([segment(trained)], [trained])
             await one.finish_episode(item.episode, 1, None, later=True)
             await other.post_reward(item.episode, 1, 0.5)
-            with pytest.raises(Refused, match="has the reward"):
+            with pytest.raises(Refused, match="and cannot change"):
                 await one.post_reward(item.episode, 1, 1.0)
 
     asyncio.run(main())

@@ -153,7 +153,7 @@ def test_late_reward_is_accepted_once(store: Store, tmp_path: Path) -> None:
     assert _post(store, items[1], 0.25) == Done(), "a repeated reward was refused"
     second = _post(store, items[1], 0.5)
     assert isinstance(second, Denied)
-    assert "has the reward 0.25 already" in second.why
+    assert "is 0.25 and cannot change" in second.why
     assert [one.reward for one in bind(store, 1).trajectories] == [0.0, 0.25, 0.5, 0.75]
 
 

@@ -223,7 +223,7 @@ def test_recorded_turn_is_neither_followed_nor_continued_until_it_is_taken_over(
     assert is_over(answer(store, Follow(who, first, 0)))
     refused = answer(store, OpenTurn(who, again.episode, 2, "new", first, 4, (9,), 4))
     assert isinstance(refused, Denied)
-    assert "is not one of attempt 2" in refused.why
+    assert "is not a turn of attempt 2" in refused.why
 
 
 def test_replayed_attempts_are_counted_apart_from_restarted_ones(store: Store) -> None:

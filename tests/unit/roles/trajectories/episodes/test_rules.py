@@ -206,10 +206,10 @@ def test_repeated_request_opens_one_turn_and_another_request_a_second(store: Sto
 @pytest.mark.parametrize(
     ("parent", "offset", "given", "max_new", "words"),
     [
-        (None, 1, (2,), 4, "offset is 1; the path of the parent has 0 tokens"),
-        (FIRST_TURN, 5, (2,), 4, "offset is 5; the path of the parent has 4 tokens"),
+        (None, 1, (2,), 4, "offset is 1; it must be 0 to 0, the number of tokens of the parent's path"),
+        (FIRST_TURN, 5, (2,), 4, "offset is 5; it must be 0 to 4, the number of tokens of the parent's path"),
         (FIRST_TURN, -1, (2,), 4, "offset is -1"),
-        (FIRST_TURN + 7, 0, (2,), 4, "is not one of attempt 1 at episode 0"),
+        (FIRST_TURN + 7, 0, (2,), 4, "is not a turn of attempt 1 at episode 0"),
         (None, 0, (), 4, "at least one token"),
         (None, 0, (2**40,), 4, "malformed tokens"),
         (None, 0, (2,), 0, "max_new is 0; it must be 1 to 4"),
