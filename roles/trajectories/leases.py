@@ -34,7 +34,7 @@ class Membership:
     def update(self, current: Iterable[Incarnation]) -> None:
         """Replace the current incarnations.
 
-        An incarnation that was current before, is not current now, and has no successor, counts as departed.
+        An incarnation counts as departed if it was current before, is not current now, and has no successor.
         """
         before, self.current = self.current, frozenset(current)
         self._departed = {
@@ -136,10 +136,10 @@ def _needs_score(track: TrajectoryState) -> bool:
 class WorkQueue:
     """The unfinished trajectories of a store: their leases to rollouts, and which trajectory is leased next.
 
-    The trajectories are ordered by the last step that may train their group, then by batch, then by expected length,
-    the longest first, then by number. Without a limit on staleness the last step is the same for all. If lengths are
-    not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the first
-    trajectories among rollouts, and decides which running ones move.
+    The trajectories are ordered by the last step that may train their group, then by batch, then by expected length
+    (the longest first), then by number. Without a limit on staleness the last step is the same for all trajectories. If
+    lengths are not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the
+    first trajectories among rollouts, and decides which running trajectories move.
 
     Args:
         state: The store's state, which this class only reads.
@@ -158,7 +158,7 @@ class WorkQueue:
         self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
         self._estimates: dict[int, GroupEstimate] = {}
         """Estimates of unfinished groups, by number. The estimate of a group is removed when an answer of the group
-        grows; all are removed when any answer ends, because the store may learn from it."""
+        grows. All estimates are removed when any answer ends, because the store may learn from the answer's length."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -187,7 +187,7 @@ class WorkQueue:
         heappush(self._heap, self._entry(track))
 
     def mark_begun(self, group: Group, weights: int | None) -> None:
-        """Count the group as begun with the weights of this step; its other trajectories move up in the queue."""
+        """Count the group as begun with the weights of this step, and move its other trajectories up in the queue."""
         if self._staleness.mark_begun(group, weights):
             for track in group.answers:
                 if not track.finished and self.leases.holder(track.id) is None:
@@ -211,7 +211,10 @@ class WorkQueue:
         return self._state.lengths.separates
 
     def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
-        """Record that a rollout with weights of a step requests work for ``free`` places, until a time in seconds."""
+        """Record that a rollout with the weights of step ``weights`` requests work until the time ``open_until`` (s).
+
+        The rollout has ``free`` free places.
+        """
         self._engines.requested(incarnation, free, weights, open_until)
 
     def lease(
@@ -253,7 +256,7 @@ class WorkQueue:
         return leased
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
-        """Return the rollout that has computed the prefix of a turn with its present weights; None if there is none."""
+        """Return the rollout that has computed a turn's prefix with the weights that it still has; None without one."""
         if track.turn is None or track.turn.parent is None:
             return None
         parent = parent_of(track)
@@ -270,7 +273,7 @@ class WorkQueue:
         return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
-        """Return whether a trajectory is waiting that is not reserved for another rollout."""
+        """Return whether any waiting trajectory is not reserved for another rollout."""
         popped = []
         while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
             popped.append(heappop(self._heap))
@@ -281,9 +284,9 @@ class WorkQueue:
     def appended(
         self, incarnation: Incarnation, segments: Iterable[PackedSegment], ended: Iterable[int], now: float | None
     ) -> TimesObserved | None:
-        """Record an append, and the trajectories that are complete with it, whose leases end.
+        """Record an append, and end the leases of the trajectories that are complete with it.
 
-        Returns the observations of the rollout's times that follow from the append. The caller must write them.
+        Returns the times of the rollout that this append shows, which the caller must write to the log.
         """
         tokens: dict[int, int] = {}
         for packed in segments:
@@ -311,8 +314,8 @@ class WorkQueue:
     def hand_back(self, incarnation: Incarnation, *, more: bool) -> tuple[int, ...]:
         """Return which trajectories a rollout should hand over so that all answers end earlier.
 
-        No trajectory is chosen while others wait or ``more`` groups may be created, because this new work then gets the
-        free places.
+        No trajectory is chosen while other trajectories wait or ``more`` groups may be created, because such new work
+        then gets the free places.
         """
         if self._state.lengths.informed and not more and not self.waits_for(incarnation):
             self._engines.choose_moves(incarnation)

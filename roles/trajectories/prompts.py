@@ -36,13 +36,13 @@ class ItemPrompts:
     """Makes the prompt of each item of a run.
 
     Args:
-        make: Makes the prompt of one item. It is user code: any exception it raises concerns only that item.
+        make: Makes the prompt of one item. It is user code, so any exception that it raises concerns only this item.
     """
 
     def __init__(self, make: Callable[[int], Prompt]) -> None:
         self._make = make
         self._made: dict[int, Prompt | None] = {}
-        """Prompts of ordered items that were not returned yet."""
+        """Prompts that :meth:`order` has made and :meth:`prompt` has not returned yet; None for an item without one."""
         self._failures_in_a_row = 0
         self._reported = False
         """True once this process has reported a failure; further failures are only counted in the audit."""
@@ -143,15 +143,15 @@ class GroupMaker:
 # ── faults of the scorer ───────────────────────────────────────────────────────────────────────────────────────────
 FAULTS_WINDOW = 32
 """Number of newest groups among which the faults of the scorer are counted. If the scorer fails for more than half of
-these groups, its code is considered faulty, rather than a few answers. A scorer that fails for a tenth of all groups
-has seventeen faults among thirty-two with a probability below 1e-8."""
+these groups, the code of the scorer is considered faulty, rather than a few answers. If a scorer fails for a tenth of
+all groups, the probability of seventeen faults among thirty-two groups is below 1e-8."""
 
 
 class ScorerFaults:
     """Counts the newest groups that faults in the scorer's own code have dropped.
 
-    It is volatile: after a restart of the store, and so after `rrl resume` with a corrected scorer, the count begins
-    again.
+    The count is volatile: it begins again after a restart of the store, and so after `rrl resume` with a corrected
+    scorer.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class ScorerFaults:
 
     @property
     def prevailing(self) -> int:
-        """Number of groups that faults have dropped, if more than half of the window; else 0."""
+        """Number of groups that faults have dropped, if these are more than half of the window; otherwise 0."""
         faults = sum(self._newest)
         return faults if 2 * faults > FAULTS_WINDOW else 0
 

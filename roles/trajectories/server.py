@@ -98,14 +98,14 @@ _STOP_POLL_S = 0.2
 
 
 _EMPTY = (NotReady(), Leased(()), Scoring(()), LeasedEpisodes(()))
-"""Answers without a result: one of them is sent only after the ``wait`` of the request is over."""
+"""Answers without a result. Such an answer is sent only after the ``wait`` of its request is over."""
 _OUTDATED = Leased((), outdated=True)
-"""Answer that is sent without a wait: the rollout must receive newer weights before it repeats its request."""
+"""Answer without a result that is sent at once, because the rollout must first receive newer weights."""
 _NO_WORK = (*_EMPTY, _OUTDATED)
 """Answers that do not count as progress of the store."""
 WEIGHTS_WARNING_AFTER_S = 300.0
-"""Seconds for which trainer and rollouts may both wait before the missing newer weights are reported: longer than the
-transfer of the largest models takes."""
+"""Seconds for which trainer and rollouts may both wait before a warning reports that newer weights are missing. The
+transfer of the largest models takes less time."""
 
 
 NOTE_AFTER_S = 5.0
@@ -116,8 +116,8 @@ NOTE_INTERVAL_S = 30.0
 REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
 UNTAKEN_AFTER_S = 10.0
-"""Seconds without a request for data, after which the trainer is considered not to request any. A trainer that waits
-repeats its request at once; each request waits for 1 s (5 s by default in :class:`TrajectoryClient`)."""
+"""Seconds without a request for data after which the trainer is considered to request no data. A trainer that waits
+repeats its request at once. Each request waits for 1 s (5 s by default in :class:`TrajectoryClient`)."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 
@@ -157,7 +157,7 @@ class Server:
         self._unbound: tuple[int, int | None] | None = None
         """Step and part (None for the whole step) that the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
-        """Loop time (s) of the next note on that request."""
+        """Loop time (s) of the next note on the unbound step or part."""
         self._next_note_at = 0.0
         """Loop time (s) before which no further note is made."""
         self._noted = False
@@ -168,9 +168,10 @@ class Server:
         self._woken = asyncio.Event()
         self._stopping = False
         self._data_requested_at = -math.inf
-        """Loop time (s) of the newest round with an open request of the current trainer for data."""
+        """Loop time (s) of the newest round in which a request of the current trainer for data was open."""
         self._weights_missing_since: float | None = None
-        """Loop time (s) since which trainer and rollouts wait only for newer weights; inf once that was reported."""
+        """Loop time (s) since which trainer and rollouts wait only for newer weights. It is inf once a warning has
+        reported this wait, and None if they do not wait."""
 
     def update_membership(self, current: frozenset[Incarnation]) -> None:
         """Replace the current incarnations; the change is durable before any later answer is sent."""
@@ -208,7 +209,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # awaited first: a round may replace the list
+            incoming = await self._listener.receive()  # first, because a round may replace the list
             self._arrived.append(incoming)
             self._woken.set()
 
@@ -284,7 +285,7 @@ class Server:
         return encoded[wanted]
 
     def _note_wait(self, now: float) -> None:
-        """Pass to ``note``, at intervals, what the trainer waits for, and an empty text when the wait is over."""
+        """Pass to ``note``, at intervals, a text that says what the trainer waits for, or "" when the wait is over."""
         if self._unbound is None and self._noted:
             self._noted = False
             self._note("")
@@ -310,7 +311,7 @@ class Server:
 
 
 def _precedence(parked: _Parked) -> int:
-    """Return the rank of a request in its round: requests that may let others succeed come before these others.
+    """Return the rank of a request in its round: a request comes first if other requests may succeed because of it.
 
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """
@@ -351,7 +352,7 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
 
 
 def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int], Prompt], EvaluationSettings | None]:
-    """Return the function that makes the prompt of an item, and the settings of evaluations (None: the job has none).
+    """Return the function that makes the prompt of an item, and the settings of evaluations; None if there are none.
 
     Ends the process if the model or a task is invalid, or if the first items have no prompts. The returned function
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
@@ -431,7 +432,7 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
     epoch = me.launch.incarnation.number
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
     server = Server(store, listener, me.progress, me.note, cleaner.update, me.idle)
-    store.flush()  # makes a result durable that opening the store has recorded
+    store.flush()  # opening the store may have recorded the result of an evaluation
     reports = EvaluationReports(store.evaluations, me.report_evaluation)
 
     def on_peers(peers: Peers) -> None:
@@ -448,7 +449,7 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
                 me.confirm_untaken_data()
         server.stop()
 
-    me.on_probe(lambda: store.warning() or "its loop is running")  # called in the thread of this loop
+    me.on_probe(lambda: store.warning() or "the store's loop is running")  # called in its thread
     watching = asyncio.create_task(watch())
     try:
         if me.peers is not None:

@@ -2,9 +2,9 @@
 
 The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
 newest step that is bound completely. The open step may have parts already. A trainer that does not wait for whole
-batches requests part 0, 1, … of the step, and each request takes the groups that are complete at this time. So the pace
-of the trainer determines into which parts a step is cut. A part never changes, and neither does the number of groups of
-a step that has parts.
+batches requests part 0, 1, … of the step, and each part gets the groups that are complete when it is requested. So the
+pace of the trainer determines into which parts a step is cut. A part never changes. The number of groups of a step that
+has parts never changes either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredM
 from .staleness import StalenessLimit
 
 PARTS_PER_STEP = 8
-"""Maximum number of parts of a step, unless the job sets the size of a part or messages are too small."""
+"""Maximum number of parts of a step, unless the job sets the size of a part, or a part does not fit into a message."""
 METRICS_PER_ANSWER = 256
 """Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 
@@ -35,8 +35,8 @@ class Bindings:
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
         groups_per_batch: Number of groups that a step trains.
-        groups_per_part: Number of groups that a part has at least, except for the last part of a step; None for an
-            eighth of a step.
+        groups_per_part: Minimum number of groups of a part, except for the last part of a step. If None, the minimum
+            is an eighth of a step.
         max_part_bytes: Size of a part in bytes above which the part is cut into two. A part of one group is never cut.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
         checkpoint_every: Maximum number of steps of one commit.
@@ -55,7 +55,7 @@ class Bindings:
         self._keep_uncommitted, self._checkpoint_every = keep_uncommitted, checkpoint_every
         self._ready: list[tuple[float, int]] = []
         """(step of the weights that the group was begun with, group) of every complete group that is not bound."""
-        self._complete_open_step()  # a crash may have prevented the binding after the last part
+        self._complete_open_step()  # a crash may have prevented the binding after a last part
 
     # ── complete groups ────────────────────────────────────────────────────────────────────────────────────────────
     def rebuild(self) -> None:
@@ -129,11 +129,11 @@ class Bindings:
         return None
 
     def _check_open(self, number: int) -> NotReady | Denied | None:
-        """Return why no group can be bound to step ``number``, whichever groups are complete; None if some can."""
+        """Return why no group can be bound to step ``number``; None if a complete group could be bound to it."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(
-                f"batch {number} is out of order: step {committed} was committed last, step {latest} bound last"
+                f"batch {number} is out of order: step {committed} was committed last, and step {latest} bound last"
             )
         return NotReady() if latest - committed > self._keep_uncommitted else None
 
@@ -178,7 +178,7 @@ class Bindings:
             index: Part of the step that the trainer requested; None for the batch.
             holder: Returns the rollout that a trajectory is leased to; None without a lease.
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
-            published: Whether a weight version is known that the trainer has published.
+            published: True if the store has learned of a weight version that the trainer has published.
         """
         if number in self._state.bindings or (index is not None and index < len(self._state.open_parts)):
             return None
@@ -192,8 +192,8 @@ class Bindings:
         missing = least - len(self._ready)
         if not (published or self._state.groups or self._state.latest):
             return (
-                "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not"
-                " been called; call it before the first batch"
+                "the trainer waits for answers, and the rollouts wait for its first weights: me.publish(step, tensors)"
+                " has not been called; call it before the first batch"
             )
         if (weights := self._staleness.blocking_weights(least)) is not None:
             is_any_welcome = index is not None and missing > 0
@@ -204,7 +204,7 @@ class Bindings:
         oldest = self._staleness.oldest_allowed
         if oldest is not None and newest_weights is not None and newest_weights < oldest:
             return (
-                f"the trainer waits for step {number}, the rollouts for weights newer than those of step"
+                f"the trainer waits for step {number}, and the rollouts wait for weights newer than those of step"
                 f" {newest_weights}: the trainer must publish at least once in {self._staleness.publish_every} steps"
             )
         bound = sum(len(part.groups) for part in self._state.open_parts)
@@ -212,7 +212,7 @@ class Bindings:
         return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     def has_data(self) -> bool:
-        """Return whether the trainer could train now: uncommitted groups are bound, or the next step can be bound."""
+        """Return whether the trainer could train now, because groups of an uncommitted step are or can be bound."""
         if self._state.latest > self._state.committed or self._state.open_parts:
             return True
         return self._bindable() >= self.lacking

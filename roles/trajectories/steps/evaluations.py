@@ -6,8 +6,8 @@ An evaluation of step s belongs to one weight version, and to the time between t
   before any other work; a token of another version is refused.
 - The trainer gets no data of step s + 1 before each answer has a score (or cannot be scored). So the trainer publishes
   no newer version during the evaluation, and a rollout that replaces a failed one receives the weights of step s.
-- Its result is recorded once step s is committed (for s = 0 at once). A trainer that is restarted begins the
-  evaluation again, since it may compute step s again; a result that is recorded is never replaced.
+- Its result is recorded once step s is committed (for s = 0 at once). If the trainer restarts before the result is
+  recorded, the evaluation begins again, since the trainer may compute step s again. A recorded result never changes.
 
 Answers of an evaluation are durable like trajectories, but belong to no group, so that no step can train on them.
 """
@@ -117,7 +117,10 @@ class Evaluations:
         if not self.awaited(step, self._durable.state.fences.get(TRAINER, -1)):
             return None
         if self._current is None or self._current.step != step:
-            return f"the trainer waits for the evaluation of step {step}, the rollouts for the weights of this step"
+            return (
+                f"the trainer waits for the evaluation of step {step}, and the rollouts wait for the weights of this"
+                " step"
+            )
         count = len(self._state.answers)
         done = f"{count - self._state.unsettled} of {count} answers are scored"
         return f"the trainer waits for the evaluation of step {step}: {done}"
@@ -212,8 +215,8 @@ class Evaluations:
 
         Returns:
             A function that appends the segments, to be called only if no answer of the append is lost; and the numbers
-            of the lost answers. An answer is lost if the incarnation may not write it, or if its segments neither
-            continue nor repeat the stored ones, or are of another weight version.
+            of the lost answers. An answer is lost if the incarnation may not write it, if its segments neither continue
+            nor repeat the stored segments, or if its segments are of another weight version.
         """
         segments = [segment for segment in packed if is_evaluated(segment.trajectory)]
         finished = [number for number in finished if is_evaluated(number)]

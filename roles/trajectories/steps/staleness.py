@@ -26,8 +26,9 @@ last step first; Hall's condition). With ``late = "wait"`` every change preserve
 
   The store takes no more groups than (**) allows, and if these are fewer than a part needs, it postpones the part. For
   v = L - N, (**) says that the step keeps a place for every incomplete group that no later step may train.
-- The last part of a step, or a step that is bound as a whole, is the case m = F. Then (*) says that no group begun with
-  the weights of step L - N is left, and nothing else changes if L + 1 is written for L, and P for F.
+- The last part of a step, or a step that is bound as a whole, is the case m = F. Then (*) for v = L - N says that no
+  group begun with these weights is left. For later v, (*) is the same condition when step L + 1 has become the newest
+  bound step: L + 1 replaces L, and P replaces F.
 - An append with older weights than the lease was granted for can violate (*) only after a restart of the store, which
   forgets leases. The store then takes the trajectory away and leases it again; one append is lost, not the group.
 - A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit. It
@@ -55,7 +56,7 @@ from ..durable.groups import Group
 from ..durable.state import State
 
 _WARNING_WINDOW_BATCHES = 10
-"""The share of dropped groups is evaluated whenever so many batches of groups have been trained or dropped."""
+"""Number of batches of groups that are trained or dropped between two evaluations of the share of dropped groups."""
 
 
 class StalenessLimit:
@@ -128,7 +129,7 @@ class StalenessLimit:
 
     # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allows(self, group: Group | None, weights: int | None) -> bool:
-        """Return whether a rollout with weights of this step may work on ``group`` (None: on a new group).
+        """Return whether a rollout with weights of this step may work on ``group``, or on a new group if it is None.
 
         A rollout that did not report its weights (None) may work on any group.
         """
@@ -149,8 +150,8 @@ class StalenessLimit:
     def bindable(self) -> float:
         """Return how many complete groups the open step may take now without violating (*).
 
-        The groups are taken in the order of their last steps. The result, which may be larger than the number of
-        complete groups, is inf with ``late = "drop"`` or without a limit.
+        The groups are taken in the order of their last steps. The result may be larger than the number of complete
+        groups. It is inf with ``late = "drop"`` or without a limit.
         """
         return min((count for _, count in self._bindable_by_weights()), default=inf)
 
@@ -158,8 +159,7 @@ class StalenessLimit:
         """Return the step of the weights whose groups must be complete before ``least`` groups can be bound.
 
         If ``least`` groups were bound now, the remaining steps would have too few places for the groups that were begun
-        with these or older weights. Returns None if no such groups prevent the binding, which is always so with
-        ``late = "drop"``.
+        with these or older weights. Returns None if no group prevents the binding, as always with ``late = "drop"``.
         """
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 
@@ -217,7 +217,7 @@ class StalenessLimit:
 
     @property
     def oldest_allowed(self) -> int | None:
-        """Return the oldest weight version (its step) whose tokens the next step may train on; None without a limit."""
+        """Return the step of the oldest weights whose tokens the next step may train on; None without a limit."""
         return None if self._limit is None else self._state.latest - self._limit
 
     @property
@@ -226,9 +226,9 @@ class StalenessLimit:
         return inf if self._limit is None else self._limit + 1
 
     def _places(self, weights: int) -> int:
-        """Return how many groups fit into the steps that may still train on tokens of weight version ``weights``.
+        """Return how many groups fit into the steps that may still train on tokens of the weights of step ``weights``.
 
-        Only the places that are not bound yet count. The result is 0 if no such step is left.
+        Only places that are not bound yet count. The result is 0 if no further step may train on these tokens.
         """
         assert self._limit is not None
         steps = weights + 1 + self._limit - self._state.latest
@@ -255,7 +255,7 @@ class StalenessLimit:
 
 
 def _decrease(counts: Counter[int], key: int) -> None:
-    """Subtract one from a count, and remove a zero count, so that there are about as many keys as allowed ages."""
+    """Subtract one from a count, and remove it at zero, so that there are about as many keys as allowed ages."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

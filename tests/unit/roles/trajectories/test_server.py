@@ -802,8 +802,8 @@ def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
         script.send_request(0, GetPart(TRAINER, 1, 0, wait=0.0))
         await script.until(lambda: bool(notes))
         assert notes[-1] == (
-            "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not been"
-            " called; call it before the first batch"
+            "the trainer waits for answers, and the rollouts wait for its first weights: me.publish(step, tensors) has"
+            " not been called; call it before the first batch"
         )
         generate(store, at_most=GROUP)
         score(store)
@@ -901,7 +901,7 @@ def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) ->
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop is running")]
+        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "the store's loop is running")]
 
     asyncio.run(story())
 

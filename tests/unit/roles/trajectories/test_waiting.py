@@ -258,7 +258,7 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert answer == store.lease(ROLLOUT, 1, (), 0)
     assert store.wait_reason(3) == (
-        "the trainer waits for step 3, the rollouts for weights newer than those of step 0: the trainer"
+        "the trainer waits for step 3, and the rollouts wait for weights newer than those of step 0: the trainer"
         " must publish at least once in 2 steps"
     )
 
@@ -266,8 +266,8 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
 def test_wait_reason_before_the_first_weights_names_the_call_that_is_missing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert store.wait_reason(1) == (
-        "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not been"
-        " called; call it before the first batch"
+        "the trainer waits for answers, and the rollouts wait for its first weights: me.publish(step, tensors) has"
+        " not been called; call it before the first batch"
     )
     store.report_version(WeightSource(TRAINER, "tcp://trainer", Version(0, TRAINER.number)))
     assert store.wait_reason(1) == f"the trainer waits for {BATCH} more of the {BATCH} groups of step 1"
