@@ -67,13 +67,13 @@ class Store:
         groups_per_batch: Number of groups that a step trains.
         max_ahead_batches: Number of batches that the rollouts may prepare beyond the next batch.
         max_new_tokens: Maximum number of tokens after a prompt.
-        next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
-        keep_uncommitted: Maximum number of steps that are finished while a checkpoint is written.
+        next_prompt: Returns the prompt of an item. If it raises an exception, the item is dropped.
+        keep_uncommitted: Maximum number of steps that may be finished while a checkpoint is written.
         checkpoint_every: Maximum number of steps of one commit.
         staleness: Limit on the age of tokens in training steps (:mod:`.steps.staleness`), or None for no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
-        groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
-            for an eighth of a step.
+        groups_per_part: Minimum number of groups of a part, except for the last part of a step. If None, the minimum
+            is an eighth of a step.
         max_part_bytes: Size of a part in bytes above which the part is cut into two.
         window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
@@ -132,10 +132,10 @@ class Store:
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
-        self.evaluations.finish()  # a crash, or earlier settings, may have prevented it
+        self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
-        self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
+        self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -144,7 +144,7 @@ class Store:
         self._bindings.rebuild()
 
     def flush(self) -> None:
-        """Make everything that was answered since the last flush durable.
+        """Make the records behind all answers since the last flush durable.
 
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
@@ -193,9 +193,9 @@ class Store:
         return self._versions.newest
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not.
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is accepted.
 
-        A fenced trainer is denied, and so is a trainer that reports a version of another incarnation.
+        Reports of a fenced trainer are denied, and reports of a trainer about a version of another incarnation.
         """
         incarnation, version = source.incarnation, source.version
         if not is_publisher(incarnation):
@@ -215,11 +215,11 @@ class Store:
     ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
-        Answers of an evaluation come first, and never together with trajectories.
-        Trajectories that are leased to this incarnation but not in ``holding`` come first, unless ``holding`` is None.
+        Answers of an evaluation come before all trajectories, and are never leased together with them.
+        Trajectories that are leased to this incarnation but not in ``holding`` come next, unless ``holding`` is None.
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
-        ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
-        ``open_until``.
+        ``now`` is the time of the request in seconds; None if the time is unknown. Without work the request stays open
+        until the time ``open_until`` (s).
         """
         if rejection := self.check_worker(incarnation):
             return rejection
@@ -230,7 +230,7 @@ class Store:
                 continue
             current = self._state.answers[trajectory]
             if not current.finished:
-                self._work.leases.assign(trajectory, incarnation)  # the store's restart ended its lease
+                self._work.leases.assign(trajectory, incarnation)  # a restart of the store ended this lease
                 if self._staleness.allows(current.group, weights):
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
@@ -271,7 +271,7 @@ class Store:
 
     @property
     def _may_begin_group(self) -> bool:
-        """True if a request for work may create a group; in a job with agents, only requests for episodes may."""
+        """True if a request for work may create a group. With agents, only requests for episodes create groups."""
         return self._may_create_group and not self._has_agents
 
     @property
@@ -329,7 +329,7 @@ class Store:
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
 
-        If not, its group is dropped; with ``wait_for_late``, the trajectory is offered to another rollout instead.
+        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout.
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
@@ -419,7 +419,7 @@ class Store:
             self.drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Return a warning for the log that was not returned before; None if there is none."""
+        """Return a warning for the log that was not returned before; None if there is no new warning."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:
@@ -439,7 +439,7 @@ class Store:
 
     @property
     def commit_status(self) -> CommitStatus:
-        """The newest commit and the folder of each commit; durable only after :meth:`flush`."""
+        """The newest commit and the folder of each commit. All of them are durable only after :meth:`flush`."""
         return self._bindings.commit_status()
 
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
@@ -455,7 +455,7 @@ class Store:
         return self.bind(incarnation, number, index) or PartBound(self._state.part(number, index))
 
     def bind(self, incarnation: Incarnation, number: int, index: int | None = None) -> NotReady | Denied | None:
-        """Bind to step ``number`` all groups that it lacks or, if ``index`` is given, those of its next part.
+        """Bind to step ``number`` all groups that it lacks or, if ``index`` is given, the groups of its next part.
 
         Returns None if the step, or the part, is bound now or was already. Returns Denied if the trainer is fenced or
         the request is out of order, and NotReady while too few groups can be bound (:mod:`.steps.bindings`).
@@ -481,7 +481,7 @@ class Store:
         return self._bindings.wait_reason(number, index, self._work.leases.holder, self.newest_weights, published)
 
     def has_data(self) -> bool:
-        """Return whether a trainer that requests data would get some (:meth:`.steps.bindings.Bindings.has_data`)."""
+        """Return whether a trainer that requests data would get data (:meth:`.steps.bindings.Bindings.has_data`)."""
         waits = self.evaluations.awaited(self._state.latest, self._state.fences.get(TRAINER, -1))
         return not waits and self._bindings.has_data()
 

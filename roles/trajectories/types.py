@@ -1,8 +1,8 @@
 """Trajectories as values, and the messages between workers and the trajectory store.
 
-The store listens, and every worker connects to it; workers do not exchange trajectories with each other. Every request
-carries the incarnation of its sender, so that the store can refuse a fenced one. Every request is idempotent: a client
-that receives no answer sends the same request again.
+The store listens, and every worker connects to it. Workers do not exchange trajectories with each other. Every request
+carries the incarnation of its sender, so that the store can refuse requests of fenced incarnations. Every request is
+idempotent: a client that receives no answer sends the same request again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Segment(Struct, frozen=True, array_like=True):
     offset: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Log-probabilities of ``tokens`` under the policy that sampled them, stored as float32; as long as ``tokens``."""
+    """Log-probability of each of ``tokens`` under the policy that sampled it, stored as float32."""
     version: Version
     digest: bytes = b""
     """:class:`PathDigest` of all tokens of the trajectory, with its prompt, up to the end of this segment, as the
@@ -55,13 +55,13 @@ class Segment(Struct, frozen=True, array_like=True):
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """The sampling of one turn, where it differs from the job's; each field has the meaning that it has for vLLM.
+    """How to sample one turn, where this differs from the job. Each field has the meaning that it has in vLLM.
 
-    A field that is None means the sampling of the job: its temperature, and no other change of the distribution.
+    If ``temperature`` is None, the job's temperature applies. Any other field that is None changes nothing.
     """
 
     temperature: float | None = None
-    """0 to take the most likely token."""
+    """With 0, the most likely token is taken."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -91,7 +91,7 @@ class ToScore(Struct, frozen=True):
     item: int
     tokens: tuple[int, ...]
     evaluation: bool = False
-    """True for an answer of an evaluation: ``item`` is an item of the evaluation's task."""
+    """True for an answer of an evaluation; ``item`` is then the index in the evaluation's task."""
 
 
 class Score(Struct, frozen=True, array_like=True):
@@ -105,8 +105,8 @@ class Score(Struct, frozen=True, array_like=True):
 class Trajectory(Struct, frozen=True):
     """A complete, scored trajectory as the trainer reads it.
 
-    ``tokens``, ``logprobs`` and ``versions`` have one entry per token. In a job with agents it is one sample of an
-    episode, and several samples may have the same ``id``, score and tokens.
+    ``tokens``, ``logprobs`` and ``versions`` have one entry per token. In a job with agents, an object is one sample of
+    an episode, and several samples may have the same ``id``, score and tokens.
     """
 
     id: int
@@ -159,7 +159,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """The prompt of a sample of an episode, as int32: the tokens before its first trained token. Empty for all other
     trajectories."""
     masked: tuple[tuple[int, int], ...] = ()
-    """As in :class:`Trajectory`."""
+    """The same runs of ``tokens`` as in :class:`Trajectory`: those that must not be trained, as (index, count)."""
 
     @property
     def length(self) -> int:
@@ -168,7 +168,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The runs of tokens that are trained, as (token count, training step). Each masked run is a whole run."""
+        """The trained runs, as (token count, training step). Each entry of ``masked`` is exactly one of ``runs``."""
         masked, runs, at = dict(self.masked), [], 0
         for count, step, _ in self.runs:
             if at not in masked:
@@ -200,7 +200,7 @@ class Part(Struct, frozen=True):
     index: int
     groups: tuple[int, ...]
     digest: str
-    """The digest of the last part is the one that a commit of the step names."""
+    """A commit of the step names the digest of its last part."""
     trajectories: tuple[Trajectory, ...]
     last: bool
     """True for the part that completes the step."""
@@ -239,11 +239,11 @@ class LeaseWork(Struct, frozen=True, tag=True):
     """Request of a rollout for up to ``at_most`` trajectories.
 
     Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
-    trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
-    because the answer that contained it was lost. If it is None, nothing is sent again: the rollout leases and ends
-    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the newest
-    weights that the rollout has. The store does not lease a trajectory whose new tokens would be too old when they are
-    trained. If ``weights`` is None, no trajectory is withheld.
+    trajectories that the rollout works on already. Any other trajectory leased to this incarnation is sent again,
+    because the answer that contained it was lost. If ``holding`` is None, nothing is sent again. A rollout passes None
+    if it leases and ends other work while this request waits, because a list would then be outdated. ``weights`` is the
+    training step of the newest weights that the rollout has. The store does not lease a trajectory whose new tokens
+    would be too old when they are trained. If ``weights`` is None, no trajectory is withheld.
     """
 
     incarnation: Incarnation
@@ -286,7 +286,7 @@ class PostScores(Struct, frozen=True, tag=True):
 
     The first score of a trajectory is final. ``failed`` maps each trajectory that cannot be scored to the reason; its
     group is dropped rather than scored zero. ``faulty`` lists the trajectories in ``failed`` for which the scorer's own
-    code is at fault: its exception was not caused by a service, storage or memory.
+    code is at fault, because no service, storage or lack of memory caused its exception.
     """
 
     incarnation: Incarnation
@@ -422,8 +422,8 @@ class Done(Struct, frozen=True, tag=True):
     The rollout hands each of them over with the :class:`Append` of its next segment; until then they are leased to it
     as before."""
     faulty_groups: int = 0
-    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if more than half of the newest
-    groups. The reward role must then end. Otherwise 0."""
+    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if these are more than half of
+    the newest groups; otherwise 0. If it is not 0, the reward role must end."""
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
     earlier: tuple[StepMetrics, ...] = ()
@@ -445,14 +445,14 @@ class PartBound(Struct, frozen=True, tag=True):
 
 
 class NotReady(Struct, frozen=True, tag=True):
-    """Answer that tells the sender to repeat its request later.
+    """Answer after which the sender must repeat its request later.
 
-    Example reasons: too few groups are complete; the manager has not reported the sender to the store yet.
+    Example reasons: too few groups are complete, or the manager has not reported the sender to the store yet.
     """
 
 
 class Denied(Struct, frozen=True, tag=True):
-    """Answer that refuses a request as a whole; repeating it unchanged does not help.
+    """Answer that refuses a request as a whole. The same request would be refused again.
 
     Examples: a fenced incarnation, a batch out of order, a digest that is not the binding's.
     """
@@ -464,8 +464,8 @@ class Denied(Struct, frozen=True, tag=True):
     """Trajectories of an :class:`Append` that are not leased to this incarnation. The request may be repeated without
     them."""
     fenced_attempt: bool = False
-    """True if the attempt at an episode that the request names is over: a later attempt is made, or the episode is
-    finished or dropped. The code that makes the attempt must end."""
+    """True if the attempt that the request names is over, because it failed, a later attempt has begun, or the episode
+    was finished or dropped. The code that makes the attempt must end."""
 
 
 class CommittedState(Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """The newest weight version and the replicas that serve it, according to the reports of trainer and rollouts.
 
 Versions are announced this way in addition to the manager's ``Peers`` message, so that rollouts keep receiving weights
-while the manager is frozen or dead. Only the current trainer determines which version is the newest; rollouts also
-report that they serve it, in case the trainer dies just after publishing it.
+while the manager is frozen or dead. Only the current trainer determines which version is the newest. Rollouts also
+report that they serve the version, in case the trainer dies just after publishing it.
 
 The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the version
 that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as the
@@ -23,14 +23,14 @@ from ...transport.messages import WeightSource
 from .types import Denied, FollowVersions, NewestVersion, NotReady
 
 MAX_SOURCES = 8
-"""Maximum number of sources that are named to a rollout, some 100 bytes each in every answer. A rollout tries them one
-after another, after the relays that the manager named. More sources would help only if all of these died at once."""
+"""Maximum number of sources that an answer to a rollout names, about 100 bytes each. A rollout tries them one after
+another, after the relays that the manager named. More sources would help only if all of these died at once."""
 
 
 def is_publisher(incarnation: Incarnation) -> bool:
-    """Return whether an incarnation is a trainer's.
+    """Return whether an incarnation is one of a trainer.
 
-    Other replicas serve only versions that they received.
+    Replicas of other roles serve only versions that they have received.
     """
     return role_of(incarnation.replica) == role_of(TRAINER)
 
@@ -38,7 +38,7 @@ def is_publisher(incarnation: Incarnation) -> bool:
 class VersionDirectory:
     """The newest version that the current trainer published, and up to :data:`MAX_SOURCES` replicas that serve it.
 
-    The caller must check that an incarnation is current before it passes a report of this incarnation on.
+    Before the caller passes a report to :meth:`report`, it must check that the incarnation of the report is current.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class VersionDirectory:
         self._sources: dict[Incarnation, WeightSource] = {}
         """Replicas that serve ``_version``; the publisher is the first, because it reports first."""
         self.newest: NewestVersion | None = None
-        """The answer to rollouts: a new object after each change, None while no version is known."""
+        """The answer to rollouts, as a new object after each change; None while no version is known."""
 
     def report(self, source: WeightSource) -> None:
         """Record which version ``source`` serves. Repeating a report changes nothing."""
@@ -82,7 +82,7 @@ class VersionStore(Protocol):
         ...
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is not."""
+        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if accepted."""
         ...
 
 

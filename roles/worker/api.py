@@ -104,7 +104,7 @@ class Worker:
     # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def launch(self) -> Launch:
-        """The launch of this process: incarnation, tag and node. After a promotion it names the new incarnation."""
+        """The launch of this process: incarnation, tag and node. After a promotion it has the new incarnation."""
         return self._connection.launch
 
     @property
@@ -180,11 +180,11 @@ class Worker:
         self._connection.status.log(values)
 
     def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Report, in the store, the result of evaluating a step's weights; may be repeated."""
+        """Report the result of evaluating a step's weights; may be repeated. Only the store calls this method."""
         self._connection.send(Evaluated(self.launch.incarnation, step, metrics))
 
     def confirm_untaken_data(self) -> None:
-        """Report, in the store, that the store has data that the trainer does not request; valid for 5 s."""
+        """Report for 5 s that there are data that the trainer does not request. Only the store calls this method."""
         self._connection.status.confirm_untaken_data()
 
     def on_probe(self, handler: Callable[[], object]) -> None:
@@ -455,7 +455,7 @@ class Worker:
         return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
 
     def episode_status(self) -> EpisodeStatus:
-        """Return an object that reports phase and progress of a program that makes attempts itself."""
+        """Return an object that reports phase and progress of a process whose own code makes attempts at episodes."""
         return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
 
     async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:

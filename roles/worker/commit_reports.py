@@ -2,8 +2,8 @@
 
 Steps may be committed while no manager runs, and the trainer that committed them may be dead when the next manager
 starts. Therefore a manager's Welcome names the newest step that the manager has recorded, and the trainer reports all
-later steps. The metrics of the steps that this process has committed itself are in its memory. The metrics of the other
-steps are fetched from the store, which keeps those of its newest commits.
+later steps. The metrics of the steps that this process has committed are in its memory. The metrics of all other steps
+are fetched from the store, which keeps the metrics of its newest commits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ manager that is ending the run sends no Welcome, but records the trainer's last 
 class CommitReports:
     """The commits that the manager may not have recorded yet.
 
-    ``send`` reports one step with its metrics and the newest step of its commit, ``connected`` returns whether a
-    manager would receive the report now, and ``fetch_commits`` returns the store's committed steps after a step. All
+    ``send`` reports one step with its metrics and the newest step of its commit. ``connected`` returns whether a
+    manager would receive the report now. ``fetch_commits`` returns the committed steps after a step from the store. All
     methods run in the connection's loop.
     """
 
@@ -64,7 +64,7 @@ class CommitReports:
         self.on_found(commit)
 
     def on_found(self, step: int) -> None:
-        """Record that ``step`` is committed, whichever incarnation committed it, and report it if possible."""
+        """Record that this or an earlier incarnation has committed ``step``, and report the step if possible."""
         self._newest = max(self._newest, step)
         self._report()
         self._changed.set()
@@ -101,7 +101,7 @@ class CommitReports:
             self._report()
 
     def _report(self) -> None:
-        """Report the buffered steps that follow, without a gap, the newest step that the manager has recorded."""
+        """Report the buffered steps that follow the newest recorded step, up to the first step that is missing."""
         while self._known is not None and self._connected() and self._known + 1 in self._commits:
             self._known += 1
             self._send(self._known, *self._commits.pop(self._known))

@@ -1,4 +1,4 @@
-"""The background thread of a worker, which exchanges all messages, so that the role's code may compute for minutes.
+"""The background thread of a worker, which exchanges all messages while the role's code computes, perhaps for minutes.
 
 One asyncio loop in one daemon thread runs the connection to the manager, the requests to the trajectory store, the
 weight transfers and the heartbeats. The worker API uses the thread through blocking calls
@@ -115,7 +115,7 @@ class ManagerConnection:
 
     # ── for the worker's thread ────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Start the thread and wait for the manager's Welcome; in a standby, for the Welcome after its promotion.
+        """Start the thread and wait for the manager's Welcome. A standby waits for the Welcome after its promotion.
 
         Raises Stopping if a standby is stopped before its promotion, TimeoutError after :data:`WELCOME_TIMEOUT_S`, or
         the error with which the connection could not be started.
@@ -171,7 +171,7 @@ class ManagerConnection:
         self.call_soon(self._schedule_phase_report, phase)
 
     def progress(self, units: int) -> None:
-        """Add ``units`` of finished work, and report the first one to the manager at once."""
+        """Add ``units`` of finished work, and report the first unit to the manager at once."""
         self.faults.trigger(working=True)
         self.probes.answer()
         self.count(units)
@@ -274,12 +274,12 @@ class ManagerConnection:
             )
             self._weight_address = await self._weight_transport.serve(self.weights, self.host)
         if not standby:
-            self._spawn(self._exchange_versions())  # the caller opens the store's client before this task runs
+            self._spawn(self._exchange_versions())  # before this task runs, the caller opens the store's client
         if role == "rollout" and not standby:
             self._spawn(self._follow_weights(self._weight_transport))
 
     def _open_store(self) -> None:
-        # no timeout: the manager decides about an unreachable store; a worker that gave up would be a second failure
+        # No timeout: the manager decides about an unreachable store. A worker that gave up would be a second failure.
         self._store = TrajectoryClient(
             self.keys, self.launch.incarnation, self._find_store, timeout=inf, weights=self._weights_step
         )
@@ -303,7 +303,7 @@ class ManagerConnection:
         self.peers = None  # the standby's peer directory may be hours old; the Welcome brings the current one
         self._weight_sources = WeightSources()
         self._open_store()
-        if self._dialer.connected:  # otherwise the next connection starts with the Hello
+        if self._dialer.connected:  # if not, the next connection starts with the Hello
             await self._dialer.send(self._hello())
         self._spawn(self._open_weight_transport_late())
         self._standby_over.set()
@@ -315,7 +315,7 @@ class ManagerConnection:
 
     async def _close(self) -> None:
         if self._dialer.connected and not self.launch.standby:
-            await self._send_clock()  # so that the clock is reported up to its end
+            await self._send_clock()  # the last report of the clock
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -379,7 +379,7 @@ class ManagerConnection:
                 self.probes.on_request(message, self.launch.incarnation)
 
     def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
-        if self.peers is not None:  # read in this thread, so that no callback gets older peers after newer ones
+        if self.peers is not None:  # in this thread, so that no callback gets older peers after newer peers
             callback(self.peers)
 
     def _update_peers(self, peers: msg.Peers) -> None:
@@ -396,7 +396,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats while connected; heartbeats that arrive late would give phases a wrong duration."""
+        """Send heartbeats, but none while disconnected, because late heartbeats would give phases a wrong duration."""
         while True:
             if self._dialer.connected:
                 heartbeat = self.status.heartbeat(self.launch.incarnation)
@@ -416,7 +416,7 @@ class ManagerConnection:
         self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics, commit)))
 
     async def _send_commit(self, committed: msg.Committed) -> None:
-        if committed.completes_commit:  # the manager records the clock with the commit
+        if committed.completes_commit:  # the manager records the clock together with the commit
             await self._send_clock()
         await self._dialer.send(committed)
 

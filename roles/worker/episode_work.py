@@ -39,7 +39,7 @@ _Request = Callable[[TrajectoryClient], Coroutine[Any, Any, None]]
 
 
 class _Attempt(Struct, eq=False):
-    """An attempt that this process makes."""
+    """An attempt at an episode, which this process makes."""
 
     leased: EpisodeItem
     deadline: float
@@ -169,7 +169,7 @@ class EpisodeWork:
 
     def fail(self, attempt: _Attempt, why: str) -> bool:
         """End an attempt; see :meth:`Episode.fail`."""
-        if self._connection.stopping.is_set():  # the stop made its calls fail; another process makes the next attempt
+        if self._connection.stopping.is_set():  # the attempt failed because of the stop; another process repeats it
             return False
         self._connection.status.note = f"the newest failed attempt: {why}"
         of = attempt.leased
@@ -214,7 +214,7 @@ class EpisodeWork:
             return False
         finally:
             with self._lock:
-                del self._attempts[of.episode]  # only now: until the store has answered, the episode counts as leased
+                del self._attempts[of.episode]  # last: the episode counts as leased until the store has answered
                 self._status.attempts_changed(len(self._attempts))
             self._changed.set()
         self._connection.progress(1)

@@ -1,8 +1,8 @@
 """Requests of the manager that the role's main thread must handle: probes and self-inflicted faults.
 
-A probe requests a small piece of real work from a suspected role. The connection's thread receives the probe; the
-role's handler runs in the thread that registered the handler, at that thread's next call of the worker API. If an
-engine hangs, it blocks that thread and no answer is sent, although the connection's thread still sends heartbeats.
+A probe requests a small piece of real work from a suspected role. The connection's thread receives the probe. The
+role's handler runs in the thread that registered the handler, at that thread's next call of the worker API. An engine
+that hangs blocks that thread, so no answer is sent, although the connection's thread still sends heartbeats.
 
 An injected exit is performed at once in the connection's thread. All other faults are performed in the role's own
 thread at its next call of the worker API, where a real fault would also occur. The acknowledgement of a fault is sent
@@ -23,8 +23,8 @@ from ...core.types import Incarnation, NodeName, ProbeResult
 from ...transport.messages import Inject, Injected, Probe, ProbeReply
 
 PROBE_ALLOCATION_BYTES = 64 * 2**20
-"""Bytes allocated to provoke a MemoryError: twice the largest size that malloc may serve from memory it already has
-(mallopt(3), M_MMAP_THRESHOLD), so that it must request memory from the kernel."""
+"""Bytes allocated to cause a MemoryError: twice the largest size that malloc may serve from memory that it already has
+(mallopt(3), M_MMAP_THRESHOLD). So malloc must request memory from the kernel."""
 
 
 class InjectedError(RuntimeError):
@@ -77,7 +77,7 @@ class SelfFaults:
         if fault is None or (fault.kind is FaultKind.ENGINE_DEAD and not working):
             return
         self._pending = None
-        if fault.kind is FaultKind.OUT_OF_MEMORY:  # the agent has limited our address space: this allocation fails
+        if fault.kind is FaultKind.OUT_OF_MEMORY:  # fails, because the agent has limited the address space
             bytearray(PROBE_ALLOCATION_BYTES)
             return
         if fault.kind is FaultKind.EXCEPTION:
@@ -134,7 +134,7 @@ class ProbeResponder:
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # removed before the handler runs, which may itself call the API
+        probe = self._pending.popleft()  # removed first, because the handler may call the API, and so this method
         try:
             result = self._handler()
         except Exception as error:

@@ -34,8 +34,8 @@ def publish(
         chunk_bytes: Size of the chunks that receivers request, in bytes.
         number: The training step that produced the weights.
         described: Description of each tensor.
-        writes: The functions that write the tensors, in the same order. Each tensor is written before the next function
-            is requested.
+        writes: The functions that write the tensors, in the same order. Each tensor is written before the iterator is
+            advanced to the next function.
 
     Raises:
         ValueError: The number of functions differs from the number of descriptions.
@@ -54,7 +54,7 @@ def publish(
 
 
 def copies(contents: Iterable[memoryview]) -> Iterator[Write]:
-    """Yield for each tensor's bytes the function that copies them."""
+    """Yield, for the bytes of each tensor, a function that copies these bytes."""
     for content in contents:
         yield partial(_copy, content.cast("B") if content.format != "B" else content)
 

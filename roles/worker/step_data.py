@@ -49,9 +49,9 @@ class StepData:
         return part
 
     def evaluated_at_end(self, job: RunSpec) -> bool:
-        """Wait, in a trainer that has committed the last step, until that step is evaluated and a stop is requested.
+        """Wait until the last step is evaluated and a stop is requested, in a trainer that has committed this step.
 
-        Rollouts may still need the last weights. Returns False at once in any other process.
+        Rollouts may still need the last weights during this time. Returns False at once in any other case.
         """
         stopping = self._connection.stopping
         if job.eval is None or not is_publisher(self._connection.launch.incarnation) or stopping.is_set():
@@ -76,7 +76,7 @@ class StepData:
             while not self._connection.stopping.is_set():
                 try:
                     result = self._connection.call_store(request())
-                except Stopping:  # no exception: the caller may need to commit steps that it has finished
+                except Stopping:  # no exception, because the caller may still have to commit finished steps
                     return None
                 if result is not None:
                     return result

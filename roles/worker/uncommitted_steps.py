@@ -14,7 +14,7 @@ from ..trajectories.types import PackedPart, TrainedStep
 
 
 class UncommittedStep(Struct, frozen=True):
-    """The data of a step's batch that its commit needs."""
+    """The data of a step's batch that the commit of the step needs."""
 
     digest: str
     metrics: dict[str, float]
@@ -38,7 +38,7 @@ class UncommittedSteps:
         self._complete: dict[int, UncommittedStep] = {}
 
     def add(self, part: PackedPart) -> None:
-        """Add a part that was received; part 0 begins its step, or begins it again."""
+        """Add a part that was received. Part 0 begins its step, even if the step was begun before."""
         if part.index == 0:
             self._begun = _BatchMetrics()
         self._begun.add(part)

@@ -43,11 +43,11 @@ class _Leased(Struct):
 
     group: int
     length: int
-    """Number of tokens after the prompt, those of earlier incarnations included."""
+    """Number of tokens after the prompt, including the tokens that earlier incarnations appended."""
     limit: int
     """Maximum value of ``length``."""
     segments: dict[int, int]
-    """For each segment so far, by offset, the hash of its tokens."""
+    """Hash of the tokens of each segment so far, by the offset of the segment."""
 
 
 class LeasedTrajectories:
@@ -145,10 +145,10 @@ class LeasedTrajectories:
             del self._ended[next(iter(self._ended))]
 
     def _find(self, trajectory: int, where: str) -> _Leased | None:
-        """Return a leased trajectory, or None if it is lost or has all its tokens. Raises Misuse for any other."""
+        """Return a leased trajectory, or None if it is lost or full. Raises Misuse if it is complete or not leased."""
         if isinstance(trajectory, int) and (trajectory in self._leased or trajectory in self._ended):
             if self._ended.get(trajectory, False):
-                raise Misuse(f"{where}: trajectory {trajectory} is complete already: it was in finished before")
+                raise Misuse(f"{where}: trajectory {trajectory} is complete already: finished named it before")
             return self._leased.get(trajectory)
         named = ", ".join(map(str, self.ids[:_MAX_NAMED])) + (", ..." if len(self._leased) > _MAX_NAMED else "")
         leased = f"the leased trajectories are {named}" if named else "no trajectory is leased"
@@ -186,8 +186,8 @@ class WorkLease:
 class PendingAppend:
     """An append that the store answers while the rollout continues to generate; created by ``me.start_append``.
 
-    A rollout must call :meth:`finish` before it starts the next append: so tokens are appended in their order, and none
-    are appended to a trajectory that is lost.
+    A rollout must call :meth:`finish` before it starts the next append. So tokens are appended in their order, and no
+    tokens are appended to a trajectory that is lost.
 
     Raises:
         ValueError: as for :meth:`WorkLease.append`.
@@ -255,7 +255,7 @@ class ScoringLease:
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None, faulty: Sequence[int] = ()) -> int:
-        """Record scores durably, and report as progress those that the role has not reported itself.
+        """Record scores durably, and report the scores as progress that the role has not reported itself.
 
         Args:
             scores: one score per trajectory.
@@ -265,7 +265,7 @@ class ScoringLease:
 
         Returns:
             The number of the run's newest groups that were dropped for faults of the scorer's code, if these are more
-            than half; the role should then end. Otherwise 0.
+            than half of them; otherwise 0. If it is not 0, the role should end.
         """
         faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
         self._posted += len(scores) + len(failed or {})

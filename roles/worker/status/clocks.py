@@ -1,8 +1,8 @@
 """Counts how a worker's process uses its time: by phase, and by what the process waits for.
 
 A process is in exactly one phase at a time, whichever of its threads entered the phase, and waits for at most one
-cause. So each moment of its lifetime is counted once, also if phases are nested or other threads enter phases, and all
-times add up to the lifetime. Time in which the process was stopped (SIGSTOP) or its machine suspended counts to the
+cause. So each moment of its lifetime is counted once, even if phases are nested or other threads enter phases, and all
+times add up to the lifetime. If the process is stopped (SIGSTOP) or its machine is suspended, this time counts for the
 phase in which the stop happened.
 
 The journal's phases are too coarse for these times: a phase that lasts less than 0.25 s is not reported. The counted
@@ -80,7 +80,7 @@ class PhaseClock:
                 self._waits.remove(wait)
 
     def read(self, done: int = 0) -> ClockReading:
-        """Return the times until now. ``done`` is the progress of the process, which the reading contains, too."""
+        """Return the times until now, and ``done``, the progress of the process."""
         with self._lock:
             self._count()
             times = tuple(PhaseTime(name, cause, ns) for (name, cause), ns in self._times.items())
@@ -96,7 +96,7 @@ class PhaseClock:
         """Add the time since the last count to the process's phase and idle cause."""
         now = self._now()
         passed, self._counted_until = now - self._counted_until, now
-        # The external waits are measured under another lock, and may exceed the passed time: the rest is counted later.
+        # External waits are measured under another lock and may exceed the passed time. The excess is counted later.
         external = min(passed, max(0, self._external(now) - self._external_counted))
         self._external_counted += external
         self._add(WAIT_EXTERNAL, phase(WAIT_EXTERNAL).idle_cause, external)

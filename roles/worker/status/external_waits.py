@@ -19,10 +19,10 @@ from ...launcher.end_report import mark_environmental
 from .clocks import boot_time_ns
 
 REPORTED_AFTER_S = 5.0
-"""Seconds that a wait must last before it is reported. An ordinary call of a service is shorter, and a role may make
-many of them: each report is an event in the run's journal."""
+"""Seconds that a wait must last before it is reported. Ordinary calls of a service are shorter. They are not reported,
+because a role may make many of them, and each report is an event in the run's journal."""
 _services = Counter[str]()
-"""Number of threads that wait, by service. It is a single table, because a process is a single member of a run."""
+"""Number of threads that wait, by service. It is a global variable, because a process is a single member of a run."""
 _waiting_since = 0.0
 """Time (s, monotonic clock) since which at least one thread has waited."""
 _began_ns, _waited_ns = 0, 0
@@ -46,7 +46,7 @@ def waiting(service: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        mark_environmental(error)  # the service, not the code, may be at fault
+        mark_environmental(error)  # the service may be at fault, not the code
         raise
     finally:
         with _lock:

@@ -40,8 +40,8 @@ class CurrentPhase(NamedTuple):
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
     """Return phase ``name``, in which a process waits for a role or replica.
 
-    If ``waits_for`` is None, the process waits for the role that the phase declares. The result names a role's replica
-    only if the role has no other replica.
+    If ``waits_for`` is None, the process waits for the role that the phase declares. If a process waits for a role, the
+    result names a replica only if it is the role's only replica.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)
@@ -74,7 +74,7 @@ class WorkStatus:
         """Held while ``done``, the number of waiting threads or the logged values change."""
 
     def restart(self, name: str) -> None:
-        """Begin in phase ``name`` as another incarnation, whose clock starts now."""
+        """Begin again in phase ``name``, as the status of another incarnation, whose clock starts now."""
         self.phase = CurrentPhase(name)
         self.clock.restart(name)
 
