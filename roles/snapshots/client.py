@@ -36,7 +36,7 @@ from .mapping import MappedBuffer, Pinning, Sending, anonymous_memory, map_snaps
 
 
 class SnapshotClient:
-    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. Connects on first use.
+    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. It connects on first use.
 
     ``pinning`` page-locks the buffers, for a member whose state is on a GPU.
     """

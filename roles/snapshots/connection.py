@@ -64,7 +64,7 @@ class AgentUnresponsive(SnapshotError):
 
 
 class LocalAgentClient:
-    """Connection to the agent of this node, or to its next agent. Thread-safe: requests are sent one at a time."""
+    """Connection to this node's agent, or to that agent's successor. Thread-safe: requests are sent one at a time."""
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys) -> None:
         self._name = socket_name(run, node, keys.secret)

@@ -91,7 +91,7 @@ class MappedBuffer:
         self.view[:HEAD_BYTES] = EMPTY_HEAD
 
     def commit(self, head: Head) -> None:
-        """Write the head, which makes the snapshot valid. If the writer is killed before, it stays invalid."""
+        """Write the head and so make the snapshot valid. A snapshot whose writer is killed earlier stays invalid."""
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:

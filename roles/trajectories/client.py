@@ -354,7 +354,7 @@ class TrajectoryClient:
         await self._decide(FailAttempt(self._incarnation, episode, attempt, why))
 
     async def _decide(self, request: Request) -> Answer:
-        """Send a request that must be carried out, and raise if it is denied."""
+        """Send a request that must be carried out, and raise an exception if it is denied."""
         answer = await self._send_until_decided(request)
         if isinstance(answer, Denied):
             self._raise(answer)

@@ -211,9 +211,9 @@ class WorkQueue:
         return self._state.lengths.separates
 
     def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
-        """Record that a rollout with the weights of step ``weights`` requests work until the time ``open_until`` (s).
+        """Record that a rollout with the weights of step ``weights`` requests work for ``free`` places.
 
-        The rollout has ``free`` free places.
+        The request is open until the time ``open_until`` (s).
         """
         self._engines.requested(incarnation, free, weights, open_until)
 
@@ -222,8 +222,8 @@ class WorkQueue:
     ) -> list[TrajectoryState]:
         """Lease to a rollout its share of the waiting trajectories, or the first ones if lengths hardly differ.
 
-        No trajectory is leased after the first one that a rollout with these weights may not work on. A turn is left to
-        the rollout that has its prefix, if that rollout also requests work (:mod:`.dispatch.prefix_cache`).
+        Leasing stops at the first trajectory that a rollout with these weights may not work on. A turn is left to the
+        rollout that has its prefix, if that rollout also requests work (:mod:`.dispatch.prefix_cache`).
         """
         popped: list[tuple[float, int, int, int]] = []
         leased: list[TrajectoryState] = []
@@ -256,7 +256,7 @@ class WorkQueue:
         return leased
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
-        """Return the rollout that has computed a turn's prefix with the weights that it still has; None without one."""
+        """Return the rollout that has a turn's prefix, computed with its present weights; None if no rollout has."""
         if track.turn is None or track.turn.parent is None:
             return None
         parent = parent_of(track)

@@ -101,7 +101,7 @@ class GroupMaker:
         durable: State and log of the store.
         prompts: Makes the prompts of the items.
         group_size: Number of trajectories per prompt.
-        window: Number of items that are ordered by expected length, the longest first; 1 for the order of the items.
+        window: Number of items that are ordered by expected length, the longest first. With 1, items keep their order.
     """
 
     def __init__(self, durable: DurableState, prompts: ItemPrompts, group_size: int, window: int) -> None:

@@ -209,7 +209,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # first, because a round may replace the list
+            incoming = await self._listener.receive()  # before the list is read, which a round may replace
             self._arrived.append(incoming)
             self._woken.set()
 
@@ -352,7 +352,7 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
 
 
 def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int], Prompt], EvaluationSettings | None]:
-    """Return the function that makes the prompt of an item, and the settings of evaluations; None if there are none.
+    """Return the function that makes the prompt of an item, and the settings of evaluations (None without evaluations).
 
     Ends the process if the model or a task is invalid, or if the first items have no prompts. The returned function
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
@@ -415,7 +415,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
 
 
 def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
-    """Return the settings of the job's agents, or else of its endpoint; None if the job has neither."""
+    """Return the settings of the job's agents, or of its endpoint if it has no agents; None if it has neither."""
     settings = job.agents or job.endpoint
     if settings is None:
         return None

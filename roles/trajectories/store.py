@@ -52,7 +52,7 @@ from .types import (
 from .versions import VersionDirectory, is_publisher
 
 _CREATED_PER_REQUEST = 64
-"""Maximum number of groups per request for work: the task makes their prompts in the store's only thread."""
+"""Maximum number of groups that are created per request for work, whose prompts the store's only thread makes."""
 
 
 class Store:

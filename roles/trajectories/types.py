@@ -144,7 +144,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedBatch`.
 
     ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang ``tokens``, ``logprobs``
-    and ``prompt`` are empty if another member trains on them.
+    and ``prompt`` are empty if another member trains on the trajectory.
     """
 
     id: int
@@ -200,7 +200,7 @@ class Part(Struct, frozen=True):
     index: int
     groups: tuple[int, ...]
     digest: str
-    """A commit of the step names the digest of its last part."""
+    """Digest of this part and all parts before it. A commit of the step names the digest of the last part."""
     trajectories: tuple[Trajectory, ...]
     last: bool
     """True for the part that completes the step."""
@@ -282,7 +282,7 @@ class LeaseScoring(Struct, frozen=True, tag=True):
 
 
 class PostScores(Struct, frozen=True, tag=True):
-    """Scores of a reward replica, which are durable once it is answered with :class:`Done`.
+    """Scores of a reward replica, which are durable once the replica is answered with :class:`Done`.
 
     The first score of a trajectory is final. ``failed`` maps each trajectory that cannot be scored to the reason; its
     group is dropped rather than scored zero. ``faulty`` lists the trajectories in ``failed`` for which the scorer's own
@@ -336,7 +336,7 @@ class Commit(Struct, frozen=True, tag=True):
     Accepted only from the current incarnation, and for a step at most ``[roles.trainer] checkpoint_every`` steps after
     the committed one; may be repeated. ``manifest`` names the checkpoint: its folder relative to the run directory, and
     its files with their digests. ``metrics`` are informational; the store keeps them for a manager that is not running
-    at the time. ``earlier`` are the steps between the committed one and ``number``.
+    at the time. ``earlier`` are the steps between the committed step and ``number``.
     """
 
     incarnation: Incarnation

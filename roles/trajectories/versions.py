@@ -28,7 +28,7 @@ another, after the relays that the manager named. More sources would help only i
 
 
 def is_publisher(incarnation: Incarnation) -> bool:
-    """Return whether an incarnation is one of a trainer.
+    """Return whether an incarnation belongs to a trainer.
 
     Replicas of other roles serve only versions that they have received.
     """

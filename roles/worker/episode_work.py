@@ -68,8 +68,8 @@ class Episode:
         """End the episode, durably.
 
         Args:
-            reward: The episode's reward. If it is None, the reward comes from outside if the job has a
-                ``reward_timeout``; otherwise [task] scores the last answer.
+            reward: The episode's reward. If it is None and the job has a ``reward_timeout``, the reward comes from
+                outside. If it is None in any other job, [task] scores the last answer.
             later: True if the reward comes from outside in any case.
 
         Returns:
@@ -80,7 +80,7 @@ class Episode:
         """
         if reward is not None:
             if later:
-                raise Misuse("finish(): got a reward and later=True; give one of them")
+                raise Misuse("finish(): got a reward and later=True; give only one of them")
             try:
                 reward = float(reward)
             except (TypeError, ValueError, OverflowError):

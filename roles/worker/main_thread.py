@@ -77,8 +77,8 @@ class SelfFaults:
         if fault is None or (fault.kind is FaultKind.ENGINE_DEAD and not working):
             return
         self._pending = None
-        if fault.kind is FaultKind.OUT_OF_MEMORY:  # fails, because the agent has limited the address space
-            bytearray(PROBE_ALLOCATION_BYTES)
+        if fault.kind is FaultKind.OUT_OF_MEMORY:
+            bytearray(PROBE_ALLOCATION_BYTES)  # this fails, because the agent has limited the address space
             return
         if fault.kind is FaultKind.EXCEPTION:
             self._answer(fault, True, "the role's thread raises InjectedError")

@@ -18,8 +18,8 @@ class UncommittedStep(Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the age of the tokens. If groups could
-    not be scored, also their number and share; if the job limits staleness, also the number and share of stale groups.
+    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the age of the tokens. In addition:
+    number and share of groups that could not be scored, if any, and of stale groups, if the job limits staleness.
     """
 
 

@@ -148,7 +148,9 @@ class LeasedTrajectories:
         """Return a leased trajectory, or None if it is lost or full. Raises Misuse if it is complete or not leased."""
         if isinstance(trajectory, int) and (trajectory in self._leased or trajectory in self._ended):
             if self._ended.get(trajectory, False):
-                raise Misuse(f"{where}: trajectory {trajectory} is complete already: finished named it before")
+                raise Misuse(
+                    f"{where}: trajectory {trajectory} is complete already: an earlier append listed it in finished"
+                )
             return self._leased.get(trajectory)
         named = ", ".join(map(str, self.ids[:_MAX_NAMED])) + (", ..." if len(self._leased) > _MAX_NAMED else "")
         leased = f"the leased trajectories are {named}" if named else "no trajectory is leased"
@@ -255,7 +257,7 @@ class ScoringLease:
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None, faulty: Sequence[int] = ()) -> int:
-        """Record scores durably, and report the scores as progress that the role has not reported itself.
+        """Record scores durably, and count as progress all scores that the role has not reported as progress itself.
 
         Args:
             scores: one score per trajectory.
@@ -264,8 +266,8 @@ class ScoringLease:
             faulty: trajectories in ``failed`` for which the code of the scorer is at fault, not a service that it uses.
 
         Returns:
-            The number of the run's newest groups that were dropped for faults of the scorer's code, if these are more
-            than half of them; otherwise 0. If it is not 0, the role should end.
+            The number of the run's newest groups that were dropped for faults of the scorer's code, if more than half
+            of the newest groups were; otherwise 0. If it is not 0, the role should end.
         """
         faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
         self._posted += len(scores) + len(failed or {})

@@ -32,7 +32,7 @@ _STEPS = 64
 are rounded to multiples of 1 / 64. The progress is rounded down by at most 1 / 64 of itself, or of the tokens left to
 the limit if these are fewer. The errors of the curve are below 1 %, 1 % and 2 %."""
 _MAX_CURVES = 65_536
-"""Maximum number of stored curves, 0.5 kB each. All of them are deleted before another one is stored."""
+"""Maximum number of stored curves, 0.5 kB each. If it is reached, all curves are deleted before the next is stored."""
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Two values for each range of tokens: the probability p that an answer is still running in the range, and log(1 - p).

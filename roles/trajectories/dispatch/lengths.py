@@ -41,13 +41,13 @@ _LONGEST_SHARE = 0.2
 _HISTORY_DECAY = 0.5
 """Factor on the weight of a prompt's earlier answers when newer ones arrive."""
 _FIRST_WITHIN = 0.6
-"""Variance of the logarithm within a group before a group is observed."""
+"""Assumed variance of the logarithm of lengths within a group, until groups are observed."""
 _FIRST_BETWEEN = 1.0
-"""Variance of the logarithm between prompts before groups are observed."""
+"""Assumed variance between the mean logarithms of prompts, until groups are observed."""
 _CENSORED_ITERATIONS = 3
 """Number of alternating estimates of censored answers and of the mean of their group."""
 _FIRST_LOG_LENGTH = math.log(512.0)
-"""Expected logarithm of a length before a group is observed."""
+"""Assumed mean logarithm of lengths, until groups are observed."""
 _LEAST_EXPLAINED = 0.05
 """Share of the variance between groups that must be explained before groups are ordered by expected length."""
 _MAX_SLOPE = 1.25
@@ -57,7 +57,8 @@ _MAX_BEYOND_LIMIT = 1.0
 """Largest excess of the mean logarithm over the logarithm of ``max_new_tokens``. A larger excess would change nothing,
 because an answer that is expected to get e times as many tokens as allowed is cut anyway."""
 _MAX_WITHIN = 4.0
-"""Largest variance of the logarithm within a group: a standard deviation of 2, which is a factor of 7 in length."""
+"""Largest variance of the logarithm of lengths within a group. It is a standard deviation of 2, a factor of 7 in
+length."""
 _SMALLEST_VARIANCE = 1e-4
 _SQRT2 = math.sqrt(2.0)
 _SQRT_2PI = math.sqrt(2.0 * math.pi)
@@ -115,7 +116,7 @@ class Lengths:
         self._newest: deque[tuple[float, float]] = deque(maxlen=_HORIZON_GROUPS)
         """Mean logarithm of each of the newest groups, as (value expected before its answers began, observed value)."""
         self._history: dict[bytes, tuple[float, float]] = {}
-        """For each prompt, (mean logarithm, number of answers as which this mean counts). The most recent prompt is the
+        """For each prompt, (mean logarithm, effective number of answers in this mean). The most recent prompt is the
         last."""
         if state:
             self.limit = state.limit
@@ -176,7 +177,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return the estimate with this earlier result of :meth:`expect` and the present variance within groups."""
+        """Return the estimate with mean and variance of an earlier :meth:`expect`, and the present ``within``."""
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
@@ -221,7 +222,10 @@ class Lengths:
 
 
 def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
-    """Return how many more tokens an answer with ``progress`` tokens is expected to have, at least 1."""
+    """Return how many more tokens an answer with ``progress`` tokens is expected to get.
+
+    The result is 0 if ``progress`` has reached ``limit``, and at least 1 otherwise.
+    """
     if progress >= limit:
         return 0.0
     deviation = estimate.deviation

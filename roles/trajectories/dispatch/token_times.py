@@ -5,7 +5,7 @@ engines, so τ is observed in a rollout's appends rather than looked up in a tab
 loads weights, or waits for work), so τ is a low quantile of the last observations. τ never decreases as b grows.
 
 :class:`AppendTimes` turns appends into observations, and :class:`TokenTimes` is a fold over observations. The store
-writes each observation to its log before it counts, so a restarted store knows the same times.
+writes each observation to its log before the observation counts, so a restarted store has the same times.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FIRST_TOKEN_S = 0.02
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
-"""Growth of τ per answer where nothing is observed, as a share of τ extrapolated to no answers. The value is between
-that of a dense 7B model on a GPU (1/160) and that of a CPU (1/4)."""
+"""Growth g of τ where nothing is observed: τ(b) is assumed to be proportional to 1 + g * b. The value is between those
+of a dense 7B model on a GPU (1/160) and of a CPU (1/4)."""
 _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
@@ -38,7 +38,8 @@ as a few new tokens."""
 _READ_SHARE = 1 / 16
 """Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
 _MIN_READ_SHARE = 1 / 256
-"""Minimum of this share. Observed times are near 0 if the engine's cache already has the prefix."""
+"""Minimum time to read a token of a prefix, as a share of τ(1). Observed times are near 0 if the engine's cache already
+has the prefix."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
@@ -126,8 +127,8 @@ class AppendTimes:
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, int, int]] = {}
-        """For each running answer, (time of its lease or last append, tokens of a prefix that the rollout has to read
-        since this time, number of running answers at this time)."""
+        """For each running answer: the time of its lease or last append, the number of prefix tokens that the rollout
+        reads after this time, and the number of answers that ran at this time."""
 
     def leased(self, trajectory: int, prefix: int, running: int, now: float) -> None:
         """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many answers now run."""

@@ -28,8 +28,8 @@ from msgspec import Struct
 from .engine_load import Curve, EngineLoad, finish_of_both
 
 _CLASSES_PER_OCTAVE = 2
-"""Number of classes of expected length per factor 2. Smaller classes would be noise, because the error of the logarithm
-is 0.3 to 0.6."""
+"""Number of classes of expected length per factor 2. Smaller classes would be noise, because the logarithm has an error
+of 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64

@@ -38,7 +38,7 @@ from .trained_samples import samples
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
 """The records that change one episode."""
 FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
-"""Names under which counts of episodes are among the figures of a step. Counts of turns keep their own names."""
+"""Names of the counts of episodes among a step's figures, by field of the record. Counts of turns keep their names."""
 
 
 class EpisodeRecords:
@@ -80,7 +80,7 @@ class EpisodeRecords:
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
-                episode.turns[turn] = episode.turns.pop(turn)  # to the end, as turns are in the order of requests
+                episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
             case EpisodeFinished(_, _, counted, reward, later):

@@ -108,7 +108,7 @@ class Group(Struct, eq=False):
 
     @property
     def has_episodes(self) -> bool:
-        """True if agents work on the group. Its prompt is empty, because agents write their own."""
+        """True if agents work on the group. Its prompt is empty, because agents write their own prompts."""
         return not self.created.prompt
 
     @property

@@ -1,8 +1,8 @@
 """Record types of the trajectory store's log.
 
 A log is read completely or not at all: a record of an unknown kind is an error. Tokens are packed as int32 and
-log-probabilities as float32, which takes 8 bytes per token in memory and on disk. A field that a record did not always
-have has a default, so that the logs of older versions of rrl are still read.
+log-probabilities as float32, which takes 8 bytes per token in memory and on disk. A field that older versions of rrl
+did not write has a default, so that their logs are still read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ as many trajectories."""
 
 
 FIRST_EVALUATED = 2**50
-"""Number of the first answer of an evaluation. Its number must differ from those of all trajectories and turns, because
-they share leases and appends."""
+"""Number from which on the answers of evaluations are numbered. They share leases and appends with trajectories and
+turns, so all their numbers must differ."""
 
 
 class LogFormatError(ValueError):
@@ -72,7 +72,7 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     item: int
     prompt: bytes
     expected: tuple[float, float] | None = None
-    """Mean and variance of the mean logarithm of the lengths of the group's answers, as expected at its creation; None
+    """Mean and variance of the mean logarithm of the answers' lengths, as expected when the group was created; None
     if lengths were not expected to differ."""
 
 
@@ -117,7 +117,7 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     """The choice of some groups of step ``number``, which never changes; parts are numbered from 0 by ``index``.
 
     ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content and the digest of the
-    part before.
+    previous part.
     """
 
     number: int
@@ -159,7 +159,7 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
 
 
 class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):
-    """A binding (the groups of a step) whose token data was deleted after much later commits. Kept for the audit."""
+    """A binding (the groups of a step) whose token data was deleted after later commits. It is kept for the audit."""
 
     number: int
     groups: tuple[int, ...]
@@ -171,7 +171,7 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
-    """The commit of step ``number`` and of all steps since the previous commit: their batches and the checkpoint."""
+    """The commit of step ``number`` and all steps since the previous commit: of their batches and of the checkpoint."""
 
     number: int
     incarnation: Incarnation

@@ -60,8 +60,8 @@ class OpenTurn(Struct, frozen=True, tag=True):
 class EndTurn(Struct, frozen=True, tag=True):
     """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
 
-    Tokens that were sampled later are discarded. The end is durable once it is answered with :class:`..types.Done`; the
-    rollout learns of the end with its next append.
+    Tokens that were sampled later are discarded. The end is durable once the request is answered with
+    :class:`..types.Done`. The rollout learns of the end with its next append.
     """
 
     incarnation: Incarnation

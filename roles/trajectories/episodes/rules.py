@@ -127,7 +127,7 @@ class Episodes:
         self._turns = TurnRules(durable, work)
         self._leases = Leases()
         self._requests: dict[str, int] = {}
-        """By request of an agent outside of the run, the episode that it has got; only while the attempt lasts."""
+        """Episodes of the attempts by agents outside of the run that are not over, by the request of the agent."""
         self._limits = TimeLimits()
         self._heap: list[tuple[float, int]] = []
         """(step of the weights that the episode's group was begun with, episode) of every episode without an attempt.

@@ -68,7 +68,7 @@ class TurnRules:
         return TurnOpened(number)
 
     def end(self, request: EndTurn) -> Done | Denied:
-        """End the answer of a turn after the first ``length`` tokens of the request, and end the turn's lease."""
+        """End the answer of a turn after the number of tokens that the request names, and end the turn's lease."""
         turn = self._current(request.turn)
         if isinstance(turn, Denied):
             return turn
@@ -135,7 +135,7 @@ def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple
 
 
 def _content(created: TurnCreated) -> tuple[object, ...]:
-    """Return the fields of a turn that must equal those of a request that repeats the turn's request."""
+    """Return the fields of a turn's request by which a repeated request is recognized."""
     return (
         created.request, created.parent, created.offset, created.given, created.max_new, created.options,
         created.sampling,

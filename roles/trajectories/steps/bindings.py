@@ -249,7 +249,7 @@ class Bindings:
         return self._done(described)
 
     def _done(self, steps: Iterable[int]) -> Done:
-        """Return the answer to a commit: the metrics of its steps. The last step is the one with the checkpoint."""
+        """Return the answer to a commit: the metrics of its steps. The checkpoint belongs to the last step."""
         *earlier, last = [StepMetrics(step, self._state.metrics.get(step, {})) for step in sorted(steps)]
         return Done(metrics=last.metrics, earlier=tuple(earlier))
 

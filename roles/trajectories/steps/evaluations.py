@@ -150,7 +150,7 @@ class Evaluations:
     def lease(
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] | None, weights: int | None
     ) -> tuple[Item, ...]:
-        """Lease answers of the open evaluation to a rollout with exactly its weights.
+        """Lease answers of the open evaluation to a rollout with exactly the weights of the evaluation.
 
         The arguments are those of :meth:`..store.Store.lease`.
         """

@@ -76,8 +76,8 @@ class StalenessLimit:
         self._per_batch = groups_per_batch
         self.wait_for_late = wait_for_late
         self.reason = (
-            f"stale: no step can train it before a token is more than {limit} training steps old" if wait_for_late
-            else f"stale: a token is more than {limit} training steps old"
+            f"stale: no step can train the group before a token is more than {limit} training steps old"
+            if wait_for_late else f"stale: a token is more than {limit} training steps old"
         )  # fmt: skip
         self._begun: dict[int, int] = {}
         """Step of the weights that a group was begun with, by group number."""
@@ -248,8 +248,8 @@ class StalenessLimit:
         if 2 * stale <= made:
             return None
         return (
-            f"warning: {stale} of the last {made} groups were dropped: a token was more than {self._limit} training"
-            " steps old; answers take longer than the trainer's steps: raise [sampling] staleness, lower"
+            f"warning: {stale} of the last {made} groups were dropped, because a token was more than {self._limit}"
+            " training steps old. Answers take longer than the trainer's steps: raise [sampling] staleness, lower"
             " max_new_tokens, or add rollouts"
         )
 

@@ -25,8 +25,8 @@ STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
 """Seconds for which a call of :meth:`WorkStatus.confirm_untaken_data` counts. The store calls this method several times
-a second in the loop that serves requests. A hang of that loop therefore ends the report, because the trainer cannot get
-data during the hang."""
+a second in the loop that serves requests. If this loop hangs, the trainer cannot get data. The calls then stop as well,
+so the report ends."""
 
 
 class CurrentPhase(NamedTuple):
@@ -99,7 +99,7 @@ class WorkStatus:
                 self._store_calls -= 1
 
     def add_done(self, units: int) -> bool:
-        """Add units of work, and return whether they are the first."""
+        """Add units of work, and return whether they are the first units."""
         with self._lock:
             first = self.done == 0 and units > 0
             self.done += units

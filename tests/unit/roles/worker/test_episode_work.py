@@ -200,7 +200,7 @@ def test_replaced_process_cannot_end_an_episode(scene: Scene) -> None:
     [
         (float("nan"), False, "the reward is nan; give a finite number, or None"),
         ("much", False, "the reward is 'much'; give a finite number, or None"),
-        (1.0, True, "got a reward and later=True; give one of them"),
+        (1.0, True, "got a reward and later=True; give only one of them"),
     ],
 )
 def test_invalid_reward_is_one_line(scene: Scene, reward: float, later: bool, problem: str) -> None:

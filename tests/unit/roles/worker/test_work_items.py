@@ -77,7 +77,7 @@ def test_second_segment_of_one_append_continues_the_first(leased: LeasedTrajecto
 
 def test_trajectory_that_was_complete_before_is_refused(leased: LeasedTrajectories) -> None:
     leased.appended([segment(4, 0, 2, 1)], [4], [])
-    with pytest.raises(Misuse, match="finished: trajectory 4 is complete already: finished named it before"):
+    with pytest.raises(Misuse, match="finished: trajectory 4 is complete already: an earlier append"):
         leased.check([segment(7, 2, 3)], [4])
     with pytest.raises(Misuse, match="a segment: trajectory 4 is complete already"):
         leased.check([segment(4, 2, 3)], [])
