@@ -58,7 +58,7 @@ class Episode:
         self.item = item
         """The text that ``prompt(i)`` of the task returns for the item."""
         self.base_url = base_url
-        """Base URL for OpenAI's clients."""
+        """Base URL of the endpoint, for OpenAI's clients."""
         self.api_key = api_key
         """The key of this attempt; give it to every program that works for the episode."""
         self.attempt = attempt.leased.attempt

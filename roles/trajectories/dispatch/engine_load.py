@@ -30,7 +30,8 @@ _CERTAIN = 1e-6
 _STEPS = 64
 """Resolution to which the arguments of a curve are rounded, so that similar answers share a curve. Mean and deviation
 are rounded to multiples of 1 / 64. The progress is rounded down by at most 1 / 64 of itself, or of the tokens left to
-the limit if these are fewer. The errors of the curve are below 1 %, 1 % and 2 %."""
+the limit if these are fewer. The resulting errors of the curve are below 1 % for the mean, 1 % for the deviation and
+2 % for the progress."""
 _MAX_CURVES = 65_536
 """Maximum number of stored curves, 0.5 kB each. If it is reached, all curves are deleted before the next is stored."""
 

@@ -1,11 +1,11 @@
 """Decides which rollout gets which answers, and which running answers should continue elsewhere.
 
-Rollouts pull work. A rollout that requests work gets the first of the waiting answers: earliest deadline first, then
-longest expected first (:func:`length_class`), then in the order of creation. If other engines have free places too, the
-waiting answers are dealt out in this order. Each of the first answers goes to the engine that would finish first with
-it (:mod:`.engine_load`). Each further answer, which is shorter, goes to the engine that makes tokens fastest with it.
-The rollout gets its share; the rest is left to the other engines. A rollout that runs nothing gets at least one answer
-if any waits.
+Rollouts pull work. A rollout that requests work gets the first waiting answers. They are ordered by the last step that
+may train them, then by expected length (:func:`length_class`, the longest first), then by creation. If other engines
+have free places too, the waiting answers are dealt out in this order. Each of the first answers goes to the engine that
+would finish first with it (:mod:`.engine_load`). Each further answer, which is shorter, goes to the engine that makes
+tokens fastest with it. The rollout gets its share, and the rest is left to the other engines. A rollout that runs
+nothing gets at least one answer if any waits.
 
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
 in the order of creation.

@@ -425,7 +425,10 @@ def pack(segment: Segment) -> PackedSegment:
         ValueError: ``tokens`` and ``logprobs`` differ in length, or a log-probability is not finite.
     """
     if len(segment.tokens) != len(segment.logprobs):
-        raise ValueError(f"{len(segment.tokens)} tokens have {len(segment.logprobs)} log-probabilities")
+        raise ValueError(
+            f"the number of tokens is {len(segment.tokens)}, but the number of log-probabilities is"
+            f" {len(segment.logprobs)}; they must be equal"
+        )
     if not math.isfinite(sum(segment.logprobs)):
         raise ValueError("a log-probability is not finite")
     tokens, logprobs = pack_tokens(segment.tokens), array("f", segment.logprobs).tobytes()

@@ -32,9 +32,9 @@ class LeaseEpisodes(Struct, frozen=True, tag=True):
 class OpenTurn(Struct, frozen=True, tag=True):
     """Request to sample an answer. The turn is durable once the request is answered with :class:`TurnOpened`.
 
-    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent`` (0 without a parent),
-    and then ``given``. ``request`` identifies the agent's call. If the call is repeated within the attempt, the answer
-    names the same turn.
+    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent``, and then ``given``.
+    Without a parent, ``offset`` is 0. ``request`` identifies the agent's call. If the call is repeated within the
+    attempt, the answer names the same turn.
     """
 
     incarnation: Incarnation

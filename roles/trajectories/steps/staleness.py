@@ -1,7 +1,7 @@
 """The limit on the age of trained tokens: ``[sampling] staleness`` (N below) and ``late``.
 
-Step n starts from the weights of step n - 1. A token of it that was sampled with the weights of step v has the age
-n - 1 - v: ages are counted in training steps. The last step that may train a group is therefore v + 1 + N, where v is
+Step n starts from the weights of step n - 1. A token of step n that was sampled with the weights of step v has the age
+n - 1 - v, counted in training steps. The last step that may train a group is therefore v + 1 + N, where v is
 the step of the oldest weights that sampled any of its tokens. If a later incarnation publishes weights of the same step
 again, v is the same.
 

@@ -51,7 +51,8 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
         (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
         (segment(1, 0, 2), [], "a segment: 1 is not the id of a trajectory that was leased to this process"
          " (item.trajectory); the leased trajectories are 4, 7"),
-        (Segment(4, 0, (2, 3), (-0.5,), V0), [], "segment of trajectory 4: 2 tokens have 1 log-probabilities"),
+        (Segment(4, 0, (2, 3), (-0.5,), V0), [], "segment of trajectory 4: the number of tokens is 2, but the number"
+         " of log-probabilities is 1; they must be equal"),
         (Segment(4, 0, (2,), (float("nan"),), V0), [], "segment of trajectory 4: a log-probability is not finite"),
         (segment(4, 0, 2**31), [], "segment of trajectory 4: "),
         (Segment(4, 0, (2.5,), (-0.5,), V0), [], "segment of trajectory 4: "),  # type: ignore[arg-type]
