@@ -47,7 +47,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
-    """Replace the start of a manager; return the list of the runs for which it was called."""
+    """Replace the start of a manager, and return the list of the runs whose start was requested."""
     runs: list[RunDir] = []
 
     def start_manager(run: RunDir, spec: RunSpec) -> str:
@@ -370,7 +370,7 @@ def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root
     assert run.warnings[-1] == "no successor is queued"
     state = run.state()
     assert (state.outcome, state.standing, state.step) == (None, "submitted", 12), (
-        "the state is still that before the resume"
+        "the run still has the state from before the resume"
     )
     run.cancel(wait=False)
     assert len(list(RunDir(run.path).mailbox.glob("[!.]*.json"))) == 1, (

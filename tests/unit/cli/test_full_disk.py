@@ -22,7 +22,7 @@ from rrl.tests.support.runs import light_job
 from rrl.transport.keys import RunKeys
 
 DEADLINE_S = 120.0
-"""Time limit for one command (s), which takes some seconds."""
+"""Time limit for one command (s); a command takes only a few seconds."""
 _IN_A_FULL_FILE_SYSTEM = """
 import os, subprocess, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
 
 
 def write_runs(root: Path) -> None:
-    """Write three runs: one without a manager, one that was cancelled, one without a manager but with a reserve."""
+    """Write three runs: one without a manager, a cancelled one, and one with only a reserve of space."""
     allowing = structs.replace(job_view(), faults_allowed=True)
     cancelled = Story("over-1").works().ends(Outcome.CANCELLED, "somebody asked")
     for made in (Story("mine-1", allowing).works().written(root), cancelled.written(root)):
@@ -53,7 +53,7 @@ def write_runs(root: Path) -> None:
     fill_reserve(Story("reserved-1").works().written(root))
 
 
-@pytest.mark.skipif(not own_mounts(), reason="this machine lets nobody mount")
+@pytest.mark.skipif(not own_mounts(), reason="this machine does not permit mounts")
 @pytest.mark.parametrize(
     "command", [["manage", "mine-1"], ["cancel", "mine-1"], ["inject", "mine-1", "kill"], ["submit", "JOB"],
                 ["submit", "JOB", "--foreground"], ["resume", "over-1"]],
@@ -67,7 +67,7 @@ def test_a_command_on_a_full_disk_ends_with_one_line(tmp_path: Path, command: li
     assert done.stdout == ""
 
 
-@pytest.mark.skipif(not own_mounts(), reason="this machine lets nobody mount")
+@pytest.mark.skipif(not own_mounts(), reason="this machine does not permit mounts")
 def test_cancel_on_a_full_disk_takes_its_space_from_the_reserve(tmp_path: Path) -> None:
     script = (
         "from rrl.cli.main import run; from rrl.core.run_dir import RunDir, runs_root;"

@@ -154,7 +154,7 @@ def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> 
 
 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
-    """The conda is fake, and answers its hook as the real one does, with the text of a shell function."""
+    """The fake conda answers its hook with the text of a shell function, as the real conda does."""
     conda = tmp_path / "fake_conda"
     conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)

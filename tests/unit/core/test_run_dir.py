@@ -67,4 +67,4 @@ def test_invalid_exit_record_reads_as_none(tmp_path: Path, content: bytes) -> No
 
 def test_unreadable_exit_record_reads_as_none(tmp_path: Path) -> None:
     assert read_exit(tmp_path / "absent") is None
-    assert read_exit(tmp_path) is None  # EISDIR, in place of EIO or ESTALE
+    assert read_exit(tmp_path) is None  # fails with EISDIR, which stands for EIO and ESTALE

@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def appended(story: Story, run: RunDir, *events: ev.Event) -> None:
-    """Record events in the newest segment of the journal, as its manager does."""
+    """Record events in the newest segment of the journal, as the run's manager does."""
     reported = len(story.stamped)
     story.record(*events)
     lost = RunDir(run.path.parent / "elsewhere" / run.id)

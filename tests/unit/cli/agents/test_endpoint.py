@@ -1,4 +1,4 @@
-"""``rrl endpoint`` prints what an agent outside of a run needs, or why a run does not offer it."""
+"""``rrl endpoint`` prints the addresses and the key for agents outside of a run, or why the run has none."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_endpoint_that_has_not_started_yet_is_one_line_and_exit_code_1(
     assert main.run(["endpoint", RUN]) == 1
     assert capsys.readouterr().err == f"rrl: the endpoint of {RUN} has not started yet; see: rrl status {RUN}\n"
     run.endpoints.mkdir()
-    (run.endpoints / "0.json").write_text("{")  # a file as another version of rrl may write it: no address is read
+    (run.endpoints / "0.json").write_text("{")  # another version of rrl may write a file without a readable address
     assert main.run(["endpoint", RUN]) == 1
 
 

@@ -54,7 +54,7 @@ def store(run: RunDir) -> Iterator[Store]:
 
 
 def played(store: Store) -> None:
-    """Play four episodes: a finished tree, one whose second attempt is at work, a scored one, and one not yet begun."""
+    """Play four episodes: a scored tree of turns, a second attempt at work, a scored turn, and one without a turn."""
     tree, again, other = episodes(store, 3)
     first = turn(store, tree, (2, 3, 4), (5, 6), step=0)
     second = turn(store, tree, (7,), (8, 9, 1), first, 5, step=1)

@@ -1,4 +1,4 @@
-"""The output of Slurm's commands about Slurm itself, as 22.05 printed it, and in the forms of other sites."""
+"""Slurm's configuration, partitions and nodes are parsed as 22.05 prints them, and in the forms of other sites."""
 
 from __future__ import annotations
 

@@ -108,12 +108,12 @@ def test_exit_code_is_that_of_the_node_if_the_output_cannot_be_written(tmp_path:
         assert done.returncode == 2, unheard
 
 
-if can_hang():  # defined only where a mount can hang, because CI takes a skipped test for a failure
+if can_hang():  # defined only where a mount can hang, because CI counts a skipped test as a failure
 
     def test_a_mount_that_hangs_fails_within_the_time_of_one_check(tmp_path: Path) -> None:
         """The mount is a real file system whose server does not answer.
 
-        The time limits are shorter than the default ones, in the same proportion.
+        All time limits are shorter than the default ones, by the same factor.
         """
         hung, where = tmp_path / "hung", rules(tmp_path, "[host]\nmount_hung = 3.0")
         hung.mkdir()

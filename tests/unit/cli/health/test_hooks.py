@@ -41,8 +41,10 @@ FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit
 
 
 def failing(code: int = 0, outcome: str = "") -> str:
-    """Return a script in place of rrl: its check fails, and its ``drain-node`` records its arguments and ends as
-    given."""
+    """Return a script in place of rrl, whose check fails.
+
+    Its ``drain-node`` records the arguments, prints ``outcome`` and exits with ``code``.
+    """
     drain = f"[ $2 = drain-node ] && echo \"$@\" >> ${{0%/*}}/asked && echo '{outcome}' && exit {code}\n"
     return FAILS.replace("\n", f"\n{drain}", 1)
 

@@ -23,9 +23,9 @@ class Cluster:
         self.nodes = {f"n{index}": ("idle", 0.0, "none") for index in range(count)}
         self.answers = True
         self.asked = 0
-        """Number of commands so far."""
+        """Number of commands that were run."""
         self.at_same_time: list[str] = []
-        """Nodes that other hooks drain just before the next drain."""
+        """Nodes that other hooks drain just before the next change of a node's state."""
 
     def drain(self, node: str, reason: str = "rrl:health: x", ago: float = 0.0) -> None:
         self.nodes[node] = ("drained", time.time() - ago, reason)

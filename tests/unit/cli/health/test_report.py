@@ -161,7 +161,7 @@ def test_bar_heights_are_proportional_and_within_the_chart() -> None:
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a history of this user with runs in the last week, without a cluster to query."""
+    """Return a history of this user with a week of runs; the states of drains come from no cluster."""
     folder = tmp_path / "history"
     folder.mkdir()
     by_run: dict[str, list[Any]] = {}
@@ -205,7 +205,7 @@ def test_history_of_an_old_schema_is_reported_as_not_read(history: Path, capsys:
 
 
 def names(value: Any, before: str = "") -> set[str]:
-    """Return every path in the document; all entries of a list have one path."""
+    """Return the path of every key in a document; the entries of a list share one path."""
     if isinstance(value, dict) and before.rpartition(".")[2] not in ("facts", "failures"):
         return {name for key, one in value.items() for name in names(one, f"{before}.{key}" if before else key)}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -386,11 +386,11 @@ def test_administrator_can_carry_out_drain_requests(slurm_lab: SlurmLab, tmp_pat
         assert "foreign: fan is loud" in shown.stdout
         assert "nodename=n3 " not in shown.stdout
         done = command(lab, tmp_path, "drain-requests", "--apply", *common)
-        assert done.returncode == 1  # n99 is none
+        assert done.returncode == 1  # n99 is not a node
         lines = done.stdout.splitlines()
         assert lines[0] == "n3: is drained already: fan is loud"
         assert "n99: not drained: rrl health check could not run there: not known to Slurm" in lines
-        # the failure that the check found, not the requested reason
+        # the reason is the failure that the check found, not the one in the request
         assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")
         assert reason_of(lab, "n3") == "drained fan is loud"
         reported = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
@@ -484,7 +484,7 @@ def test_user_without_the_right_to_drain_gets_a_message(slurm_lab: SlurmLab, tmp
     lab.run_as_user([sys.executable, "-c", code, str(folder), lab.user or ME])
     apply = [rrl, "health", "drain-requests", "--apply", "--history", str(folder), *SINCE]
     done = lab.run_as_user(apply, check=False, env={CONFIG_ENV: str(rules)})
-    if lab.user:  # without a plain user, the lab's user is SlurmUser and may drain
+    if lab.user:  # without a plain user, the command runs as SlurmUser, who may drain
         assert done.returncode == 1
         assert "n2: not drained: this user may not drain nodes" in done.stdout
         assert reason_of(lab, "n2").startswith("idle")

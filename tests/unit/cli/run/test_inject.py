@@ -35,7 +35,7 @@ def allowing(lease: float = 10.0) -> Story:
 
 
 def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
-    """Record events as the next manager of the run, which has taken the command."""
+    """Record events as the run's next manager records them once it has taken the command."""
     reported = len(story.stamped)
     story.record(*events)
     journal = Journal(run, epoch)
@@ -164,7 +164,7 @@ def test_wait_prints_the_outcome_of_the_fault(
 
 
 def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
-    """Request a fault with a command that waits for the result; the manager has taken and begun it."""
+    """Request a fault with a command that waits for the result, and let a manager begin the fault."""
     story = allowing(lease)
     run = story.written(root)
     codes: list[int] = []

@@ -31,7 +31,7 @@ def test_ended_run_is_removed_and_the_freed_space_reported(root: Path, capsys: p
     run = completed("over-1").written(root)
     other = completed("over-2").written(root)
     (run.checkpoints / "model").write_bytes(os.urandom(3 * 2**20))
-    os.link(run.checkpoints / "model", run.checkpoints / "newest")  # a second name of the same bytes, which count once
+    os.link(run.checkpoints / "model", run.checkpoints / "newest")  # a hard link: the bytes count once
     assert main.run(["rm", "over-1", "--yes"]) == 0
     removed, freed = capsys.readouterr().out.splitlines()
     assert removed.startswith("removed over-1  3.")

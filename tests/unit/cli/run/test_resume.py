@@ -28,8 +28,8 @@ RUN = "small-7"
 class Ended:
     """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it.
 
-    ``started`` counts how often it was resumed. ``starts`` replaces the start of its manager; by default it installs
-    the new job, as a manager that begins does.
+    ``started`` counts the resumes. ``starts`` replaces the start of a manager: by default it claims the resume request
+    and installs the new job, as a manager does when it begins.
     """
 
     def __init__(

@@ -628,7 +628,7 @@ def test_a_file_without_permission_is_one_line() -> None:
         path.chmod(0)
         if os.getuid() != 0:
             read()
-        else:  # root can read everything, so another user tries
+        else:  # root can read every file, so the job is loaded as another user
             Path(folder).chmod(0o755)
             call_as("nobody", read, os.environ, Path("/"), timeout_s=60)
 

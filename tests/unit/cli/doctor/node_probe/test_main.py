@@ -26,7 +26,7 @@ __version__ = "9.9"
 class cuda:
     is_available = staticmethod(lambda: False)
 """
-"""A replacement for torch, whose import would take two seconds on two cores each time."""
+"""A replacement for torch, because importing torch itself takes two seconds on two cores each time."""
 
 
 @pytest.fixture
