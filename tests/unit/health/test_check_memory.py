@@ -63,7 +63,7 @@ def test_partial_check_is_not_a_full_one_and_a_failed_check_makes_the_next_one_n
 
 
 def test_job_with_gpus_needs_that_each_was_found_free_after_its_last_job(path: Path, now: list[float]) -> None:
-    checked(path, 990.0, gpus=GPUS)  # a prolog, after which its job uses these GPUs
+    checked(path, 990.0, gpus=GPUS)  # a prolog, after which a job uses these GPUs
     assert take_if_fresh(path, GPUS, 600.0) is None
     checked(path, 995.0, gpus=GPUS, freed=True)  # its epilog
     assert take_if_fresh(path, ("0",), 600.0) is not None

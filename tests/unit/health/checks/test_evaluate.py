@@ -48,7 +48,7 @@ def test_counter_that_returns_to_its_value_has_not_risen_and_a_reset_counter_has
     late = CounterHistory(100, 1)
     late.add(200, 0)
     late.add(900, 1)
-    assert late.increase == 1, "a count after minutes at zero was not taken for a new one"
+    assert late.increase == 1, "a count after minutes at zero was not added to the increase"
 
 
 def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:

@@ -183,7 +183,7 @@ def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
 
 
 def test_network_links_that_flap_during_boot_pass() -> None:
-    node = ObservedNode()  # a node with a log of 1000 s of uptime
+    node = ObservedNode()  # the kernel log begins with the boot of this node, 1000 s ago
     lost = [KernelEvent(kind="nic", text="ib0: Lost carrier", device="ib0", age=age) for age in (980.0, 970.0, 960.0)]
     assert node.log(*lost).verdict("kernel_nic") is Verdict.OK
 

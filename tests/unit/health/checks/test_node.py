@@ -1,4 +1,4 @@
-"""Checks of a node beside its GPUs: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
+"""Further checks of a node: DCGM's verdicts, kernel log, InfiniBand, mounts and host."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ def test_file_system_error_of_a_users_loop_device_does_not_fail_the_node(device:
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
-    """Return a node whose /scratch has not answered ``attempts`` processes for ``hung_for`` seconds."""
+    """Return a reading in which /scratch has not answered ``attempts`` processes for ``hung_for`` seconds."""
     hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
     return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
 

@@ -1,4 +1,4 @@
-"""Losses of hardware between two agents of a node are found by the next agent."""
+"""Hardware that is lost after one agent of a node has ended is found by the node's next agent."""
 
 from __future__ import annotations
 

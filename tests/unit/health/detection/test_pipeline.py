@@ -139,7 +139,7 @@ CHANGES: dict[Callable[..., object], tuple[Callable[[], Change], ...]] = {
     apply_settings: (cause_that_does_not_blame_the_node, check_that_is_only_observed),
     correlate: (node_like_many_others,),
 }
-"""Every stage, with each way in which it changes a verdict or drops findings in favour of another one."""
+"""Every stage, with each way in which it changes a verdict or drops findings in favour of another finding."""
 
 
 def test_pipeline_lists_its_stages_in_order() -> None:

@@ -120,7 +120,7 @@ def test_file_in_a_folder_of_another_user_is_refused(folder: Path, file: Path) -
     assert "it belongs to" in sources.refused[0]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_only_files_that_belong_to_the_user_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "mine", [began(0, "mine", ME), *records()[1:]])
     forged = write(folder, ME, "forged", records())

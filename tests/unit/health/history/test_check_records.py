@@ -143,7 +143,7 @@ def test_link_that_another_user_planted_is_not_followed(tmp_path: Path, planted:
     assert list(victim.iterdir()) == []
 
 
-if os.geteuid() == 0:  # only root gives folders away
+if os.geteuid() == 0:  # only root can give a folder to another user
 
     def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         (tmp_path / user_name()).mkdir()
@@ -181,7 +181,7 @@ def test_report_shows_a_node_that_no_run_used_and_counts_no_run(tmp_path: Path) 
     assert (made.site.runs, made.site.users, made.site.node_days, made.site.failures) == (0, 0, 0.0, 0)
     trusted = os.geteuid() == 0
     assert node.verdict == ("FAIL" if trusted else "WARN"), (
-        "records of a node fail it, though only root's records suffice alone"
+        "only records of root may fail a node without the evidence of another user"
     )
     assert bool(node.scontrol) == trusted
 

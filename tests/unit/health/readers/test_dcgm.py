@@ -97,7 +97,7 @@ def test_the_gauge_of_the_last_xid_is_not_counted(metrics: Exporter) -> None:
 def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=NOT_INSTALLED))
     totals = []
-    for count in (2, 3, 1, 0, 1):  # Xids in the window: two, one more, only the third, none, a new one
+    for count in (2, 3, 1, 0, 1):  # Xids in the window: two, a third, only the third, none, a fourth
         metrics.text = page(GPUS, *([xid(0, UUID, 31, count)] if count else []), xid(1, OTHER, 13, 1))
         totals.append(next((gpu.xid_counts for gpu in reader.read().gpus if gpu.uuid == UUID), None))
     assert totals == [{31: 2}, {31: 3}, {31: 3}, None, {31: 4}]
@@ -224,7 +224,7 @@ def test_health_is_queried_seldom_and_its_incidents_are_repeated_in_between(metr
         assert [(incident.gpu, incident.system) for incident in data.incidents] == [(OTHER, "PCIe")]
         assert data.unread == {}
         runs.add(data.health_at)
-    assert len(runs - {None}) == 1, "three reads of one run of dcgmi do not have its time"
+    assert len(runs - {None}) == 1, "three reads must report the time of the only run of dcgmi"
     assert (replies / "calls").read_text() == "health -c -j\n"
 
 

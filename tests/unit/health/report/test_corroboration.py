@@ -78,7 +78,7 @@ def test_same_evidence_from_two_users_accuses_the_node() -> None:
 def test_unrelated_record_of_an_honest_user_does_not_confirm_invented_evidence(honest: str) -> None:
     at = 2 * DAY_S
     those: dict[str, list[Record]] = {
-        # eve's findings make this crash a failure of the infrastructure, so that it still depends on her records
+        # this crash counts as a failure of the infrastructure only because of eve's own findings
         "crash": [failed(at, "n1")],
         "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
         "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],

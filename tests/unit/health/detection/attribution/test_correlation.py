@@ -220,14 +220,14 @@ def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
 
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Let workers send no heartbeats since the given times, each on a node of its own that still sends messages."""
+    """Stop the heartbeats of workers at the given times; each worker is on its own node, which still sends messages."""
     run.context = replace(run.context, silent_workers={
         Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip
 
 
 def silence(name: str, since: float) -> Finding:
-    evidence = (Evidence("manager", "no beat for 10 s after its last one", since),)
+    evidence = (Evidence("manager", "no heartbeat for 10 s after the last one", since),)
     return Finding("worker_silence", FAIL, Cause.PROCESS, Remedy.RESTART, since, evidence,
                    incarnation=Incarnation(ReplicaId(name), 1))  # fmt: skip
 
@@ -307,7 +307,7 @@ def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
     (shared,) = [one for one in run.published if one.node is None]
     assert "a rule of the site" in shared.evidence[0].text
     assert all(Flag.ON_MOST_NODES in finding.flags for finding in run.published), (
-        "a finding lacks the flag by which the history blames no node"
+        "a finding lacks the flag that keeps the history from blaming the node"
     )
 
 

@@ -1,4 +1,4 @@
-"""A trainer that waits for data is blamed if the store has data for it and gets no request, and only then."""
+"""A trainer that waits for data is blamed if, and only if, the store has data for it and gets no request."""
 
 from __future__ import annotations
 

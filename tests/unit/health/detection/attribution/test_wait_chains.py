@@ -140,7 +140,7 @@ def mutual_wait(*rollouts: Incarnation) -> Trace:
 
 
 def play_served(trace: Trace, seconds: float) -> None:
-    """Advance the clock while the store serves some replica, which would explain a short wait."""
+    """Advance the clock while the store serves a replica, so that a short wait for the store is explained."""
     for _ in range(int(seconds / 10)):
         trace.done[STORE] = trace.done.get(STORE, 0) + 1
         trace.play(10)

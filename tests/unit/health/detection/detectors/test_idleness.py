@@ -1,4 +1,4 @@
-"""Detectors by load: idle replicas are found early, gangs are judged as a whole, and other explanations win."""
+"""Detectors by load: idle replicas are found early, gangs are judged as a whole, other explanations come first."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_rank_idle_in_its_first_step_has_twice_as_long() -> None:
 
 
 def loading(*idle: Incarnation) -> Trace:
-    """Return a trace of three rollouts after several loads of 5 s, of which ``idle`` load again and are idle."""
+    """Return a trace of three rollouts that loaded weights for 5 s several times; ``idle`` load again, and are idle."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""``silent_nodes`` returns the nodes that send no messages, which distinguishes a failed node from a network loss."""
+"""``silent_nodes`` returns the nodes without messages: one such node has failed, many suggest a lost network."""
 
 from __future__ import annotations
 

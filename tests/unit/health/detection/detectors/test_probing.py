@@ -297,7 +297,7 @@ def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None
 
 # ── waiting replicas ─────────────────────────────────────────────────────────────────────────────────────────────────
 def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
-    """Return a trace of two idle, healthy rollouts without work, which answer probes as given."""
+    """Return a trace of two idle, healthy rollouts without work, which answer each probe with ``answer``."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
     trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
     trace.loads = dict.fromkeys(ROLLOUTS[:2], IDLE)

@@ -638,8 +638,8 @@ def test_overdue_undeclared_phase_only_warns() -> None:
 @pytest.mark.parametrize(
     ("phase", "usual", "once"),
     [
-        ("train", 20.0, 360.0),  # an evaluation in it
-        ("between", 1.0, 360.0),  # or outside of every phase
+        ("train", 20.0, 360.0),  # an evaluation within the phase
+        ("between", 1.0, 360.0),  # an evaluation outside of every phase
         ("checkpoint", 2.0, 180.0),  # shared storage stalls
         ("publish", 2.0, 180.0),
         ("score", 1.0, 180.0),  # a backlog that is scored as a whole
@@ -719,20 +719,20 @@ def test_time_blocked_by_another_replica_does_not_count_afterwards(phase: str, d
     trace.waiting[TRAINER] = STORE.replica
     for _ in range(7):
         trace.play(100)
-        trace.done[STORE] = trace.done.get(STORE, 0) + 1  # it serves the rollout
+        trace.done[STORE] = trace.done.get(STORE, 0) + 1  # the store serves the rollout
     assert trace.found() == set()
     del trace.waiting[TRAINER]
     trace.play(1)
-    assert trace.found() == set(), "a finding at the first heartbeat after the store is back"
+    assert trace.found() == set(), "the first heartbeat after the end of the wait caused a finding"
     assert trace.monitor.replicas[TRAINER.replica].heartbeats == 0, (
-        "a heartbeat of its wait counts as its own standstill"
+        "a heartbeat from the trainer's wait counts towards a standstill of the trainer"
     )
     freed, deadline = trace.now, PHASES[phase].shortest
     trace.done[STORE] += 1
     trace.play(deadline)
     suspected = {warn("suspected", TRAINER)} if detector == "no_progress" else set()
     assert trace.found(before(freed + deadline)) == suspected
-    assert trace.found() == {fail(detector, TRAINER)}, "its deadline must run from the end of its wait"
+    assert trace.found() == {fail(detector, TRAINER)}, "the trainer's deadline must run from the end of its wait"
 
 
 def test_replacement_has_the_full_start_time_despite_short_phases_before() -> None:

@@ -25,7 +25,7 @@ def training(load: tuple[float, float | None, float | None] = BLIND) -> Trace:
 
 
 def play(trace: Trace, seconds: float, *stacks: str | None) -> int:
-    """Advance the clock, and answer each sample that is due with the next one of ``stacks``, in a circle.
+    """Advance the clock, and answer each due sample with the next of ``stacks``, beginning again after the last.
 
     Return the number of samples.
     """

@@ -79,7 +79,7 @@ def count(reading: Reading) -> int:
 
 
 def noted(notes: Path, what: str) -> list[int]:
-    """Return the pids of the processes that left this note."""
+    """Return the pids of the processes that wrote the note ``what``."""
     return [int(note.suffix[1:]) for note in notes.glob(f"{what}.*")]
 
 
@@ -305,7 +305,7 @@ def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> Non
         assert agent.stdout is not None
         client = int(agent.stdout.readline().split()[0])
         (reader,) = noted(tmp_path, "good-made")
-        os.kill(agent.pid, signal.SIGSTOP)  # a running agent would start a new process
+        os.kill(agent.pid, signal.SIGSTOP)  # otherwise the agent would start a new process
         os.kill(client, signal.SIGKILL)
         until(lambda: read_process(reader) is None)
         agent.kill()

@@ -20,9 +20,9 @@ from rrl.tests.support.nvml.reading import SECONDS, reading_error, result_of_chi
 ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
 TREATED_APART = {
     "UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH",  # end the session
-    "GPU_IS_LOST", "RESET_REQUIRED", "UNKNOWN",  # tell of the GPU
-    "NOT_SUPPORTED", "FUNCTION_NOT_FOUND",  # have another function asked
-    "NO_PERMISSION", "NOT_READY",  # cost only the value, with a reason of rrl's or of NVML's
+    "GPU_IS_LOST", "RESET_REQUIRED", "UNKNOWN",  # report a state of the GPU
+    "NOT_SUPPORTED", "FUNCTION_NOT_FOUND",  # make the reader call another function
+    "NO_PERMISSION", "NOT_READY",  # lose only the value; the reason is rrl's or NVML's text
 }  # fmt: skip
 """Errors that stand for all errors: the reader treats each other error like one of these."""
 EACH_ERROR = [
@@ -30,7 +30,7 @@ EACH_ERROR = [
     for name in ERRORS
 ]
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
-"""All functions except those without which there is no value to report."""
+"""All functions except those that every value depends on."""
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 

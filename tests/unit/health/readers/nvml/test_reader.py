@@ -33,7 +33,7 @@ VALUES: dict[str, Value] = {
 
 
 def after(reader: NvmlReader, reads: int) -> Gpu:
-    """Return the first GPU as the last one of ``reads`` reads reports it."""
+    """Read ``reads`` times, and return the first GPU of the last reading."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
 
@@ -127,9 +127,9 @@ def test_no_clock_reason_is_not_the_same_as_an_unread_one(driver: FakeDriver, re
 
 
 def test_temperature_limits_given_as_margins_become_temperatures(driver: FakeDriver, reader: NvmlReader) -> None:
-    """Ada and later GPUs give limits as margins, where nvmlDeviceGetTemperatureThreshold returns none.
+    """From Ada on, GPUs give limits as margins, and nvmlDeviceGetTemperatureThreshold returns no limit.
 
-    At 40 °C now, with a margin of 47 K, a margin of 0 means 87 °C.
+    The GPU is at 40 °C and its margin is 47 K, so that a margin of 0 K is reached at 87 °C.
     """
     driver.set(None, "temperature", 40).set(None, "temperature_margin", 47)
     driver.set(None, "temperature_slowdown", None).set(None, "temperature_slowdown_tlimit", -2)
