@@ -157,7 +157,7 @@ def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site
 
 # ── GPUs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def job_on_shared_gpus() -> RunSpec:
-    """Return a job whose rollouts have the first GPUs of a node with four, and whose trainer has one of the others."""
+    """Return a job for a node with four GPUs: the rollouts have the first ones, the trainer has one of the others."""
     job = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
     roles = {
         role.name: msgspec.structs.replace(

@@ -1,7 +1,7 @@
 """A cluster that is unreachable, slow or wrong, or a full run directory, during recoveries.
 
-No action is repeated, no replica or node counts as failed because of it, and the cluster is not polled more often than
-usual.
+No action is repeated, no replica or node counts as failed because of the disturbance, and the cluster is not polled
+more often than usual.
 """
 
 from __future__ import annotations

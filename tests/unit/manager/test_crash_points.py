@@ -1,9 +1,9 @@
 """The manager is killed at any record, and the run ends as without the kill.
 
-No action is repeated, and nothing is left behind. The real manager (journal, lease, settling, executor, detectors,
-planner) runs in :class:`Site` in virtual time. Together the scripts contain every action and decision: rollouts and
-members of a gang are killed, nodes die and are replaced, users send commands, and the whole run restarts, ends and is
-resumed.
+No action is repeated, and nothing is left behind. The real manager (journal, lease, reconciliation, executor,
+detectors, planner) runs in :class:`Site` in virtual time. Together the scripts contain every action and decision:
+rollouts and members of a gang are killed, nodes die and are replaced, users send commands, and the whole run restarts,
+ends and is resumed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
     ev.GpuUseRecorded,
 }  # fmt: skip
-"""Events that cause only actions which other events cause, too."""
+"""Events whose actions are also caused by other events."""
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:
@@ -154,7 +154,7 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
     for replica, incarnations in unharmed.worked.items():
         together = (
             script is not IS_REPAIRED or incarnations > 1
-        )  # a replica that fails together with others may do so once more
+        )  # a replica that fails together with others may fail once more
         assert incarnations <= worked[replica] <= incarnations + together, (replica, worked)
 
 
@@ -402,7 +402,7 @@ def test_recorded_end_without_a_decision_is_handled_at_once_by_the_next_manager(
     assert_ended_well(COMPLETES, site, outcome, state)
     started = epochs_of(site, ev.ManagerStarted)[1]
     fenced = next(s for s in epochs_of(site, ev.Decided) if s.epoch == 2)
-    assert fenced.at - started.at < 5.0  # not only after the join deadline
+    assert fenced.at - started.at < 5.0  # at once, and not after the join deadline
 
 
 @pytest.mark.parametrize("kind", [Release, StopStep])

@@ -52,7 +52,7 @@ def test_pool_counts_one_job_plus_managers_and_a_replacement_for_each_node() -> 
 def test_each_rank_and_each_standby_counts_as_a_step() -> None:
     trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, donor_rollouts=9)
     gang = msgspec.structs.replace(run_spec("pool"), roles=(ROLES[0], trainer, ROLES[2]))
-    # one beside each rank, on the spare, and on each of the three rollouts' nodes
+    # a standby process beside each rank; two each on the spare and on the three nodes of rollouts
     assert max_standbys(gang) == 4 + (1 + 3) * 2
     assert worst_case(gang).steps == (1 + 4 + 3) + 6 + max_standbys(gang)
     assert max_standbys(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
@@ -110,7 +110,7 @@ def test_jobs_per_hour_include_six_windows_of_losses_restarts_and_rotations() ->
     hour = worst_case(run_spec("replica"))
     assert (
         hour.jobs_per_hour == 2 + 5 + 6 * 2 + 3
-    )  # two of five nodes may be excluded, and rollouts have two hours of walltime each day
+    )  # managers, allocations, two of five nodes lost in each of six windows, and rotations of rollouts
     assert hour.steps_per_hour == (5 + 5) * (1 + 6 * 10)
 
 

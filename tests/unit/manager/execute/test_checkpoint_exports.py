@@ -30,7 +30,7 @@ TIMEOUT_S = 30.0
 
 
 class Exporting:
-    """Exports of a run in ``path`` by a program that does, for each step, what ``script`` contains."""
+    """Exports of a run in ``path`` by a program that executes the entry of ``script`` for each step."""
 
     def __init__(self, path: Path, export: Literal["end"] | int | None, **script: str) -> None:
         self.run = RunDir(path / "run")

@@ -77,7 +77,7 @@ finally:
 """
 
 
-if own_mounts():  # defined only where mounts are possible, because CI takes a skipped test for a failure
+if own_mounts():  # defined only where mounts are possible, because CI counts a skipped test as a failure
 
     def test_real_file_system_is_filled_and_freed(run: RunDir) -> None:
         argv = [*own_mounts(), sys.executable, "-c", FILL_REAL_FILE_SYSTEM, str(run.path)]

@@ -36,7 +36,7 @@ ALL = (REQUEST, RELEASE, LAUNCH, STOP, INJECT)
 class Scripted:
     """A cluster that answers calls in turn with the given answers, and then accepts every call.
 
-    An exception is raised; None accepts the call.
+    An answer that is an exception is raised, and the answer None accepts the call.
     """
 
     def __init__(self, *answers: Exception | None) -> None:

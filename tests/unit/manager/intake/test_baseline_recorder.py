@@ -41,7 +41,7 @@ def phases(*names: str) -> list[ev.Event]:
 
 
 def time_until_hang_found(state: State, phase: str) -> float:
-    """Return after how many seconds a new manager finds that a trainer that only sends heartbeats hangs."""
+    """Return the seconds until a new manager finds the hang of a trainer that only sends heartbeats."""
     monitor, began = HealthMonitor(), 1000.0
     restore_monitor(monitor, state, began)
     monitor.on_hello(INCARNATION, N1, phase, began)

@@ -191,7 +191,7 @@ def test_worker_silent_together_with_other_nodes_is_not_failed_at_once(hearing: 
     first = found("silent", node=None, detector="worker_silence", component="", at=90.0, incarnation=incarnations[0])
     silent = {incarnation: (NodeName(f"n{index}"), 90.0) for index, incarnation in enumerate(incarnations)}
     assert hearing.handler.finding_gate.on_detected([first], silent) == 100.0 + SILENCE_GRACE_S, (
-        "the grace does not run by the manager's clock"
+        "the grace is not measured by the manager's clock"
     )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
@@ -201,7 +201,7 @@ def test_node_silent_together_with_others_is_not_failed_at_once(hearing: Handlin
     first = msgspec.structs.replace(first, proof=False)
     absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
     assert hearing.handler.finding_gate.on_detected([first], {}, absent) == 100.0 + SILENCE_GRACE_S, (
-        "the grace does not run by the manager's clock"
+        "the grace is not measured by the manager's clock"
     )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
 

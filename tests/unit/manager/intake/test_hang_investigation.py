@@ -84,7 +84,7 @@ class Investigation:
         )
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
-        """Investigate findings as a turn of the manager does, and return once all tasks that it started have run."""
+        """Investigate findings as the manager does, and return once all tasks that were started have run."""
         stacks, again = self.suspicion.investigate(findings)
         published, _ = await_stacks(findings, PublicationContext(self.now(), stacks=stacks))
         await _settled()
@@ -94,7 +94,7 @@ class Investigation:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
 
     async def answer(self, dump: str = STUCK, error: str = "", but: dict[Incarnation, str] | None = None) -> None:
-        """Let every agent that has got a request to dump stacks answer it."""
+        """Let the agents answer all requests for stack dumps."""
         for peer, order in self.stack_requests():
             agent = self.world.state.replica(ReplicaId(peer.decode())).incarnation
             dumps = {} if error else {41: (but or {}).get(order.target, dump)}
@@ -136,7 +136,7 @@ def texts(finding: Finding) -> list[str]:
 def test_warning_of_a_hang_collects_stacks_and_names_the_place(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         published, _ = await desk.consider(desk.finding())
-        assert published == [desk.finding()], "a warning was held until its stacks are there"
+        assert published == [desk.finding()], "a warning was delayed until its stacks were collected"
         node = desk.world.state.replica(desk.incarnation.replica).node
         ((peer, order),) = desk.stack_requests()
         assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)

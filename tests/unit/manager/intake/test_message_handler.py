@@ -229,8 +229,8 @@ def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling, monk
     hearing.handle(WANTED, HELLO)
     hearing.events.clear()
     mine = msg.ProbeReply(R1, 7, ProbeResult.WORKS, "a token")
-    hearing.handle(msg.ProbeReply(R1, 7, ProbeResult.WORKS, "said by a stranger"), peer=b"stranger")
-    hearing.handle(msg.ProbeReply(R2, 7, ProbeResult.WORKS, "of nobody who is believed"))
+    hearing.handle(msg.ProbeReply(R1, 7, ProbeResult.WORKS, "from an unknown connection"), peer=b"stranger")
+    hearing.handle(msg.ProbeReply(R2, 7, ProbeResult.WORKS, "from an incarnation that is not current"))
     hearing.handle(mine)
     assert (heard, hearing.events) == ([mine], [])
 

@@ -203,7 +203,7 @@ def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
     assert looks.state is not None
     assert list(looks.state.allocations) == [POOL]
     assert expects_change(looks.state, FAST_POLL_AFTER_REQUEST_S / 2), (
-        "no change is expected, though the reason for the end comes soon"
+        "no change is expected, though the cluster will soon list the reason for the end"
     )
     looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
     looks.poll(listed(ending))
@@ -220,8 +220,8 @@ def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
 
     assert len(left(3600.0, 1.0)) == 1
     assert left(3500.0, 101.0) == left(3489.0, 110.0) == []
-    assert len(left(240.0, 111.0)) == 1, "a shortened allocation is no event"
-    assert len(left(25.0, 112.0, taken=True)) == 1, "a preempted allocation is no event"
+    assert len(left(240.0, 111.0)) == 1, "an earlier end of the allocation was not recorded"
+    assert len(left(25.0, 112.0, taken=True)) == 1, "the preemption of the allocation was not recorded"
     assert looks.state is not None
     assert looks.state.allocations[POOL].ends_at == 137.0
     assert expects_change(looks.state, 170.0), "no change is expected, though the allocation ends at any moment"

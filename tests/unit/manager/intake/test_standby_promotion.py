@@ -279,8 +279,7 @@ def test_two_promotions_at_once_get_different_gpus_and_keep_them(
 
 @pytest.fixture
 def restarted(with_gpus: Handling) -> Handling:
-    """Return the handler of the next manager, to which the standby process has reported, but not the rollout with
-    GPU-b."""
+    """Return the handler of the next manager, to which the rollout with GPU-b has not reported yet."""
     promoted(with_gpus).next_manager()
     return with_gpus
 

@@ -70,7 +70,7 @@ JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
 
 
 def state_after(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
-    """Return the state after these events, of which one happens every second from ``at`` on."""
+    """Return the state after these events, which happen one per second from ``at`` on."""
     if state is None:
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
     for index, event in enumerate(events):

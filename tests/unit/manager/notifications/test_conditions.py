@@ -1,4 +1,4 @@
-"""The conditions of which notifications are sent, in the states of virtual runs."""
+"""The conditions that cause notifications, in the states of virtual runs."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Managed:
         return self.durable
 
     def looks_again(self, times: int = 3) -> None:
-        """Wait for ``times`` more looks of the notifier; before each look it has sent what was due."""
+        """Wait until the notifier has read the state ``times`` more times, and has sent all due notifications."""
         until = self.looks + times
         eventually(lambda: self.looks >= until)
 
@@ -142,7 +142,7 @@ def test_at_most_one_of_a_kind_is_sent_in_an_hour(tmp_path: Path) -> None:
         manager.durable = manager.state.seq
         manager.looks_again()
         assert len(received(tmp_path)) == 1
-        manager.now += LIMIT_S / 2 + 1  # the second end still holds, and is less than an hour old
+        manager.now += LIMIT_S / 2 + 1  # the run is still ended, and its second end is less than an hour old
         eventually(lambda: len(received(tmp_path)) == 2)
         manager.now += 1e6
         manager.looks_again()
@@ -359,7 +359,7 @@ time.sleep(600)
 
 
 def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subprocess.Popen[bytes]:
-    """Start a manager in a process of its own, which kills itself with SIGKILL at this moment."""
+    """Start a manager in a process of its own, which kills itself with SIGKILL at ``moment``."""
     state = root / "state"
     state.write_bytes(msgspec.msgpack.encode(story.recorded()))
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])

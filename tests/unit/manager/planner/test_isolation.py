@@ -75,7 +75,7 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
 
 @examples(12, many=300)
 @given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
-# a replica without a node still lacks one while it is retried, once per window, on a node that refuses launches
+# a replica without a node is retried once per window on a node that refuses launches, and still lacks a node
 @example(
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
      ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,

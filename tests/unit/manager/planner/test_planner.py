@@ -600,7 +600,7 @@ def test_the_breaker_stops_the_exclusion_of_a_second_of_four_nodes() -> None:
 
 
 def _loses_three(spares: int) -> World:
-    """Return a world in which the breaker prevents the exclusion of the third lost node, that of rollout/0."""
+    """Return a world in which the breaker prevents the exclusion of the third lost node, on which rollout/0 is."""
     world = World(job(spares=spares), nodes=12).steady()
     for replica in (R0, R1, R0):
         world.lose_node(world.node_of(replica))

@@ -48,7 +48,7 @@ class Story(Nodes):
             self.record(found(action.incarnation, "never_joined", self.now))
 
     def fresh(self, count: int) -> None:
-        """Add this many free nodes that the run has not used."""
+        """Add ``count`` free nodes that the run has not used."""
         self._free += [NodeName(f"m{self.made + i}") for i in range(count)]
         self.made += count
         self.arrive(0)

@@ -158,7 +158,7 @@ def test_work_before_an_incarnations_own_failure_counts_on_a_node_with_findings(
     observed = views(story.recovers("rollout/0").wait(1).ends(Outcome.COMPLETED, "done").stamped)
     (recovery,), (failed,) = observed.summary.recoveries, observed.failed
     assert (recovery.detect_s, recovery.total_s) == (0.0, 4.8)
-    assert failed.cause == "gpu"  # the cause is still that of the node
+    assert failed.cause == "gpu"  # the cause is still that of the finding about the node
     assert recovery.total_s == pytest.approx(failed.at - failed.since + 4.7)
 
 

@@ -25,7 +25,7 @@ from rrl.tests.support.manager.journal_writer import BEGUN, Writer
 
 FIRST = "000001-000001.seg"
 MAX_FRAME_BYTES = 1000
-"""Upper bound for the bytes of a write, except that of a segment's head."""
+"""Upper bound for the bytes of one write. Only a write of a segment's head may be larger."""
 
 
 class RecordedRun:
@@ -33,7 +33,7 @@ class RecordedRun:
 
     The first one rotates into a second segment and dies during a write, and the second one follows. Then the first one
     thaws and continues to write records, which must never be read. ``flushed[i]`` are the records that were flushed
-    when ``disk.note`` was i; the next manager may have found more.
+    when ``disk.note`` was i. The next manager may have read more records than these.
     """
 
     def __init__(self, run: RunDir, disk: FakeDisk) -> None:
@@ -186,7 +186,7 @@ def test_failed_disk_call_keeps_buffered_records_for_a_later_flush(tmp_path: Pat
 
 
 def _written_whatever_fails(run: RunDir) -> list[ev.Stamped]:
-    """Write as the real manager does, which repeats a failed call in the next flush or as the next epoch."""
+    """Write as the real manager does: it repeats a failed call in the next flush, or in the next epoch."""
     epoch = 1
     while True:
         try:

@@ -223,7 +223,7 @@ def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeyp
 
 
 class Storage:
-    """While ``away`` is set, makes ``os.listdir`` of the epochs, or a read of one of them, fail."""
+    """Makes ``os.listdir`` of the epochs, or each read of an epoch's file, fail while ``away`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int) -> None:
         self.away = False

@@ -158,6 +158,6 @@ def test_managers_of_a_user_share_one_budget_by_their_number() -> None:
     assert budget.per_minute == 20
     assert sum(budget.spend(3) for _ in range(20)) == 6
     now = 60.0
-    assert sum(budget.spend(3) for _ in range(20)) == 6  # at most the share of one minute
+    assert sum(budget.spend(3) for _ in range(20)) == 6  # unused calls add up to at most the share of one minute
     budget.share(0)  # no manager is listed, not even this one
     assert budget.per_minute == 60

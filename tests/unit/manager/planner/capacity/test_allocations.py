@@ -389,7 +389,7 @@ def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
-    assert len(requests(world)) - 4 == 3  # at once, and once after each of two windows of 600 s
+    assert len(requests(world)) - 4 == 3  # one at once, and one after each of two windows of 600 s
     world.hopeless = {}
     world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=700.0)
     assert world.incarnations() == ONCE | {R0: 2}

@@ -48,7 +48,7 @@ def promotions(world: World, role: str = "rollout") -> dict[str, str]:
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
-    """Return the number of incarnations of all replicas that had more than one, except ``but``."""
+    """Return the number of incarnations of each replica that had more than one, without the replicas ``but``."""
     return {id: number for id, number in world.incarnations().items() if number > 1 and id not in but}
 
 

@@ -64,7 +64,7 @@ def test_last_lines_of_a_killed_step_are_kept_without_its_file(tmp_path: Path) -
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
-            os.mkfifo(at.run.log_file(launch.tag))  # an open() of it hangs, as on storage that does not answer
+            os.mkfifo(at.run.log_file(launch.tag))  # open() of this pipe hangs, as on storage that does not answer
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
             assert shipped(at, launch) == [], "lines were written before they were needed"

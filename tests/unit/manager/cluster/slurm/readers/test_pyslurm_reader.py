@@ -219,7 +219,7 @@ def test_hanging_request_is_killed_and_the_next_one_gets_a_new_process(control: 
 
 
 def test_event_loop_runs_on_while_the_process_is_silent(control: Callable[..., None]) -> None:
-    """The process is stopped, as if its call held the interpreter, and the manager's event loop must still turn."""
+    """The process is stopped, as if its call held the interpreter, and the manager's event loop must continue."""
 
     async def scenario(reader: PyslurmReader) -> None:
         await reader._child.version()
@@ -397,7 +397,7 @@ def test_commands_take_over_after_three_failures(
 
 
 def test_process_is_not_started_again_once_commands_have_taken_over(control: Callable[..., None]) -> None:
-    """Requests of two tasks wait for one process when its last failure makes the commands take over."""
+    """Two tasks wait for the child process when its last permitted failure makes the commands take over."""
     calls: list[str] = []
 
     async def scenario(reader: SelectedReader) -> None:
