@@ -1,4 +1,4 @@
-"""What benchmarks/hostile_ports.py counts as an effect of an attack."""
+"""The changes that benchmarks/hostile_ports.py counts as effects of an attack."""
 
 from __future__ import annotations
 

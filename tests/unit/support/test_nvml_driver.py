@@ -51,7 +51,7 @@ def test_separate_process_finds_the_fake_library_by_the_loader_path(driver: Fake
 def test_fake_driver_without_a_state_file_reports_an_unloaded_driver(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has loaded the fake library thus has no driver in all other tests."""
+    """In all other tests, a process that has loaded the fake library therefore finds no driver."""
     monkeypatch.delenv(STATE_ENV)
     with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
         pynvml.nvmlInit()

@@ -62,7 +62,7 @@ def test_timed_freeze_ends_by_itself_and_both_ends_are_reported(tmp_path: Path) 
             await eventually(lambda: state(role) == "T")
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "SIGCONT: the target runs again"
-            # wait for it, as the process may have been observed between two stops
+            # wait for state S: the last state may have been read between two stops
             await eventually(lambda: state(role) == "S")
             assert not mark(at, launch).exists()
 
@@ -110,7 +110,7 @@ def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: P
             await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             holder = int(mark(at, launch).read_text().partition(".")[0])
-            lab_node.agent.send_signal(signal.SIGSTOP)  # the agent misses the end of its pause helper
+            lab_node.agent.send_signal(signal.SIGSTOP)  # a stopped agent does not notice the end of its pause helper
             os.kill(holder, signal.SIGKILL)
             lab_node.agent.kill()
             await at.end_of(lab_node.agent)
@@ -133,7 +133,7 @@ def test_killed_pause_helper_leaves_its_target_running_and_is_reported(tmp_path:
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
             over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "the pause helper was killed"
-            # wait for it, as the process may have been observed between two stops
+            # wait for state S: the last state may have been read between two stops
             await eventually(lambda: state(role) == "S")
 
     with lab(tmp_path) as at:

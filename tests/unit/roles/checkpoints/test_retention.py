@@ -57,7 +57,7 @@ def test_folder_of_an_old_step_that_the_newest_commit_names_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_store_deletes_a_checkpoint_that_a_later_store_retains(seed: int) -> None:
-    """A superseded store deletes checkpoints by outdated facts, at any later moment."""
+    """A superseded store may delete checkpoints at any later time, according to outdated facts."""
     dice, keep_checkpoints = random.Random(seed), 2 + seed % 2
     committed, trainer, commits, attempts = 0, 1, dict[int, str](), list[str]()
     deleted_by_some_store: set[str] = set()

@@ -13,7 +13,7 @@ from rrl.roles.checkpoints.stored_tensors import METADATA, UnreadableTensors, re
 
 
 class _Hostile:
-    """An object with which the plain unpickler makes a folder."""
+    """An object that makes a folder when the plain unpickler reads it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

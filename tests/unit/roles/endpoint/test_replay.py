@@ -218,7 +218,7 @@ def test_invalid_position_of_a_relay_restarts_the_stream_from_the_beginning(run:
 
 
 def raw_stream(run: Run, item: EpisodeItem, messages: list[Any], headers: dict[str, str]) -> list[str]:
-    """Return the lines of a stream, without empty lines and those that only keep the stream alive."""
+    """Return the lines of a stream, without empty lines and lines that only keep the stream alive."""
     key = encode_key(EpisodeKey(RUN, item.episode, item.attempt), SECRET)
     host = run.endpoint.base_url.removeprefix("http://").partition("/")[0]
     connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)

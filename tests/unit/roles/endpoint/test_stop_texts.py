@@ -1,4 +1,4 @@
-"""Stop texts, and calls with other sampling than the job's, through OpenAI's real client."""
+"""Stop texts, and calls whose sampling settings differ from the job's, through OpenAI's real client."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ToolScene(Scene):
     """An endpoint of a model with tools."""
 
     def says(self, *texts: str) -> None:
-        """Answer each new turn with the next of these texts, in other tokens than encoding the text would give."""
+        """Answer each new turn with the next of these texts, in tokens that differ from those of the encoded text."""
         waiting = list(texts)
 
         def sample(turn: Turn) -> None:

@@ -84,7 +84,7 @@ def one_usage(pid: int) -> Usage:
 
 PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"
 HEARTBEATS_PER_SAMPLE = 5
-"""Number of heartbeats within which a sample is taken: one every 0.1 s, with samples every 0.4 s."""
+"""Number of heartbeats within which a sample is taken: heartbeats are 0.1 s apart, and samples 0.4 s."""
 
 
 def test_working_command_makes_progress_and_a_waiting_one_does_not(tmp_path: Path) -> None:

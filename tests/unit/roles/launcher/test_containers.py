@@ -86,7 +86,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step
                 step.send_signal(9)
                 await at.end_of(step)
                 assert await manager.wait_for(StepVanished) == StepVanished(launch.incarnation, launch.tag, launch.node)
-            await eventually(lambda: not at.processes(launch), "the end of all of them")
+            await eventually(lambda: not at.processes(launch), "the end of all processes of the launch")
             now = read_process(inside.pid)
             assert now is None or now.started != inside.started
 

@@ -25,7 +25,7 @@ SLURM_GPU = "os.environ.update({'SLURM_STEP_GPUS': '1', 'CUDA_VISIBLE_DEVICES': 
 async def step(
     at: Lab, driver: FakeDriver, waits: float, patch: str = SLURM_GPU, **more: object
 ) -> AsyncIterator[Launch]:
-    """Start a step with one GPU, which waits up to ``waits`` seconds for its memory and checks it every 0.1 s."""
+    """Start a step that waits up to ``waits`` seconds for the memory of its only GPU, and checks it every 0.1 s."""
     launch = msgspec.structs.replace(at.launch("sleep", "1000"), gpus=1, **more)
     at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
     times = (

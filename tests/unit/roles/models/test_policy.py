@@ -41,7 +41,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _of(config: Any) -> Callable[[Path], Path]:
-    """Return a function that saves a model of that configuration in a folder, without a tokenizer."""
+    """Return a function that saves a model of this configuration in a folder, without a tokenizer."""
 
     def save(path: Path) -> Path:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)

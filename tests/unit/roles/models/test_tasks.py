@@ -132,7 +132,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def nothing(seed): return object()\n"
         "def of_class(seed): return Doubles\n"
     )
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the monkeypatch undoes it, with the entries that load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))  # so that the entries of load_task are removed after the test
     monkeypatch.delitem(sys.modules, "my_rrl_task", raising=False)
     return tmp_path
 

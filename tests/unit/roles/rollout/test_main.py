@@ -104,7 +104,7 @@ class _Pending:
 class _Waiting:
     """A request for work that waits for :meth:`answer`.
 
-    If the rollout waits for it before that, it gets no items and stops.
+    If the rollout waits for an answer before this call, it gets no items and stops.
     """
 
     def __init__(self, at_most: int) -> None:
@@ -121,7 +121,7 @@ class _Waiting:
 
 
 class _Worker:
-    """A worker that leases the items of ``waiting``, and requests the stop once both it and the engine have none left.
+    """A worker that leases the items of ``waiting``, and requests the stop once no item is waiting or in the engine.
 
     ``lost`` are the trajectories that the answer to each append names as lost.
     """

@@ -499,7 +499,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
 
 
 def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let the copy stop its receiver once the receiver is ready; return the event that reports this."""
+    """Let the copy stop its receiver once the receiver is ready; return an event that is set after the stop."""
     stopped = threading.Event()
 
     async def stops(line: Connection, data: memoryview) -> None:

@@ -58,7 +58,7 @@ def name_of(keys: RunKeys, node: NodeName = NODE) -> str:
 
 
 def _stored(client: SnapshotClient) -> list[SnapshotInfo]:
-    """Store a snapshot and return all stored ones; [] if unauthenticated clients occupy the agent."""
+    """Store a snapshot and return all stored ones, or an empty list if unauthenticated clients occupy the agent."""
     try:
         client._agent._not_before = 0.0
         keep(client, 1)
@@ -175,7 +175,7 @@ def test_socket_name_that_is_still_in_use_is_tried_again(keys: RunKeys) -> None:
                         assert time.monotonic() < deadline
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_connections_between_different_users_are_refused(keys: RunKeys, here: SnapshotServer) -> None:
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1])\n"

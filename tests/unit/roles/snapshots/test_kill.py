@@ -21,7 +21,7 @@ from rrl.transport.keys import RunKeys
 WHERE = ("copy", "digest", "head", "sealed")
 PATIENCE = 30.0
 LATEST = 0.05
-"""Latest time of the kill after a member has begun (s), within which it makes some steps of 5 MB each."""
+"""Latest time (s) of the kill after the start of a member, which makes some steps of 5 MB within this time."""
 
 
 class Members:

@@ -135,7 +135,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _described(metadata: Metadata) -> dict[str, Any]:
-    """Return each tensor's type, shape and pieces that are not empty, without their places in files."""
+    """Return each tensor's type, shape and non-empty pieces, without the places of the pieces in files."""
     described = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)

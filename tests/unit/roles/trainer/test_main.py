@@ -100,10 +100,9 @@ class _Worker:
         self.queue: list[Part] = []
         self.dies_before_commit_of: int | None = None
         self.dies_after: tuple[int, int] | None = None
-        """The part after which the trainer dies, as (step, index), once the step before is committed."""
+        """The part, as (step, index), after which the trainer dies once the previous step is committed."""
         self.dies_while_publishing: int | None = None
-        """The version during whose publishing the trainer dies, after one tensor, once the version's step is
-        committed."""
+        """The version of which the trainer publishes one tensor, and dies once the version's step is committed."""
         self.committed_now = threading.Condition()
 
     def __enter__(self) -> _Worker:
@@ -381,7 +380,7 @@ def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_
 def test_memory_of_a_snapshot_is_released_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fetched snapshot is as large as the member's state.
 
-    The memory of a snapshot of this node is the agent's, which must be able to use it again.
+    A snapshot of this node is in memory of the agent, which must be able to use the memory again.
     """
     held, observed = [memoryview(bytearray(8))], list[bool]()
     memory = weakref.ref(held[0])
@@ -458,7 +457,7 @@ def test_warm_start_imports_the_task_from_the_folder_of_the_job(
         "    def answer(self, i): return str(i)\n"
         "    def score(self, i, answer): raise AssertionError\n"
     )
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the monkeypatch undoes it, with the entries that load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))  # so that the entries of load_task are removed after the test
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
     worker.launch = msgspec.structs.replace(worker.launch, cwd=str(tmp_path))
     worker.job = msgspec.structs.replace(

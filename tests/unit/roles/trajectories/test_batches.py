@@ -1,4 +1,4 @@
-"""How a batch reaches the trainer, and the share of it that each member of a gang gets."""
+"""The transfer of a batch to the trainer, and the share of the batch that each member of a gang gets."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ STALENESS = 1
 SPARSE = 3
 """``make test`` tries every ``SPARSE``-th crash and failure, and ``make test-long`` tries each one."""
 STEPS = 10
-"""Steps to which the run continues after any crash; the script has two less."""
+"""Number of steps of a run that continues after a crash; the script ends two steps earlier."""
 
 
 Recorded = tuple[Script, FakeDisk]
@@ -55,7 +55,7 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
 
 
 def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
-    """Return the whole script on a disk that does not fail, with every moment of this disk."""
+    """Run the whole script on a disk that does not fail; return the script, and the disk with its moments."""
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
         script = _scripted(folder, disk, checkpoint_every)

@@ -497,7 +497,7 @@ def test_part_requested_by_many_members_is_built_once_per_round(
 
 
 def _decoded(reply: Answer) -> Answer:
-    """Return the reply that a trainer decodes from a reply that was encoded already."""
+    """Return the reply that a trainer decodes from an encoded reply."""
     decoded: Answer = msgspec.msgpack.decode(cast(msgspec.Raw, reply), type=Answer)
     return decoded
 
@@ -595,7 +595,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
 def test_slow_reply_is_accepted_although_the_request_was_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without this rule, a store that needs longer than the resend interval would answer each request in vain."""
+    """Without this rule, no reply of a store that needs longer than the resend interval would be accepted."""
     monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
 

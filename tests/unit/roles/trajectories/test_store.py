@@ -241,8 +241,8 @@ def test_repeated_segments_change_nothing(tmp_path: Path) -> None:
         pytest.param(segment(0, 0, (5, 6), step=1), id="another version"),
         pytest.param(segment(0, 0, (5,)), id="a part"),
         pytest.param(segment(0, 1, (6, 7)), id="an overlap"),
-        pytest.param(segment(0, 2, (7, 7, 7)), id="more than may be grown"),
-        pytest.param(segment(99, 0, (7,)), id="a trajectory that nobody made"),
+        pytest.param(segment(0, 2, (7, 7, 7)), id="more tokens than permitted"),
+        pytest.param(segment(99, 0, (7,)), id="an unknown trajectory"),
     ],
 )
 def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(tmp_path: Path, wrong: Segment) -> None:
@@ -345,7 +345,7 @@ def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_pa
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
     store.flush()
-    store = open_store(tmp_path)  # ROLLOUT has lost its lease and does not know it
+    store = open_store(tmp_path)  # ROLLOUT has lost its lease, but has got no message about it
     lease(store, OTHER)
     store.append(OTHER, [segment(0, 1, (6,))])
     store.update_membership({ROLLOUT, REWARD, TRAINER})  # OTHER dies, so that the trajectory is free again
@@ -664,7 +664,7 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         train(store, number)
         assert len(list(tmp_path.iterdir())) == 1
         largest = max(largest, next(tmp_path.glob("log.*")).stat().st_size)
-    assert largest < 50_000  # 120 steps write many times as much; only their metrics are kept
+    assert largest < 50_000  # the records of 120 steps are many times larger; only their metrics are kept
     assert len(store._state.trajectories) <= (2 + 2) * BATCH * GROUP
     for audit in (store.audit(), open_store(tmp_path).audit()):
         assert sorted(audit.steps) == list(range(1, 121))
@@ -718,7 +718,7 @@ def test_flush_syncs_after_writing_and_a_new_log_before_its_rename(
 
         monkeypatch.setattr(os, name, noted)
     store = open_store(tmp_path)
-    assert done == ["fsync", "fsync", "replace", "fsync"]  # for the claim's folder, the file, and the folder
+    assert done == ["fsync", "fsync", "replace", "fsync"]  # the claim's folder, the file, and the folder of the file
     done.clear()
     lease(store)
     store.append(ROLLOUT, [segment(0)], [0])

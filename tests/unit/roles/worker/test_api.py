@@ -848,7 +848,7 @@ def test_reward_role_reports_progress_while_it_scores_and_counts_each_item_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (scene.at.run.path / "task_of_test_worker.py").write_text(TASK)
-    # the monkeypatch restores it, without the entries that load_task adds
+    # so that the entries of load_task are removed after the test
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task_of_test_worker", raising=False)
     me = scene.worker(crew.REWARD)

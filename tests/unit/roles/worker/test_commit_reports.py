@@ -1,4 +1,4 @@
-"""The commits that are reported to a manager, and their order, whichever reports it has missed."""
+"""The commits that are reported to a manager, and their order, whichever reports the manager has missed."""
 
 from __future__ import annotations
 

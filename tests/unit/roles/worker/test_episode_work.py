@@ -121,7 +121,7 @@ def test_episode_has_url_and_key_for_a_client_and_its_reward_is_recorded(scene: 
             client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
             try:
                 reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
-            except openai.APIConnectionError:  # the second episode's call, when a stop is requested
+            except openai.APIConnectionError:  # the call of the second episode fails at the stop request
                 reported.put(episode.fail("no answer"))
                 continue
             reported.put((episode.item, episode.attempt, reply.choices[0].message.content, episode.finish(0.5)))
@@ -162,7 +162,7 @@ def test_concurrent_episodes_are_limited_and_a_failed_one_frees_its_place(scene:
 def test_attempt_beyond_its_time_limit_fails_and_its_later_end_is_ignored(scene: Scene) -> None:
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         held: list[Episode] = []
-        for episode in me.episodes(at_most=1):  # the episode comes again once its first attempt has lasted too long
+        for episode in me.episodes(at_most=1):  # leased again once its first attempt has lasted too long
             held.append(episode)
             if len(held) == 2:
                 reported.put([held[0].finish(1.0), held[1].attempt])

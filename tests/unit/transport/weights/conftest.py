@@ -14,7 +14,7 @@ from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.select import open_transport
 
 collect_ignore = [f"test_{kind}.py" for kind in ("nixl", "ucx") if kind not in KINDS]
-"""Test files that open one kind of transport by its name, which is not among the tested kinds."""
+"""Files of tests that open one kind of transport by its name, for each kind that is not tested."""
 
 
 @pytest.fixture(params=KINDS, scope="module")

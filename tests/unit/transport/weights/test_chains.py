@@ -117,7 +117,7 @@ def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches
 def test_no_knowledge_of_receivers_leads_to_a_cycle_of_waits(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
-    """Each receiver that lacks the version knows some of the others, and some of these as complete."""
+    """A receiver that lacks the version knows the address of some others, and that some of these are complete."""
     there, chain = drawn
     complete = {index for index in there if chance.random() < 0.3}
     waits: dict[int, list[int]] = {}

@@ -26,7 +26,7 @@ In them versions are read, corrupt chunks are refused, and aborted connections a
 """
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
-pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
+pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this process itself runs the tests over nixl")
 
 
 def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:

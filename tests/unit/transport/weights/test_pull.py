@@ -354,7 +354,7 @@ def test_only_source_is_requested_again_after_one_corrupt_chunk(kind: str, run: 
 
 
 def test_slow_source_is_kept_while_it_sends_chunks(kind: str, run: Run) -> None:
-    """Neither the time for the version nor that for a chunk matters: only a source that sends nothing is left."""
+    """The time for the version or for a chunk does not matter: a receiver leaves only a source that sends nothing."""
 
     class Slow(SpyTransport):
         one_at_a_time = asyncio.Lock()

@@ -31,7 +31,7 @@ REPRESENTATIVE = (
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
-pytestmark = pytest.mark.skipif(KINDS == ("ucx",), reason="this is that process")
+pytestmark = pytest.mark.skipif(KINDS == ("ucx",), reason="this process itself runs the tests over UCX")
 
 
 def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:

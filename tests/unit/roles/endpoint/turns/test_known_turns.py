@@ -70,7 +70,7 @@ def test_cache_of_turns_is_bounded_over_all_episodes() -> None:
     asyncio.run(known.read(19))
     assert len(turns.holding) == 1
     asyncio.run(known.read(0))
-    assert not turns.holding, "the episode that was read longest ago was not the first to be forgotten"
+    assert not turns.holding, "the episode that was read longest ago was not removed first"
 
 
 def test_recorded_turns_are_returned_and_never_cached() -> None:

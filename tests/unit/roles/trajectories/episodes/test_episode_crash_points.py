@@ -20,7 +20,7 @@ from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS, 
 COMPACTS = 1500
 """Size of the log (bytes) from which it is compacted, which the script reaches several times."""
 STEPS = 6
-"""Steps to which the run continues after any crash; the script has two less."""
+"""Number of steps of a run that continues after a crash; the script ends two steps earlier."""
 STALENESS = 2
 SPARSE = 5
 """``make test`` opens every ``SPARSE``-th folder that a crash could leave, and ``make test-long`` opens each one."""
@@ -29,7 +29,7 @@ Recorded = tuple[AgentsScript, FakeDisk]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Return the whole script on a disk that does not fail, with every moment of this disk."""
+    """Run the whole script on a disk that does not fail; return the script, and the disk with its moments."""
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)

@@ -210,7 +210,7 @@ def test_sampling_that_would_end_an_engine_is_refused(store: Store, sampling: Sa
 
 # ── contexts of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 def _digested(part: Segment, prompt: tuple[int, ...]) -> Segment:
-    """Return a segment with the digest of an engine that had ``prompt`` and all tokens before it."""
+    """Return a segment with the digest of an engine that had ``prompt`` and all tokens before the segment."""
     path = PathDigest()
     path.add((*prompt, *part.tokens))
     return replace(part, digest=path.value())
