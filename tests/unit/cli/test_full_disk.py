@@ -42,7 +42,7 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
 
 
 def write_runs(root: Path) -> None:
-    """Write three runs: one without a manager, a cancelled one, and one with only a reserve of space."""
+    """Write three runs: one without a manager, a cancelled one, and one without a manager but with a space reserve."""
     allowing = structs.replace(job_view(), faults_allowed=True)
     cancelled = Story("over-1").works().ends(Outcome.CANCELLED, "somebody asked")
     for made in (Story("mine-1", allowing).works().written(root), cancelled.written(root)):

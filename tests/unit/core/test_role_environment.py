@@ -77,7 +77,7 @@ def test_env_without_setup_has_no_prelude() -> None:
 
 
 class PreludeResult:
-    """The result of a command behind a prelude, with the prelude's report and what it wrote to stderr."""
+    """The result of a command that starts after a prelude, with the report and the stderr of the prelude."""
 
     def __init__(self, env: EnvSpec, *command: str, home: Path = Path("/"), **variables: str) -> None:
         words, words_in = os.pipe()

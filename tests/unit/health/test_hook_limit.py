@@ -46,7 +46,7 @@ def test_concurrent_drains_leave_as_many_as_the_limit_permits(
 ) -> None:
     """Each node takes its drain back if it ranks beyond the limit.
 
-    It may read the drains of the other nodes before or after they have taken theirs back.
+    It may read the drains of other nodes before or after these nodes have taken their drains back.
     """
     nodes = max(nodes, len(made))
     standing = {HookDrain(1000.0 + at, f"n{index:03}") for at, index in made}

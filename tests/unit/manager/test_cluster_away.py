@@ -95,7 +95,7 @@ def test_cluster_outage_of_a_minute_fails_no_replica() -> None:
     assert started[f"{STORE}".replace("/", "-")] == started[f"{TRAINER}".replace("/", "-")] == 1
     fenced = {s.event.action.incarnation.replica for s in site.records
               if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)}  # fmt: skip
-    assert fenced <= {ROLLOUTS[0]}, "a replica besides that of the planned fault was fenced"
+    assert fenced <= {ROLLOUTS[0]}, "a replica other than the target of the planned fault was fenced"
     assert site.granted == ["small-1.pool"]
     failures = [one.why for one in state.replica(ROLLOUTS[0]).failures]
     assert failures == ["ended by signal 9 (SIGKILL)"], "the missing answers of the cluster count as a failure"

@@ -78,7 +78,7 @@ class FakeListener:
 
 
 def _overdue(lease: Lease) -> None:
-    """Set the time of the lease's last check for a successor back by half a lease."""
+    """Set the time of the lease's last check for a successor back, so that the next check is overdue."""
     cast(Any, lease)._checked_at -= PATIENCE
 
 

@@ -1,6 +1,6 @@
-"""The scripts of examples/health when a tool that they call is broken, old or stuck.
+"""The scripts of examples/health run with a tool that is broken, old or stuck.
 
-In tests/integration/slurm/test_health_hooks.py they run in Slurm.
+In tests/integration/slurm/test_health_hooks.py the scripts run in Slurm.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_since_accepts_times_and_durations(run: RunDir, capsys: pytest.CaptureFi
     assert shown(capsys, "--since", "60s") == []
     since = shown(capsys, "rollout/0", "--since", "2020-11-20T12:01:38Z")
     assert [line.split(" ", 1)[1][-6:] for line in since] == ["old 98", "old 99", "lately"]
-    assert len(shown(capsys, "--since", "2020-11-20 12:00")) == 101, "not all lines since the time are shown"
+    assert len(shown(capsys, "--since", "2020-11-20 12:00")) == 101, "not all lines since the given time are shown"
     assert len(shown(capsys, "--since", "2020-11-20 12:00", "-n", "7")) == 7
     assert len(shown(capsys, "--since", "2020-11-20T14:00+02:00")) == 101
 

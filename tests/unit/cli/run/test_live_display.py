@@ -1,4 +1,4 @@
-"""After many small changes the screen equals that of a single drawing, and each change sends few bytes."""
+"""After many small changes the screen is the same as after a single drawing, and each change sends few bytes."""
 
 from __future__ import annotations
 

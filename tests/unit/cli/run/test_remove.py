@@ -1,4 +1,4 @@
-"""``rrl rm`` removes ended runs completely, and keeps a run that is running, another user's, or only a link."""
+"""``rrl rm`` removes ended runs completely, and keeps a run that is running, another user's run, and a link."""
 
 from __future__ import annotations
 

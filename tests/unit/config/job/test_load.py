@@ -80,7 +80,7 @@ def test_run_spec_of_the_manager_has_the_phases_as_the_job_changes_them(tmp_path
     assert limits.phase("score") == PHASES["score"]
     assert [limits.is_known_phase(name) for name in ("score", "my eval", "of nobody")] == [True, True, False]
     assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits, (
-        "limits change on their way through the journal"
+        "the limits differ after they were written to the journal and read again"
     )
 
 

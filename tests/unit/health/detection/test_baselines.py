@@ -47,7 +47,7 @@ def test_restored_baselines_apply_from_the_first_message() -> None:
     view = monitor.replicas[TRAINER.replica]
     assert (view.usual_duration, view.slowest_duration) == (60.0, 60.0)
     assert view.loads.uses_tensor_cores
-    assert monitor.baselines() == first.baselines(), "the second monitor does not pass on what it has restored"
+    assert monitor.baselines() == first.baselines(), "the second monitor lacks baselines that it has restored"
 
 
 def test_first_passes_are_handed_on_before_a_usual_duration_is_known() -> None:

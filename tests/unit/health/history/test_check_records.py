@@ -1,6 +1,6 @@
 """The findings of a node's own checks in the history: which of them are recorded, and in which file.
 
-Other tests are about their count in a report.
+The tests at the end are about these findings in a report.
 """
 
 from __future__ import annotations

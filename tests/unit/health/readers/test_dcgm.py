@@ -1,6 +1,6 @@
 """DCGM: the page of dcgm-exporter and the output of dcgmi, both in the form of the real programs.
 
-The module of the reader names their sources.
+The module of the reader names the sources of these forms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which process injects a fault, and what is recorded about the fault in each case."""
+"""The process that injects each kind of fault, and the events that are recorded about the fault."""
 
 from __future__ import annotations
 

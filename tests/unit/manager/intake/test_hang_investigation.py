@@ -46,7 +46,7 @@ WAITS = 'Thread 7 (idle): "MainThread"\n    all_reduce (c10d.py:11)\n    train (
 class Investigation:
     """A :class:`HangInvestigator` over a run in which all replicas work, with its messages and events.
 
-    Its time is the event loop's.
+    The investigator uses the time of the event loop.
     """
 
     def __init__(self, folder: Path, job: RunSpec, suspect: ReplicaId) -> None:

@@ -297,6 +297,6 @@ def test_logged_values_are_recorded_with_bounded_names(tmp_path: Path) -> None:
     first, second = (event for event in hearing.events if isinstance(event, ev.ValuesLogged))
     assert first == ev.ValuesLogged(R1, {"accuracy": 0.5})
     assert (second.incarnation, len(second.values)) == (R1, 64), (
-        "values of R2, which is not current, were recorded, or more than 64 values"
+        "values of R2, which is not current, or more than 64 values were recorded"
     )
     assert all(len(name) <= 103 and "\x1b" not in name for name in second.values)

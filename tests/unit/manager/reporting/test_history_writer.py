@@ -51,7 +51,7 @@ REASON = "rrl:small:gpu: Xid 48"
 class RecordedHistory:
     """The records of a story, as a manager writes them.
 
-    The manager sees the story from its beginning, or takes over in a given state.
+    The manager gets the story from its beginning, or takes over in a given state.
     """
 
     def __init__(self, story: Story | None = None, state: State | None = None) -> None:

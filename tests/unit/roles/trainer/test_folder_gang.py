@@ -29,9 +29,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _apart_from_files(end: End) -> End:
-    """Return the end without the reference's files.
+    """Return the final state without the files of the reference.
 
-    Their names differ between runs, and torch writes an identity of its own into them.
+    The names of these files differ between runs, and torch writes an identity of its own into them.
     """
     rest = [msgspec.msgpack.decode(each) for each in end.rest]
     assert all(each["reference"]["folder"].startswith("checkpoints/step-0.") for each in rest)

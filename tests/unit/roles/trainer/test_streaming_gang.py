@@ -82,7 +82,7 @@ def test_snapshot_of_a_step_in_parts_is_restored_and_its_commit_finished(
 
 
 def _apart_from_files(end: End) -> End:
-    """Return the end without the reference's files, whose names differ between runs."""
+    """Return the final state without the files of the reference, whose names differ between runs."""
     rest = [msgspec.msgpack.decode(each) for each in end.rest]
     return End(end.tensors, [msgspec.msgpack.encode(each | {"reference": None}) for each in rest])
 

@@ -24,7 +24,7 @@ from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
 
 COMPACTS = 900
-"""Size of the log (bytes) from which it is compacted, which the script reaches several times."""
+"""Size (bytes) from which the log is compacted; the log reaches this size several times in the script."""
 STALENESS = 1
 """Staleness with which the script drops a group for its age, in one flush with a binding."""
 SPARSE = 3

@@ -1,6 +1,6 @@
 """The weight version that the store names as the newest, and the reports that it accepts.
 
-Other tests are about when it answers a waiting rollout.
+Other tests are about the time at which the store answers a waiting rollout.
 """
 
 from __future__ import annotations

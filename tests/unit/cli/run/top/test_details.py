@@ -35,7 +35,7 @@ def test_replica_shows_how_its_newest_incarnation_has_spent_its_time() -> None:
     assert "time        generate 100 %" in replica_text(story, "rollout/0")
     story.loses("rollout/0")
     story.fences("rollout/0").launches("rollout/0")
-    assert "generate" not in replica_text(story, "rollout/0"), "the time of the incarnation before is shown"
+    assert "generate" not in replica_text(story, "rollout/0"), "the time of the previous incarnation is shown"
 
 
 def test_replica_shows_the_gpus_of_its_node() -> None:

@@ -228,8 +228,7 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path) -> None:
     pipe = run.journal / "000009-000001.seg"
 
     def reader_hangs() -> bool:
-        """Open the pipe for writing once the thread waits in open(); the thread then waits for data that never
-        comes."""
+        """Open the pipe for writing once the thread waits in open(), so that the thread waits for data without end."""
         try:
             writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         except OSError:  # nobody reads yet

@@ -1,4 +1,4 @@
-"""When the stacks of a trainer are sampled, and how equal samples shorten the deadline of a pass."""
+"""The times at which the stacks of a trainer are sampled, and the shorter deadline of a pass with equal samples."""
 
 from __future__ import annotations
 

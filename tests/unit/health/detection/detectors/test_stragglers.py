@@ -1,4 +1,4 @@
-"""Stragglers: slowness relative to peers, over minutes, where it can be measured."""
+"""Stragglers are replicas that are slower than their peers for minutes, where speed can be measured."""
 
 from __future__ import annotations
 

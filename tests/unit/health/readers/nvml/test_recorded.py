@@ -1,4 +1,4 @@
-"""Recordings of real GPUs (``rrl.tests.support.nvml.record``) read the same from the fake driver.
+"""Recordings of real GPUs (``rrl.tests.support.nvml.record``) give the same readings from the fake driver.
 
 The program that makes recordings is tested with the fake driver, too.
 """

@@ -18,7 +18,7 @@ from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS, AgentsScript, check
 
 COMPACTS = 1500
-"""Size of the log (bytes) from which it is compacted, which the script reaches several times."""
+"""Size (bytes) from which the log is compacted; the log reaches this size several times in the script."""
 STEPS = 6
 """Number of steps of a run that continues after a crash; the script ends two steps earlier."""
 STALENESS = 2

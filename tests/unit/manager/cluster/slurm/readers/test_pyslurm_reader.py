@@ -68,7 +68,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def recorded_commands(version: str, moment: str, calls: list[str] | None = None) -> CommandReader:
-    """Return a reader whose commands print the recorded output of Slurm's commands at this moment."""
+    """Return a reader whose commands print the output of Slurm's commands that was recorded at ``moment``."""
     outputs = recorded(version)["moments"][moment]["commands"]
 
     async def run(argv: tuple[str, ...]) -> CommandResult:
