@@ -1,4 +1,7 @@
-"""The Python API on run directories without processes; tests/integration/local/test_python_api.py uses real runs."""
+"""The Python API on run directories without processes.
+
+tests/integration/local/test_python_api.py uses real runs.
+"""
 
 from __future__ import annotations
 

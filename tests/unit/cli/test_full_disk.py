@@ -22,7 +22,7 @@ from rrl.tests.support.runs import light_job
 from rrl.transport.keys import RunKeys
 
 DEADLINE_S = 120.0
-"""Time limit for one command (s); a command takes only a few seconds."""
+"""Time limit for one command (s). A command takes only a few seconds."""
 _IN_A_FULL_FILE_SYSTEM = """
 import os, subprocess, sys
 from pathlib import Path

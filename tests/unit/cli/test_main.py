@@ -1,6 +1,6 @@
 """The command line as a user meets it.
 
-The tests call ``run``, as the entry point does; one test checks the exit codes of real processes.
+The tests call ``run``, as the entry point does. One test checks the exit codes of real processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The checks of vLLM's arguments that need no vLLM; tests/engine/test_setup.py uses a real one."""
+"""The checks of vLLM's arguments that need no vLLM.
+
+tests/engine/test_setup.py uses a real vLLM.
+"""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_blocking_variant_does_not_import_asyncio() -> None:
 def _pids_at_the_deadline(
     execute: Callable[..., CommandResult], script: str, folder: Path, **options: float
 ) -> list[int]:
-    """Run a script, with longer deadlines until it writes its pids before the deadline; return these pids."""
+    """Return the pids that a script has written when its deadline ends it. Try longer deadlines if it wrote none."""
     for timeout_s in (0.5, 4.0, 32.0):
         with pytest.raises(TimeoutError, match=f"^sh: no answer within {timeout_s:g} s$"):
             execute(["/bin/sh", "-c", f"cd {folder}; {script}"], timeout_s, **options)

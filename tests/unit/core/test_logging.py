@@ -40,7 +40,7 @@ for level in ("debug", "info", "warning", "error"):
 
 
 def logged(arguments: str = "", before: str = "", after: str = "", level: str = "", err: int = subprocess.PIPE) -> str:
-    """Run a process that logs at every level; return its stderr, and check that it exits with code 0."""
+    """Run a process that logs at every level, check that it exits with code 0, and return its stderr."""
     env = {name: value for name, value in os.environ.items() if name != LOG_LEVEL_ENV}
     done = subprocess.run(
         [sys.executable, "-c", MESSAGES.format(arguments=arguments, before=before, after=after)],

@@ -42,7 +42,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_to_end(prepared: Callable[[Site], None] = lambda site: None, job: RunSpec = JOB) -> tuple[Site, State]:
-    """Run to a successful end; return the site and the final state."""
+    """Run to a successful end, and return the site and the final state."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         run = RunDir(Path(folder) / RUN)
         run.create()

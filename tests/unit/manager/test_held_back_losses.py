@@ -28,7 +28,7 @@ from rrl.tests.support.manager.site import Site
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 SLURM_NOTICES_S = 60.0
-"""Time after which Slurm takes the lost node from the job (s); the default of SlurmdTimeout is 300 s."""
+"""Time after which Slurm takes the lost node from the job (s). The default of SlurmdTimeout is 300 s."""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ esac
 
 
 class Machine:
-    """A machine without Slurm, on which root runs ``make slurm``; ``calls`` are the commands that were run."""
+    """A machine without Slurm, on which root runs ``make slurm``. ``calls`` are the commands that were run."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._log, self.record = folder / "log", folder / "rrl-lab" / "packages"

@@ -56,7 +56,7 @@ def test_the_slower_of_both_transports_is_shown() -> None:
 
 
 class FakeTorch:
-    """The part of torch that a rank uses; a tensor is a view of the rank's buffer."""
+    """The part of torch that a rank uses. A tensor is a view of the rank's buffer."""
 
     uint8 = "uint8"
 

@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
-    """Install a squeue that runs ``script``; return the file that gets a line for each of its calls."""
+    """Install a squeue that runs ``script``, and return the file that gets a line for each of its calls."""
     calls, command = tmp_path / "calls", tmp_path / "bin" / "squeue"
     calls.touch()
     command.parent.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with an old and a new run; the new run had agents on two nodes."""
+    """Return a folder with an old and a new run. The new run had agents on two nodes."""
     root = tmp_path / "runs"
     monkeypatch.setenv(RUNS_ENV, str(root))
     old, new = (Story(name).works().written(root) for name in ("quick-1", "small-2"))

@@ -20,7 +20,7 @@ echo "$@" >> {asked}
 
 
 def hook(name: str, tmp_path: Path, rrl: str, settings: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """Run a hook; return (exit code, its queries to Slurm, its messages to the system's log)."""
+    """Run a hook, and return (exit code, its queries to Slurm, its messages to the system's log)."""
     for program, text in (
         ("rrl", rrl), ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
         ("logger", f'#!/bin/sh\necho "$@" >> {tmp_path / "logged"}\n'),

@@ -161,7 +161,7 @@ def test_bar_heights_are_proportional_and_within_the_chart() -> None:
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a history of this user with a week of runs; the states of drains come from no cluster."""
+    """Return a history of this user with a week of runs. The states of drains come from no cluster."""
     folder = tmp_path / "history"
     folder.mkdir()
     by_run: dict[str, list[Any]] = {}
@@ -205,7 +205,7 @@ def test_history_of_an_old_schema_is_reported_as_not_read(history: Path, capsys:
 
 
 def names(value: Any, before: str = "") -> set[str]:
-    """Return the path of every key in a document; the entries of a list share one path."""
+    """Return the path of every key in a document. The entries of a list share one path."""
     if isinstance(value, dict) and before.rpartition(".")[2] not in ("facts", "failures"):
         return {name for key, one in value.items() for name in names(one, f"{before}.{key}" if before else key)}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -361,7 +361,7 @@ def request_drains(folder: Path, *nodes: str, cause: str = "storage") -> None:
 
 @pytest.fixture
 def broken_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Set rules by which a mount is missing on every node; return the reason of a drain for this failure."""
+    """Set rules by which a mount is missing on every node, and return the reason of a drain for this failure."""
     rules = tmp_path / "health.toml"
     others = "".join(f'{check.name} = "off"\n' for check in CHECKS if check.name != "mounts")  # this machine's own ills
     rules.write_text(f'[expect]\nmounts = ["/nonexistent"]\n[checks]\n{others}')

@@ -1,4 +1,4 @@
-"""``rrl export`` writes a folder and prints one line; a wrong request ends with one line and exit code 2."""
+"""``rrl export`` writes a folder and prints one line. A wrong request ends with one line and exit code 2."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def sent_command(command: str) -> ev.CommandReceived:
 
 
 def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) -> int:
-    """Run the command, record these events as a manager that takes the command would, and return the exit code."""
+    """Run the command, record the events of a manager that takes it, and return the exit code of the command."""
     run = story.written(root)
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(arguments)), daemon=True)

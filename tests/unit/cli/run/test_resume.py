@@ -1,4 +1,7 @@
-"""Requests that ``rrl resume`` and ``rrl restart`` refuse; tests/integration/local/test_resume.py resumes real runs."""
+"""Requests that ``rrl resume`` and ``rrl restart`` refuse.
+
+tests/integration/local/test_resume.py resumes real runs.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_submit_keeps_a_single_file_with_its_comments(
 
 
 def submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str) -> list[str]:
-    """Return the command that submits a local job with ``extra`` tables; no manager will be started."""
+    """Return the command that submits a local job with ``extra`` tables. No manager will be started."""
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     monkeypatch.setattr(starting, "start_manager", lambda run, spec: "")
     (tmp_path / "job.toml").write_text(f"{JOB}\n{extra}")

@@ -20,7 +20,7 @@ TABLE_5B = {
     "service": "54 78 92 159",
     "rest": "1-7 9 10 12 15-24 26-30 33-36 42 47 49-53 55-59 61 65 73 81 87 90 91 108 111-118 122-125 138 142 163-172",
 }
-"""The classes of Xids from the sources in docs/sources.md; only the class of 92, which the sources ignore, is rrl's."""
+"""The classes of Xids from the sources in docs/sources.md. Only the class of 92, which the sources ignore, is rrl's."""
 
 
 def _codes(text: str) -> set[int]:

@@ -41,7 +41,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 @pytest.fixture(autouse=True)
 def hostengine(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Listen in place of DCGM's host engine, on a free port; yield the port."""
+    """Listen in place of DCGM's host engine, on a free port. Yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", port)

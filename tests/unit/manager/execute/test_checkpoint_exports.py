@@ -1,4 +1,4 @@
-"""The manager exports the checkpoints that are due, one at a time; no failure of an export changes the run."""
+"""The manager exports the checkpoints that are due, one at a time. No failure of an export changes the run."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ PRELOADED = Incarnation(preloaded_id("rollout", NodeName("n1")), 1)
 
 
 def promotion_of_preloaded(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
-    """Write the launch file of a preloaded process; return the state, and the action that promotes it to a rollout."""
+    """Write the launch file of a preloaded process. Return the state and the action that promotes the process."""
     allocation = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
     state = State(run.id, spec, allocations={"pool": allocation})
     tag, why = tag_of(run.id, PRELOADED), Why(("wanted",))

@@ -385,7 +385,7 @@ def test_function_names_are_cleaned_of_control_characters(tmp_path: Path) -> Non
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _generates_then_stalls(investigation: Investigation, until: Callable[[], bool]) -> list[Finding]:
-    """Let the replica make tokens for 10 s and then only send heartbeats; return the findings once ``until`` holds."""
+    """Let the replica make tokens for 10 s and then only send heartbeats. Return the findings once ``until`` holds."""
     node, done = NodeName(investigation.world.state.replica(investigation.incarnation.replica).node or ""), 0
     agent = investigation.world.state.replica(replica_id(AGENT, node)).incarnation
     investigation.monitor.on_launched(investigation.incarnation, node, investigation.now())

@@ -403,7 +403,7 @@ SILENT_AT = LOST_AT + LIMITS.silence
 
 
 class LostNode:
-    """A rollout on each of two nodes; after ``LOST_AT`` neither the rollout nor the agent of ``n1`` sends a message."""
+    """A rollout on each of two nodes. After ``LOST_AT`` neither the rollout nor the agent of ``n1`` sends a message."""
 
     def __init__(self, allocation: str = POOL, component: str = POOL) -> None:
         held = AllocationStatus(AllocationState.RUNNING, "7", (N1, N2))

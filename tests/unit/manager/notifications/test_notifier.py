@@ -419,7 +419,7 @@ def test_claim_whose_writer_died_counts_for_an_hour(tmp_path: Path) -> None:
 
 
 def test_two_managers_at_once_send_one_notification(tmp_path: Path) -> None:
-    """The first manager is frozen after it has read the claims; the second one writes its claim during that time."""
+    """The first manager is frozen after it has read the claims. The second one writes its claim during that time."""
     story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     frozen = Notifier(run, lambda: None, lambda: 0, lambda: story.now, QUICK_S)

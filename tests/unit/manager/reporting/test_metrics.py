@@ -1,4 +1,4 @@
-"""The metrics of a manager for Prometheus; the alerts and the dashboard use no others."""
+"""The metrics of a manager for Prometheus. The alerts and the dashboard use no other metrics."""
 
 from __future__ import annotations
 

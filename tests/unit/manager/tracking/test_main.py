@@ -88,7 +88,7 @@ class Recorded:
 
 
 def exit_code(process: ForkServerProcess) -> int | None:
-    """Wait for the end of a process; return its exit code, or None if it did not end in time."""
+    """Wait for the end of a process, and return its exit code, or None if it did not end in time."""
     process.join(TIMEOUT_S)
     return process.exitcode
 

@@ -1,4 +1,4 @@
-"""The manager keeps the processes of trackers running; the tests have a substitute for the real process."""
+"""The manager keeps the processes of trackers running. The tests have a substitute for the real process."""
 
 from __future__ import annotations
 

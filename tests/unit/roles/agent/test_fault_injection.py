@@ -22,7 +22,7 @@ SPINS = ("sh", "-c", "while :; do :; done")
 
 
 def state(process: Process) -> str:
-    """Return the state of a process as /proc shows it; ``T`` means stopped."""
+    """Return the state of a process as /proc shows it. ``T`` means stopped."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

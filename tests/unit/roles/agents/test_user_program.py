@@ -85,7 +85,7 @@ open("pids.new", "w").write(f"{os.getpid()} {child.pid}")
 os.rename("pids.new", "pids")
 time.sleep(600)
 """
-"""A program with a child process; both sleep for longer than the test waits."""
+"""A program with a child process. Both sleep for longer than the test waits."""
 
 
 def is_gone(pid: int) -> bool:

@@ -99,7 +99,7 @@ class Run:
         return client.chat.completions.create(model="any", messages=messages, **more)
 
     def die(self) -> tuple[EpisodeItem, EndpointServer]:
-        """End the first agents replica, and let the other one begin the next attempt at its episode."""
+        """End the first replica of ``agents``, and let the second one begin the next attempt at the same episode."""
         with self.served.lock:
             self.store.update_membership([member for member in CREW if member != AGENTS])
         self.replica = OTHER_AGENTS

@@ -47,7 +47,7 @@ def chat(request: pytest.FixtureRequest) -> Chat:
 def drifting(chat: Chat, text: str) -> tuple[int, ...]:
     """Return tokens of a text as a model may sample them.
 
-    Each ``12`` is two tokens, ``1`` and ``2``; the last token is the end of the answer.
+    Each ``12`` is two tokens, ``1`` and ``2``. The last token is the end of the answer.
     """
     pieces = [chat.tokenizer.encode(piece) for piece in text.split("12")]
     one_by_one = chat.tokenizer.encode("1") + chat.tokenizer.encode("2")

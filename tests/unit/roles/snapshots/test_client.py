@@ -275,7 +275,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
 
 
 def _stop(agent: subprocess.Popen[str]) -> None:
-    """Stop all threads of the agent; return once none of them runs."""
+    """Stop all threads of the agent, and return once none of them runs."""
     agent.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{agent.pid}/task")
     wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads.glob("*/stat")))
@@ -499,7 +499,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
 
 
 def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let the copy stop its receiver once the receiver is ready; return an event that is set after the stop."""
+    """Let the copy stop its receiver once the receiver is ready, and return an event that is set after the stop."""
     stopped = threading.Event()
 
     async def stops(line: Connection, data: memoryview) -> None:

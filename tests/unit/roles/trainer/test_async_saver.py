@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 
 
 class Worker(SimpleNamespace):
-    """Commits once ``may_commit`` is set; raises ``raises`` instead, if that is set."""
+    """A worker that commits once ``may_commit`` is set, or raises the exception in ``raises`` if there is one."""
 
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(

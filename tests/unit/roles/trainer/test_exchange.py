@@ -78,7 +78,7 @@ def _exchange(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 
 
 def _send_raw(group: dist.ProcessGroup, rank: int, data: bytes) -> None:
-    """Let the last member send bytes that :func:`exchange.gather` would never send; the other members expect a text."""
+    """Let the last member send bytes that :func:`exchange.gather` would never send. The other members expect a text."""
     real = exchange._encoded
     if rank == WORLD - 1:
         exchange._encoded = lambda value: torch.frombuffer(bytearray(data), dtype=torch.uint8)

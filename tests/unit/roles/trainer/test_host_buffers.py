@@ -22,7 +22,7 @@ STORES = {node: f"tcp://{node}:1" for node in (A, B, C, D)}
 
 
 class Client:
-    """The interface of a SnapshotClient; ``broken`` is the message of the error that it raises."""
+    """The interface of a SnapshotClient. ``broken`` is the message of the error that it raises."""
 
     def __init__(self) -> None:
         self.broken = ""

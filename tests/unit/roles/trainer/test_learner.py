@@ -220,7 +220,7 @@ def test_warm_start_trains_the_answer_and_not_the_prompt() -> None:
 def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Return the gradients that the optimizer of a step gets, before they are clipped.
 
-    ``sizes`` are the numbers of groups in each part; without it the step has one part.
+    ``sizes`` are the numbers of groups in each part. Without it the step has one part.
     """
     observed: dict[str, Tensor] = {}
     clip = torch.nn.utils.clip_grad_norm_
@@ -321,7 +321,7 @@ def _batches(seed: int = 0) -> list[Batch]:
 
 
 def _cuts(number: int, kind: str) -> tuple[int, ...]:
-    """Return the sizes of the parts of a step; random sizes differ from step to step."""
+    """Return the sizes of the parts of a step. Random sizes differ from step to step."""
     if kind == "four":
         return (2,) * 4
     if kind == "whole":
@@ -333,7 +333,7 @@ def _cuts(number: int, kind: str) -> tuple[int, ...]:
 
 
 def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]:
-    """Return a learner after ten steps, and the metrics of each step; with ``kl`` the reference is another model."""
+    """Return a learner after ten steps, and the metrics of each step. With ``kl`` the reference is another model."""
     student = harness.learner(**changes)
     if changes.get("kl"):
         student.reference = harness.learner(seed=5).model.requires_grad_(False)

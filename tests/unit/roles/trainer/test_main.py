@@ -193,7 +193,7 @@ def _batches() -> list[Batch]:
 def _train(
     monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch], sizes: Sequence[int] = (2,)
 ) -> _Worker:
-    """Play a trainer; ``sizes`` are the numbers of groups in the parts of a step."""
+    """Play a trainer. ``sizes`` are the numbers of groups in the parts of a step."""
     worker.queue = [part for batch in batches for part in harness.parts_of(batch, sizes)]
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     monkeypatch.setattr(
@@ -485,7 +485,7 @@ def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
 
 
 class _RolloutWorker(_Worker):
-    """A worker that gives leases in sequence and then requests a stop; a version may arrive before each lease.
+    """A worker that gives leases in sequence and then requests a stop. A version may arrive before each lease.
 
     ``segments`` and ``finished`` are the appends for each lease, and ``appends`` are the segments of each append.
     ``lost`` are the trajectories that the first answer names as lost.

@@ -61,7 +61,7 @@ def test_next_checkpoint_is_the_next_multiple_or_the_last_step(every: int, commi
 class Client:
     """The snapshots that agents store, by address.
 
-    The address None stands for the own node; snapshots at ``spoiled`` addresses are damaged.
+    The address None stands for the own node. Snapshots at ``spoiled`` addresses are damaged.
     """
 
     def __init__(self, stored: dict[str | None, list[SnapshotInfo]], spoiled: tuple[str | None, ...] = ()) -> None:

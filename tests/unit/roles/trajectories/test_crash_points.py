@@ -24,20 +24,20 @@ from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
 
 COMPACTS = 900
-"""Size (bytes) from which the log is compacted; the log reaches this size several times in the script."""
+"""Size (bytes) from which the log is compacted. The log reaches this size several times in the script."""
 STALENESS = 1
 """Staleness with which the script drops a group for its age, in one flush with a binding."""
 SPARSE = 3
 """``make test`` tries every ``SPARSE``-th crash and failure, and ``make test-long`` tries each one."""
 STEPS = 10
-"""Number of steps of a run that continues after a crash; the script ends two steps earlier."""
+"""Number of steps of a run that continues after a crash. The script ends two steps earlier."""
 
 
 Recorded = tuple[Script, FakeDisk]
 
 
 def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script:
-    """Run the script to its end; raise OSError if the disk fails before that."""
+    """Run the script to its end, and raise OSError if the disk fails before that."""
 
     def noted(promise: int) -> None:
         disk.note = promise
@@ -55,7 +55,7 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
 
 
 def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
-    """Run the whole script on a disk that does not fail; return the script, and the disk with its moments."""
+    """Run the whole script on a disk that does not fail, and return the script and the disk with its moments."""
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
         script = _scripted(folder, disk, checkpoint_every)
@@ -95,7 +95,7 @@ def _crash_everywhere(
     recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1,
     checkpoint_every: int = 1,
 ) -> int:  # fmt: skip
-    """Open and continue every folder that a crash could leave; return the number of folders.
+    """Open and continue every folder that a crash could leave. Return the number of folders.
 
     With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
     """

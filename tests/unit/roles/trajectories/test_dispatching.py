@@ -44,7 +44,7 @@ SEGMENT = 20
 TAUGHT = 20
 """Number of steps after which the store has learned that lengths differ."""
 LENGTHS = (10, 40, 120, 300)
-"""Median numbers of tokens of the answers to items 0, 1, 2 and 3; item 4 is like item 0, and so on."""
+"""Median numbers of tokens of the answers to items 0, 1, 2 and 3. Item 4 is like item 0, and so on."""
 
 
 def kind(item: int) -> int:
@@ -66,7 +66,7 @@ def _length(item: Item) -> int:
 
 
 class Clock:
-    """A virtual clock; a token takes (1 + b) / 100 s while b answers run."""
+    """A virtual clock. A token takes (1 + b) / 100 s while b answers run."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -70,7 +70,7 @@ def _crowded(tmp_path: Path, processes: list[StoreProcess]) -> StoreProcess:
 
 
 async def _grow(client: TrajectoryClient, made: dict[int, int], trajectories: Sequence[int]) -> tuple[int, ...]:
-    """Append a segment to each trajectory; return those on which the client no longer works."""
+    """Append a segment to each trajectory, and return those on which the client no longer works."""
     segments = [segment(each, made[each], (5,) * SEGMENT) for each in trajectories]
     gone = await client.append(segments)
     for each in trajectories:
@@ -106,7 +106,7 @@ def _length(item: Item) -> int:
 async def _end_step(
     workers: dict[TrajectoryClient, dict[int, int]], reward: TrajectoryClient, trainer: TrajectoryClient
 ) -> set[int]:
-    """End all answers and train the step; return the trajectories of the step."""
+    """End all answers and train the step. Return the trajectories of the step."""
     for client, made in workers.items():
         assert await client.append([segment(each, made[each], (1,)) for each in made], list(made)) == ()
     scored: set[int] = set()

@@ -1,4 +1,4 @@
-"""Workers with a manager that only listens and a real store; each worker has a thread of its own."""
+"""Workers with a manager that only listens and a real store. Each worker has a thread of its own."""
 
 from __future__ import annotations
 
@@ -730,7 +730,7 @@ class Receiver:
 
 @asynccontextmanager
 async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
-    """Yield (manager, publisher, receivers); the manager never names a version or a source."""
+    """Yield (manager, publisher, receivers). The manager never names a version or a source."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
     workers = [scene.worker(incarnation) for incarnation in rollouts]
     receivers = [Receiver(worker) for worker in workers]

@@ -146,7 +146,7 @@ def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Sce
 
 
 async def _wait_for_heartbeats(manager: Manager, more: int) -> None:
-    """Wait for ``more`` heartbeats; a role that answers probes would have answered within this time."""
+    """Wait for ``more`` heartbeats. A role that answers probes would have answered within this time."""
     before = sum(isinstance(message, Heartbeat) for message in manager.received)
     async with asyncio.timeout(30):
         while sum(isinstance(message, Heartbeat) for message in manager.received) < before + more:

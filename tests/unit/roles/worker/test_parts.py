@@ -55,7 +55,7 @@ def _commit(me: Worker, number: int) -> None:
 async def _play(
     scene: Scene, store: Store, me: Worker, work: Callable[[Callable[[int], None]], None]
 ) -> list[Committed]:
-    """Run ``work`` as the trainer ``me``; return the commits that were reported to the manager.
+    """Run ``work`` as the trainer ``me``, and return the commits that were reported to the manager.
 
     ``work`` gets a function that scores a number of further groups.
     """

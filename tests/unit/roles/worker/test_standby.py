@@ -304,7 +304,7 @@ def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene:
 
 # ── leaving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _first_process(scene: Scene, manager: Manager, launch: Launch) -> subprocess.Popen[bytes]:
-    """Start a standby process in a real step; return the first process once the standby process waits."""
+    """Start a standby process in a real step, and return the first process once the standby process waits."""
     child = scene.at.start(launch)
     await manager.wait_for(Hello, lambda hello: hello.phase == "standby")
     return child

@@ -12,7 +12,7 @@ _ids = count()
 
 
 def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
-    """Return a trajectory; ``runs`` are pairs of a number of tokens and the step of the weights that sampled them."""
+    """Return a trajectory. ``runs`` are pairs of a number of tokens and the step of the weights that sampled them."""
     return PackedTrajectory(next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward)
 
 

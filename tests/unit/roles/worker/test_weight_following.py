@@ -27,7 +27,7 @@ TRANSPORT = TransportSpec("tcp", chunk=CHUNK, chunk_deadline=TIMEOUT_S, chain=8)
 
 
 class Rollout:
-    """The part of a connection that follows weight versions; ``receive`` passes it a peer directory of the manager."""
+    """The part of a connection that follows weight versions. ``receive`` passes it a peer directory of the manager."""
 
     def __init__(self, connection: ManagerConnection, spy: SpyTransport) -> None:
         self.connection, self.spy = connection, spy

@@ -68,7 +68,7 @@ def test_version_of_a_restarted_trainer_replaces_a_later_step_that_it_discarded(
 
 
 def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
-    """The trainer died right after it had published version 5, which no replica has; the others keep version 4."""
+    """The trainer died right after it had published version 5, which no replica has. The others keep version 4."""
     known = WeightSources()
     known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(TRAINER, 4),)))
     known.on_newest_version(newest_version(weight_source(TRAINER, 5)))

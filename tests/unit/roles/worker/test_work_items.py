@@ -18,7 +18,7 @@ def segment(trajectory: int, offset: int, *tokens: int) -> Segment:
 
 @pytest.fixture
 def leased() -> LeasedTrajectories:
-    """Return leases: trajectory 4 is new, and 7 has two tokens of an earlier incarnation; each may have five tokens."""
+    """Return leases of trajectory 4, which is new, and 7, which has two tokens. Each may have up to five tokens."""
     leased = LeasedTrajectories()
     leased.add([Item(4, 1, (9,), (), 5), Item(7, 2, (9,), (segment(7, 0, 3, 4),), 3)])
     return leased

@@ -86,7 +86,7 @@ class Chain:
         return first, pulling
 
     async def rest(self, first: asyncio.Task[Manifest], last: asyncio.Task[Manifest]) -> None:
-        """Publish the other chunks; both receivers then have everything, and the publisher has sent each chunk once."""
+        """Publish the other chunks. Both receivers then have everything, and the publisher has sent each chunk once."""
         self.publisher.feed()
         await asyncio.gather(first, last)
         assert complete(self.first.store)
@@ -198,7 +198,7 @@ def test_receiver_skips_a_dead_or_hung_neighbour(kind: str, run: Run, fault: sig
 async def _complete_past(
     chain: Chain, stack: AsyncExitStack, kind: str, store: WeightStore, timeout: AdaptiveTimeout
 ) -> Receiver:
-    """Let the chain complete past a middle receiver that serves from ``store``; return that receiver."""
+    """Let the chain complete past a middle receiver that serves from ``store``, and return that receiver."""
     middle = await stack.enter_async_context(receiver(kind, 1, store))
     chain.middle = middle.source
     passing = asyncio.create_task(middle.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))

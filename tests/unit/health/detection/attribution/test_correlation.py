@@ -46,7 +46,7 @@ class Run:
         self.state, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
-        """Correlate findings; return the verdict of each node or replica, and the run's own verdict under ``run``."""
+        """Correlate findings. Return the verdict of each node or replica, and the run's own verdict under ``run``."""
         self.now += after
         reported, self.state, self.next_check = correlate(findings, self.context, self.state, self.now)
         self.published = reported
@@ -220,7 +220,7 @@ def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
 
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Stop the heartbeats of workers at the given times; each worker is on its own node, which still sends messages."""
+    """Stop the heartbeats of workers at the given times. Each worker is on its own node, which still sends messages."""
     run.context = replace(run.context, silent_workers={
         Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip

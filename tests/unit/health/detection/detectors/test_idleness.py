@@ -56,7 +56,7 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """Set the loads of the ranks; ``r0`` is the load of rank 0."""
+    """Set the loads of the ranks. ``r0`` is the load of rank 0."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 
@@ -155,7 +155,7 @@ def test_rank_idle_in_its_first_step_has_twice_as_long() -> None:
 
 
 def loading(*idle: Incarnation) -> Trace:
-    """Return a trace of three rollouts that loaded weights for 5 s several times; ``idle`` load again, and are idle."""
+    """Return a trace of three rollouts after three weight loads of 5 s. Those in ``idle`` load again and are idle."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):

@@ -29,7 +29,7 @@ S = 10**9
 
 
 def reading(began: int = 1, done: int = 0, **seconds: float) -> ClockReading:
-    """Return a reading with these seconds by phase; ``wait_data`` and ``wait_work`` are idle."""
+    """Return a reading with these seconds by phase. ``wait_data`` and ``wait_work`` are idle."""
     causes = {"wait_data": "rollouts", "wait_work": "work"}
     times = tuple(PhaseTime(phase, causes.get(phase, ""), int(spent * S)) for phase, spent in seconds.items())
     return ClockReading(began, done, times)
@@ -83,7 +83,7 @@ def test_outdated_report_changes_nothing(number: int, late: ClockReading) -> Non
 
 
 def test_replay_with_repeated_and_grouped_records_gives_the_same_totals() -> None:
-    """A replay gets the newest totals again; it does not matter which readings were recorded together."""
+    """A replay gets the newest totals again. It does not matter which readings were recorded together."""
     chance = random.Random(5)
     history: list[tuple[Incarnation, ClockReading]] = []
     for number in range(1, 5):

@@ -34,7 +34,7 @@ N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(3, 7))
 
 
 def small(per_node: Resources = NODE, policy: str = "role", warm: bool = False, gpus: int = 0) -> RunSpec:
-    """Return a job with three preloaded rollouts and a spare node; ``per_node`` are the resources of each node."""
+    """Return a job with three preloaded rollouts and a spare node. ``per_node`` are the resources of each node."""
     base = job(rollouts=3, spares=1, steps=9, recovery=Recovery(policy=policy, breaker=0.9))
     roles = tuple(
         msgspec.structs.replace(

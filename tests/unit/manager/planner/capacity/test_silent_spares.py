@@ -1,4 +1,4 @@
-"""If a spare node does not answer, its agent is restarted; after that the node is excluded and replaced."""
+"""If a spare node does not answer, its agent is restarted. After that the node is excluded and replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_spare(nodes: int = 6) -> World:
 
 
 def die(world: World, node: NodeName = SPARE) -> None:
-    """Let the node fail without a report of the cluster; the detectors report that its agent is silent."""
+    """Let the node fail without a report of the cluster. The detectors report that its agent is silent."""
     world.dead.add(node)
     world.steps = {tag: step for tag, step in world.steps.items() if step[1] != node}
     fail(world, replica_id(AGENT, node), "agent_silence")

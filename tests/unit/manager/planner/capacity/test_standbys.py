@@ -22,7 +22,10 @@ from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost,
 M0, M1 = (member_id(TRAINER, rank) for rank in range(2))
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
 N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
-"""The store and the reward role are on n1, the trainer is on n2 and n3, the rollouts are on n4 to n6; n7 is a spare."""
+"""The store and the reward role are on n1, the trainer is on n2 and n3, the rollouts are on n4 to n6.
+
+n7 is a spare.
+"""
 SMALL = gang_job(2, 1, standbys=1)
 
 

@@ -24,8 +24,10 @@ from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost,
 
 R0, R1, R2, R3 = (replica_id("rollout", i) for i in range(4))
 N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
-"""The store and the reward role are on n1, the trainer is on n2, the rollouts are on n3 to n5; n6 and all later nodes
-are spares."""
+"""The store and the reward role are on n1, the trainer is on n2, the rollouts are on n3 to n5.
+
+n6 and all later nodes are spares.
+"""
 CALM = Recovery(breaker=0.9)
 
 
@@ -48,7 +50,7 @@ def promotions(world: World, role: str = "rollout") -> dict[str, str]:
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
-    """Return the number of incarnations of each replica that had more than one, without the replicas ``but``."""
+    """Return the number of incarnations of each replica that had more than one, except for the replicas ``but``."""
     return {id: number for id, number in world.incarnations().items() if number > 1 and id not in but}
 
 

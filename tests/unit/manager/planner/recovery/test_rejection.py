@@ -317,7 +317,7 @@ def test_invalid_configuration_rejects_the_run_under_every_policy(policy: str) -
 
 
 def test_configuration_with_which_the_role_has_worked_is_not_rejected() -> None:
-    """A single node may lack something that the configuration names; the ladder then moves the replica away."""
+    """A single node may lack something that the configuration names. The ladder then moves the replica away."""
     world = World(job(spares=1)).steady()
     world.happen(ev.FirstWorkDone(world.state.replica(R1).incarnation))
     world.broken_nodes[N3] = INVALID

@@ -1,4 +1,7 @@
-"""Trainer failures that suggest a fault of its software restart the whole run; failures with another cause do not."""
+"""Trainer failures that suggest a fault of its software restart the whole run.
+
+Failures with another cause do not restart it.
+"""
 
 from __future__ import annotations
 

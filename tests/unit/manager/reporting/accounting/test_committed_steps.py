@@ -59,7 +59,7 @@ def test_work_that_a_snapshot_kept_counts_as_the_predecessors_attempt() -> None:
 
 
 def trained_in_threes(story: Story, first: int, last: int) -> Story:
-    """Add steps whose commits cover three steps each; the weights of each step are published when it is trained."""
+    """Add steps whose commits cover three steps each. The weights of a step are published once it is trained."""
     trainer = story.incarnation("trainer/0")
     for step in range(first, last + 1):
         story.wait(STEP_S).record(ev.VersionAvailable(trainer, Version(step, trainer.number)))

@@ -18,7 +18,7 @@ from rrl.tests.support.manager.jobs import commands, role
 
 
 def lost(report: RunReport) -> dict[str, dict[str, float]]:
-    """Return the lost seconds by cause and stage; check that they add up to the time that does not count."""
+    """Return the lost seconds by cause and stage. Check that they add up to the time that does not count."""
     assert report.ettr_estimate is not None
     total = sum(one.seconds for one in report.lost)
     assert total == pytest.approx((1 - report.ettr_estimate) * report.wall_s, abs=0.01)

@@ -213,7 +213,7 @@ def test_gain_of_every_move_is_at_least_twice_its_cost(
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_decision_evaluates_a_bounded_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound holds for any number of waiting answers and places; the benchmark measures the time of a decision."""
+    """The bound holds for any number of waiting answers and places. The benchmark measures the time of a decision."""
     evaluated = 0
     real = engine_load._finish
 

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def _complete(store: Store, item: EpisodeItem) -> tuple[Trajectory, ...]:
-    """Finish an episode, and all others of the first batch with one turn each; return the samples of the episode."""
+    """Finish an episode, and all others of the first batch with one turn each. Return the samples of the episode."""
     finish(store, item, 0.5)
     for other in episodes(store, BATCH * GROUP - 1):
         turn(store, other, (2,), (5, 1))

@@ -18,9 +18,9 @@ from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS, AgentsScript, check
 
 COMPACTS = 1500
-"""Size (bytes) from which the log is compacted; the log reaches this size several times in the script."""
+"""Size (bytes) from which the log is compacted. The log reaches this size several times in the script."""
 STEPS = 6
-"""Number of steps of a run that continues after a crash; the script ends two steps earlier."""
+"""Number of steps of a run that continues after a crash. The script ends two steps earlier."""
 STALENESS = 2
 SPARSE = 5
 """``make test`` opens every ``SPARSE``-th folder that a crash could leave, and ``make test-long`` opens each one."""
@@ -29,7 +29,7 @@ Recorded = tuple[AgentsScript, FakeDisk]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Run the whole script on a disk that does not fail; return the script, and the disk with its moments."""
+    """Run the whole script on a disk that does not fail, and return the script and the disk with its moments."""
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
@@ -66,7 +66,7 @@ def test_script_writes_every_kind_of_record_of_episodes_and_compacts_them(record
 def _crash_everywhere(
     recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1
 ) -> int:
-    """Open and continue every folder that a crash could leave; return the number of folders.
+    """Open and continue every folder that a crash could leave. Return the number of folders.
 
     With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
     """

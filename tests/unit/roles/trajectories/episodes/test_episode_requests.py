@@ -32,7 +32,7 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
 async def _ask(
     client: TrajectoryClient, item: EpisodeItem, request: str, parent: int | None, offset: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Open a turn and follow it to its end; return its number and its tokens."""
+    """Open a turn and follow it to its end. Return its number and its tokens."""
     turn = await client.open_turn(item.episode, item.attempt, request, parent, offset, (2, 3), 4, ("hash",))
     tokens: tuple[int, ...] = ()
     while True:

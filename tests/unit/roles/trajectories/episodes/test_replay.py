@@ -54,12 +54,12 @@ def store(tmp_path: Path) -> Store:
 
 
 def _members(agents: Incarnation) -> tuple[Incarnation, ...]:
-    """Return the members of the run with another incarnation of the first agents replica."""
+    """Return the members of the run, with another incarnation of the first replica of ``agents``."""
     return (*(each for each in CREW if each != AGENTS), agents)
 
 
 def _next(store: Store, number: int) -> tuple[Incarnation, EpisodeItem]:
-    """Let the agents replica die, and lease its episode to the replica's incarnation ``number``."""
+    """Let the replica of ``agents`` die, and lease its episode to the replica's incarnation ``number``."""
     successor = incarnation_of("agents/0", number)
     store.update_membership(_members(successor))
     (item,) = episodes(store, 1, successor)
@@ -67,7 +67,7 @@ def _next(store: Store, number: int) -> tuple[Incarnation, EpisodeItem]:
 
 
 def _samples(store: Store, item: EpisodeItem, who: Incarnation) -> tuple[Trajectory, ...]:
-    """Finish the episode and all others of the first batch; return the samples of the episode."""
+    """Finish the episode and all others of the first batch. Return the samples of the episode."""
     finish(store, item, 0.5, who)
     for other in episodes(store, BATCH * GROUP - 1, OTHER_AGENTS):
         turn(store, other, (2,), (5, 1), who=OTHER_AGENTS)

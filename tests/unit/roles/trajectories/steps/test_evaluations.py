@@ -85,7 +85,7 @@ def tokens(item: Item, step: int, trainer: int = 1, given: Sequence[int] = (5, 1
 
 
 def answer_all(store: Store, step: int, who: Incarnation = ROLLOUT, trainer: int = 1) -> list[int]:
-    """Answer all evaluated prompts with the weights of a step; return the numbers of the answers."""
+    """Answer all evaluated prompts with the weights of a step, and return the numbers of the answers."""
     items = lease(store, who, weights=step)
     if not items or not is_evaluated(items):
         return []

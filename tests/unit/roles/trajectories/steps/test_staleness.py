@@ -1,6 +1,6 @@
 """With ``late = "drop"`` no token is trained that is older than ``[sampling] staleness``, and the run goes on.
 
-``late = "wait"`` is tested in ``test_waiting.py``. Tests of rules that hold in both cases are here; most of them are
+``late = "wait"`` is tested in ``test_waiting.py``. Tests of rules that hold in both cases are here. Most of them are
 about the weights with which a rollout may begin a group.
 """
 
@@ -315,7 +315,7 @@ class _Run:
                 del hands[trajectory]
 
     def bind(self) -> bool:
-        """Let the trainer request its next batch, train it and publish; return whether it got a batch."""
+        """Let the trainer request its next batch, train it and publish. Return whether it got a batch."""
         who, number = incarnation_of("trainer/0", self.incarnations["trainer/0"]), self.published + 1
         answer = self.store.batch(who, number)
         if not isinstance(answer, Bound):
