@@ -1,6 +1,6 @@
 """The manager is killed at any record of a run in which agents report findings about their nodes.
 
-They report before roles work there, and while roles work. The run ends as without the kill: it excludes the same nodes,
+They report before roles work on these nodes, and later. The run ends as without the kill: it excludes the same nodes,
 and records no finding twice.
 """
 

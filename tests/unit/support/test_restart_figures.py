@@ -30,8 +30,10 @@ def _run(tmp_path: Path, continues_from: str) -> RunDir:
 
 
 def _events(commits: list[tuple[float, int]]) -> list[ev.Stamped]:
-    """Return the events of a run with a kill after step 7. ``commits`` follow the new trainer's first work (at 13
-    s)."""
+    """Return the events of a run with a kill after step 7.
+
+    The new trainer's first work is at 13 s, and ``commits`` follow it.
+    """
     finding = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, 10.5, (), incarnation=FIRST)
     events: list[tuple[float, ev.Event]] = [
         (1.0, ev.Joined(FIRST, NodeName("n1"), "host", 1)),

@@ -31,7 +31,7 @@ def commit(number: int, incarnation: int) -> Commit:
         pytest.param({(4, 2), (5, 2), (3, 2)}, [(5, 2), (4, 2)], id="the next step before the committed one"),
         pytest.param({(6, 2)}, [], id="a step that cannot be committed yet"),
         pytest.param({(4, 1), (4, 3)}, [], id="the committed step, of incarnations that did not commit it"),
-        pytest.param({(5, 1)}, [], id="a later step of an incarnation before the committed one"),
+        pytest.param({(5, 1)}, [], id="the next step, of an incarnation older than that of the commit"),
         pytest.param({(5, 2), (5, 3)}, [(5, 3), (5, 2)], id="the later incarnation first"),
     ],
 )

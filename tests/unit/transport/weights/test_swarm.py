@@ -41,7 +41,7 @@ NEWER = Version(4, 1)
 
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow connections more time, so that only an error of the kernel makes an unconnected source count as dead."""
+    """Allow connections more time. A source without a connection then counts as dead only after a kernel error."""
     for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)

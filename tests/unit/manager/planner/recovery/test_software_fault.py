@@ -1,4 +1,4 @@
-"""Trainer failures that suggest a fault of its software restart the whole run.
+"""Failures that suggest a fault of the trainer's software restart the whole run.
 
 Failures with another cause do not restart it.
 """
