@@ -1,1 +1,1 @@
-"""The node agent (``main.main``): sampling, orphan sweeps, exit witness, stack dumps, node checks, injected faults."""
+"""The node agent (``main.main``): samples and checks the node, reports ended steps, and kills orphaned processes."""

@@ -1,6 +1,6 @@
-"""Test whether roles can run on a node, and run the first round of node checks, before the agent reports the node.
+"""Test whether roles can run on a node, and run the first node checks, before the agent reports to the manager.
 
-The readers' client and the checks are imported only if readers are configured, to save memory.
+To save memory, the code of the readers and checks is imported only if readers are configured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def probe(supervisor: StepSupervisor) -> str:
     """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
     A probe that fails within half of its timeout is repeated once. Shared storage may be slow while all nodes import at
-    the same time, and the run does not use a node whose probe failed.
+    the same time, and a probe that fails costs the run this node.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -143,7 +143,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """Return whether a step of the run is already running on this node, as it is after the agent was replaced."""
+    """Return whether a step of the run is already running on this node, because this agent replaces an earlier one."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

@@ -1,7 +1,6 @@
 """Sample the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
 
-From the samples, the manager detects replicas that are idle although they report progress, or a phase in which they
-should compute.
+The manager uses the samples to detect idle replicas that report progress, or whose phase requires them to compute.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class StepLoadSampler:
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:
             return used
-        if not self._assigned.get(path):  # repeated, since a wrapper may not have started the command yet
+        if not self._assigned.get(path):  # read again, since a wrapper may not have started the command yet
             self._assigned[path] = next(filter(None, map(_assigned_gpus, pids)), ())
         names = self._assigned[path]
         return [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]

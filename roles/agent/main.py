@@ -381,7 +381,7 @@ def _removed(folder: Path, device: int) -> bool:
 def _listen_host(launch: Launch) -> str:
     """Return the address at which other nodes reach this node.
 
-    The text is empty if there is none, which the node probe reports.
+    Return an empty text if the configured network gives the node no address; the node probe then reports the reason.
     """
     try:
         return node_environment(launch)[ADDRESS_ENV]

@@ -91,7 +91,7 @@ class NodeMonitor:
         self._findings: dict[str, Finding] = {finding.key: finding for finding in self._rule_findings}
         """Findings of the newest evaluation, by key."""
         self._reported: dict[str, Finding] = {}
-        """Findings that the Hello contains or that were sent since, by key."""
+        """Findings that the newest Hello contained or that were sent after it, by key."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting = False
         """Whether :meth:`start` is waiting for the readings of the admission round."""
@@ -275,5 +275,5 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
 
 
 def _is_reported(finding: Finding) -> bool:
-    """Return whether a finding is reported: FAIL, WARN, or UNKNOWN about something that the node should report."""
+    """Return whether a finding is reported: FAIL, WARN, or UNKNOWN about what this node should report."""
     return finding.verdict is not Verdict.OK and not is_uninformative(finding)

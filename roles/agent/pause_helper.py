@@ -26,7 +26,8 @@ from ...core.processes import Process, open_pidfd, read_process
 from ..launcher.process_group import kill_group
 
 PERIOD_S = 0.1
-"""Seconds between two stops of a slowed target: far below every heartbeat interval, so that it looks slow, not dead."""
+"""Seconds between two stops of a slowed target: far below every heartbeat interval, so that the target looks slow, not
+dead."""
 
 
 def main() -> int:
@@ -37,10 +38,10 @@ def main() -> int:
     target = read_process(int(name.partition(".")[0]))
     fd = open_pidfd(target) if target is not None and target.name == name else None
     if target is None or fd is None:
-        sys.stderr.write(f"process {name.partition('.')[0]} has ended\n")  # the agent reports it as the reason
+        sys.stderr.write(f"process {name.partition('.')[0]} has ended\n")  # the agent reports this line as the reason
         return 1
     watched = [fd]
-    if target.pid != parent:  # the parent is the agent; if it is the target, it is watched already
+    if target.pid != parent:  # the parent is the agent; an agent that is the target is watched already
         watched.append(os.pidfd_open(parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _mark_file(mark):

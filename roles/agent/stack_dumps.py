@@ -104,7 +104,7 @@ def _failure_reason(result: CommandResult) -> str:
 def _largest_processes(launch_file: str) -> list[Process]:
     """Return the step's largest Python processes, or its largest processes if none of them is a Python process.
 
-    The step's first process is not included.
+    The step's first process is never returned.
     """
     steps = os.path.dirname(launch_file)
     of_step = [

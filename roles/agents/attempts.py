@@ -1,4 +1,4 @@
-"""The attempts at episodes that a process makes at the same time: each runs the user's agent once.
+"""The concurrent attempts of a process at episodes. Each attempt runs the user's agent once.
 
 An attempt ends with the reward that the agent returns, or fails: by an exception, by the timeout, or by a result that
 is not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored.
@@ -184,7 +184,7 @@ class Attempts:
         raise self._failure(problem, item, None)
 
     def _failure(self, why: str, item: EpisodeItem, error: BaseException | None) -> _Failure:
-        """Log a failure that is the first of its kind, update the note, and return the failure."""
+        """Return the failure after updating the note; log only the first failure of each kind."""
         self.note = f"the newest failed attempt: {why}"
         kind = why if error is None else type(error).__name__
         if kind not in self._reported:

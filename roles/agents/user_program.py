@@ -23,7 +23,8 @@ ITEM_ENV = "RRL_ITEM"
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
 """Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
 _TAIL_BYTES = 4096
-"""Number of bytes that are kept of the end of each output, whose last line is the reward or the reason of a failure."""
+"""Number of bytes kept from the end of stdout, whose last line is the reward, and of stderr, whose last line is the
+reason of a failure."""
 _LAST_READS = 16
 """Maximum number of reads (64 KiB each) from a pipe after the program's end. One read empties the pipe, but other
 processes may still write to it."""
@@ -44,14 +45,14 @@ class ProgramFailed(Exception):
 
 
 def program_agent(command: Sequence[str], folder: Path) -> Agent:
-    """Return an agent that starts a command for each attempt, and kills its process group when the attempt is over.
+    """Return an agent that starts a command for each attempt, and kills the command's process group after the attempt.
 
     The agent returns the last line of stdout as a number, or None if that line is not a number. It raises
     :class:`ProgramFailed` for an exit code other than 0.
 
     Args:
         command: The program and its arguments.
-        folder: Folder of job.toml, in which it runs.
+        folder: Folder of job.toml, in which the program runs.
     """
 
     async def run(item: str, base_url: str, api_key: str) -> float | None:
@@ -63,7 +64,7 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
             await _ended(process.pid)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its id is not reused before the process is reaped below
+                os.killpg(process.pid, signal.SIGKILL)  # the id is not reused before the process is reaped below
             try:
                 await _ended(process.pid)
             finally:

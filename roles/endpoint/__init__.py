@@ -1,1 +1,1 @@
-"""The OpenAI endpoint: a request becomes a turn of an episode, whose tokens are durable before the agent reads them."""
+"""The OpenAI endpoint. A request becomes a turn of an episode; its tokens are durable before the agent reads them."""

@@ -1,11 +1,11 @@
 """The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
 
-A call opens one turn for each answer and follows it until its last token is durable. A client repeats a call if its
-connection broke or the server was restarted; the repeated call continues the same turns, because everything that this
-process knows can be read from the store again. In an attempt that replays an earlier attempt, a call takes over the
-turns that were recorded for the same call. A call waits for tokens however long the store or the rollouts are
-unavailable. Meanwhile the agent gets white space before the JSON, or comments in a stream, so that its read timeout
-does not expire.
+A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
+call if its connection broke or the server was restarted; the repeated call continues the same turns, because everything
+that this process knows can be read from the store again. In an attempt that replays an earlier attempt, a call takes
+over the turns that were recorded for the same call. A call waits for tokens for as long as the store or the rollouts
+are unavailable. During this time the agent gets white space before the JSON, or comments in a stream, so that its read
+timeout does not expire.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Endpoint:
     async def _answer(self, request: Request, parse: Callable[[bytes, Policy], Call]) -> Response:
         key = bearer_key(request, self._run.run, self._run.secret)
         if not key.attempt:
-            message = "this is the key of the run; POST /rrl/v1/episodes opens an episode, whose api_key is for calls"
+            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
         call = parse(await read_body(request), self._run.policy)
         repeated = _repeated(request)
@@ -220,8 +220,8 @@ class Endpoint:
     def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if that call has opened no turn.
 
-        Among the calls with the same body it is the call that the client names. If the client names none, it is the
-        newest call that no connection waits for.
+        The repeated request continues that one of the calls with the same body which the client names. If the client
+        names none, the request continues the newest of them that no connection waits for.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:
@@ -305,7 +305,7 @@ def _names(call: Call, number: int) -> tuple[str, ...]:
 
 
 def _number(turn: Turn) -> int:
-    """Return the number that the call which opened a turn has among the calls with the same body."""
+    """Return the number of the call that opened a turn, as counted among the calls with the same body."""
     return int(turn.request.split("/")[1])
 
 

@@ -1,8 +1,8 @@
 """The routes with which agents outside of the run open episodes and end them.
 
 ``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns the episode's key. With the episode's
-key, the paths ``finish``, ``reward`` and ``fail`` below ``/rrl/v1/episodes`` end the episode. A request that opens an
-episode may be repeated with the same ``Idempotency-Key``, any other request with the same body.
+key, the paths ``finish``, ``reward`` and ``fail`` below ``/rrl/v1/episodes`` end the episode. A client may repeat a
+request that opens an episode with the same ``Idempotency-Key``, and any other request with the same body.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 5.0
 _MAX_REQUEST_CHARS = 200
 """Maximum number of characters of an ``Idempotency-Key``."""
 _MAX_REASON_CHARS = 2000
-"""Maximum number of characters of a failure's reason that are passed on."""
+"""Maximum number of characters of a failure's reason that the store receives."""
 
 
 class EpisodeRoutes(Struct, frozen=True):
@@ -81,7 +81,7 @@ class EpisodeRoutes(Struct, frozen=True):
         key, given = await self._read(request, {"reward", "later"})
         later, reward = given.get("later", False), given.get("reward")
         if not isinstance(later, bool) or (later and reward is not None):
-            raise wrong("later", "must be true, without a reward, if the reward comes later; otherwise false")
+            raise wrong("later", "must be true or false; if it is true, the request must have no reward")
         if reward is not None:
             reward = _reward(reward)
         await self.store.finish_episode(key.episode, key.attempt, reward, later)

@@ -50,7 +50,7 @@ class EndpointServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # also of its connections
         self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         """Base URL for OpenAI's clients."""
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application has logs of its own
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs its own errors
         self._server = uvicorn.Server(
             uvicorn.Config(
                 application, log_config=None, access_log=False, lifespan="off", ws="none", http=_BoundedProtocol,

@@ -1,4 +1,4 @@
-"""The relay: an HTTP proxy beside an agent outside of the run, which holds its calls while the endpoint restarts.
+"""The relay: an HTTP proxy for an agent outside of the run. It holds the agent's calls while the endpoint restarts.
 
 It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
 repeats the call; the endpoint then continues the turn that the call has opened. Meanwhile the relay sends white space
@@ -6,9 +6,9 @@ before a JSON answer, and comments in a stream, so that no read timeout of the a
 interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens that
 the agent has by then (``: rrl CALL SENT``); the relay repeats a call with these two numbers.
 
-A relay keeps in memory the body of each call, one event of each stream, and each other answer until it is complete;
-together at most :data:`MAX_MEMORY_BYTES`. If an agent reads slowly, only its own answer is delayed, at the relay and at
-the endpoint.
+A relay keeps the body of each call, one event of each stream, and every answer that is not a stream until it is
+complete. Together they take at most :data:`MAX_MEMORY_BYTES` of memory. If an agent reads slowly, only its own answer
+is delayed, at the relay and at the endpoint.
 """
 
 from __future__ import annotations
@@ -122,19 +122,19 @@ class _Call:
         passed = {name: value for name, value in request.headers.items() if name not in _NOT_PASSED}
         self._headers = {name: value for name, value in passed.items() if not name.startswith("x-rrl-")}
         self._headers |= {"x-rrl-relay": "1", "accept-encoding": "identity"}
-        if self.opens_episode:  # a repeated request must not open another one
+        if self.opens_episode:  # a repeated request must not open another episode
             self._headers.setdefault("idempotency-key", uuid.uuid4().hex)
         self.repeated = False
         """True if a replica may have begun to work on the call."""
         self.position: tuple[str, str] | None = None
-        """Number of the call, and numbers of tokens that the agent has, as the endpoint last wrote them."""
+        """The call's number and the numbers of tokens that the agent has, as the endpoint last reported them."""
         self.upstream: httpx2.Response | None = None
         """The newest answer of a replica."""
         self._task: asyncio.Future[Any] | None = None
 
     @property
     def owner(self) -> int:
-        """A number derived from the API key: all calls of an episode go to the same replica while it is up."""
+        """A number made from the API key. It selects the replica that gets all calls of an episode, while it is up."""
         return zlib.crc32(self._headers.get("authorization", "").encode())
 
     @property
@@ -144,7 +144,7 @@ class _Call:
 
     @property
     def is_completion(self) -> bool:
-        """True if the answer has signs of life, and a repeated call continues it."""
+        """True if a waiting answer has signs of life, and a repeated call continues the answer."""
         return self.method == "POST" and self.path in _COMPLETIONS
 
     @property
@@ -249,7 +249,7 @@ class Relay:
             except ApiError as error:
                 raise Abandoned(str(error)) from None
             if answer.status != 200:  # the client repeats the call and then gets the status
-                raise Abandoned(f"the endpoint has answered {answer.status}")
+                raise Abandoned(f"the endpoint has answered with status {answer.status}")
             yield answer.content
 
         return StreamingResponse(padded(), media_type="application/json")
@@ -286,7 +286,7 @@ class Relay:
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
-        """Return the complete answer to a call, of which ``upstream`` is the first try; repeat tries that break off."""
+        """Return the complete answer to a call; repeat the call if its answer (at first ``upstream``) breaks off."""
         if upstream is None:
             upstream = await self._open(call)
         while True:
@@ -334,7 +334,7 @@ class Relay:
             await asyncio.sleep(RETRY_S)
 
     async def _roots(self, owner: int) -> Sequence[str]:
-        """Return the addresses of the replicas without path; the replica that gets this owner's calls comes first."""
+        """Return the replicas' addresses without a path; the first replica is the one for the calls of ``owner``."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
                 self._addresses, self._over = await asyncio.to_thread(self._look)
@@ -365,7 +365,7 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
-    """Yield the events of an upstream without its comments, each as soon as the position after it is known.
+    """Yield an upstream's events without its comments, each as soon as the stream's position after the event is known.
 
     An event without a position is yielded with the next one. If the upstream is lost, its events after the last
     position are not yielded, because they are sent again.
@@ -423,10 +423,11 @@ async def _content(upstream: httpx2.Response, take: Take) -> bytes:
 
 
 def _is_unavailable(upstream: httpx2.Response) -> bool:
-    """Return whether a replica could not take a call, or was stopped before it has begun its answer.
+    """Return whether a replica could not accept a call, or was stopped before it began its answer.
 
     A 503 of the endpoint with a ``Retry-After`` is an answer (no episode is free), and so is a 500 with an error
-    object. Any other 5xx comes from the server below the application, which has not answered the call.
+    object. Any other 5xx comes from the HTTP server that runs the application; the application has not answered the
+    call.
     """
     if upstream.status_code == 503:
         return "retry-after" not in upstream.headers
@@ -434,7 +435,7 @@ def _is_unavailable(upstream: httpx2.Response) -> bool:
 
 
 def _is_json(upstream: httpx2.Response) -> bool:
-    """Return whether the application itself has answered; the HTTP server below it answers with plain text."""
+    """Return whether an answer is from the application; the HTTP server that runs it answers with plain text."""
     content_type: str = upstream.headers.get("content-type", "")
     return content_type.startswith("application/json")
 

@@ -55,7 +55,7 @@ class ScorerFails(Exception):
 
     Args:
         raised: The newest exception of the scorer.
-        groups: Number of groups that exceptions of the scorer have dropped.
+        groups: Number of groups that were dropped because of exceptions of the scorer.
     """
 
     def __init__(self, raised: RaisedException, groups: int) -> None:
@@ -101,14 +101,14 @@ def mark_environmental(error: BaseException) -> None:
 
 
 def _described_end(error: Exception, folder: Path) -> RaisedException:
-    """Return the exception that ends this process as a value; for :class:`ScorerFails`, the exception of the scorer."""
+    """Describe the exception that ends this process; for :class:`ScorerFails`, describe the exception of the scorer."""
     if isinstance(error, ScorerFails):
         return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
     return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
 
 
 def described(error: Exception, folder: Path) -> RaisedException:
-    """Return an exception as a value; files in ``folder``, the job's folder, are named relative to it."""
+    """Return a description of an exception; files in ``folder``, the job's folder, are named relative to it."""
     frames = traceback.extract_tb(error.__traceback__)
     try:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()

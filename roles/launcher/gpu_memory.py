@@ -1,7 +1,7 @@
 """Wait until the memory of a role's GPUs is free, before the role starts.
 
-The memory of an earlier process may be released only some time after its end, and a role that starts too early cannot
-allocate memory. If NVML does not answer, the role starts at once.
+The memory of an earlier process may be released only some time after the process has ended. A role that starts before
+the release cannot allocate memory. If NVML does not answer, the role starts at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         env = {**os.environ, **node_environment(launch)}
     except NoAddress:
         return ""
-    # with these marks the agent finds the process in its sweeps
+    # the agent's sweeps find the process by these marks
     env = command_env(env, supervisor.launch_file, supervisor.process)
     argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # a process of its own, since NVML may hang
     checking = asyncio.create_task(
@@ -53,7 +53,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     )
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
     await supervisor.wait_for(checking.done)
-    checking.cancel()  # a stop was requested; without effect if the check has ended
+    checking.cancel()  # needed if a stop was requested; no effect if the check has ended
     await asyncio.wait([checking])
     try:
         result = checking.result()
@@ -84,7 +84,7 @@ def _occupied_gpus(pynvml: Any, gpus: dict[str, Any]) -> list[str]:
     for name, gpu in gpus.items():
         try:
             used = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2).used
-        except (pynvml.NVMLError, AttributeError):  # only version 2 excludes the driver's reserve
+        except (pynvml.NVMLError, AttributeError):  # not checked: an older version would count the driver's reserve
             continue
         if used > MAX_USED_BYTES:
             descriptions.append(f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(pynvml, gpu)}")

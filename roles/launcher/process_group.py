@@ -84,7 +84,7 @@ class ProcessGroup:
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: it only calls prctl; only libzmq has threads
+            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: only calls prctl; only libzmq has threads
         ))  # fmt: skip
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -104,7 +104,7 @@ class ProcessGroup:
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Signal a process group; return False if it does not exist. Raises PermissionError if that is forbidden."""
+    """Signal a process group; return False if it does not exist. Raises PermissionError if the kernel forbids it."""
     try:
         os.killpg(group, number)
         return True

@@ -16,9 +16,9 @@ from ...core.text import last_lines
 from .process_group import ProcessGroup
 
 _STDERR_TAIL_BYTES = 2000
-"""Number of bytes kept of the end of stderr."""
+"""Number of bytes that are kept from the end of stderr."""
 _BASH_PREFIX = rf"^{SHELL_NAME}: (eval: )?(line \d+: )?"
-"""Prefix of bash's own messages. It names a line of the generated prelude, which users do not know."""
+"""Prefix of bash's own messages, which is removed. It names a line of the generated prelude, which users never see."""
 _DRAIN_TIMEOUT_S = 1.0
 """Timeout (s) for reading the rest of stderr after the command has ended."""
 
@@ -77,7 +77,7 @@ class SetupCommand:
             return
         try:
             data = os.read(self._report, 4096)
-        except BlockingIOError:  # no report yet: the prelude, or a process that it started, holds the other end
+        except BlockingIOError:  # no report yet: the prelude, or its child process, holds the pipe's other end
             return
         self._reported += data
         if self._reported == STARTED:

@@ -55,8 +55,9 @@ def open_chat(model: ModelSpec) -> ModelChat:
 class PieceChat:
     """The pieces of ``[model.tokenizer] chat``.
 
-    A message is the piece of its role with its text in place of ``{content}``. A sampled answer takes the place of
-    ``{content}`` in the assistant's piece. The end of sequence follows the answer, before the rest of the piece.
+    A message is encoded as its role's piece, in which the text of the message replaces ``{content}``. A sampled answer
+    takes the place of ``{content}`` in the assistant's piece. The end of sequence follows the answer, before the rest
+    of the piece.
 
     Args:
         tokenizer: The tokenizer.
@@ -72,23 +73,23 @@ class PieceChat:
         self._answer_ends = (tokenizer.eos, *tokenizer.encode(after))
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation, at whose end the model's answer begins."""
         tokens = [token for message in messages for token in self._encode(message)]
         return (*tokens, *self._answer_begins)
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         end = self._answer_ends[1:] if ended(sampled, self.tokenizer) else self._answer_ends
         return (*context, *sampled, *end, *self.prompt(messages[answered:]))
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.conversation.Chat`."""
+        """Return the content of an answer that was sampled after ``context``."""
         return AnswerContent(self.tokenizer.decode(sampled))
 
     def with_tools(self, tools: str) -> Chat:
-        """See :class:`.conversation.Chat`."""
+        """Raise ToolsUnsupported, because a model that rrl builds cannot be offered tools."""
         raise ToolsUnsupported("a model that rrl builds cannot be offered tools; remove the key")
 
     def _encode(self, message: Message) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ class FolderChat:
         self.read = template.read
 
     def with_tools(self, tools: str) -> Chat:
-        """See :class:`.conversation.ModelChat`."""
+        """Return the chat for conversations with tools (:meth:`.conversation.ModelChat.with_tools`)."""
         return self.open_tools().bind(tools)
 
     def open_tools(self) -> ToolFormat:

@@ -74,11 +74,11 @@ class Chat(Protocol):
             context: Tokens before an answer.
             sampled: Tokens of the answer.
             messages: A conversation.
-            answered: Number of its messages up to the answer, which is the last of them.
+            answered: Number of the conversation's messages up to and including the answer.
 
         Returns:
-            The tokens, at whose end the next answer begins; None if the template writes the beginning of the
-                conversation differently because of what follows.
+            The tokens, at whose end the next answer begins; None if the template changes the beginning of the
+            conversation because of the messages after the answer.
 
         Raises:
             ValueError: The messages cannot be encoded.

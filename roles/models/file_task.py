@@ -25,10 +25,9 @@ class FileTask:
         seed: Seed of the order; None for the order of the file.
         prompt: Format string over the columns.
         answer_column: Column of the right answer.
-        reward: The user's function; None to compare the answer with the right answer, without spaces at the ends of
-            both.
-        partial_credit: As in :class:`.tasks.DatasetTask`.
-        split: Splits an answer for the partial credit.
+        reward: The user's function; None to compare the answer with the right answer, ignoring spaces at both ends.
+        partial_credit: Factor of the share of right tokens, as in :class:`.tasks.DatasetTask`.
+        split: Splits an answer into tokens or words for the partial credit.
     """
 
     def __init__(
@@ -46,18 +45,18 @@ class FileTask:
         return len(self._rows)
 
     def prompt(self, i: int) -> str:
-        """See :class:`.tasks.Task`."""
+        """Return the prompt of item ``i``."""
         return self._prompt.format_map(self._row(i))
 
     def answer(self, i: int) -> str:
-        """See :class:`.tasks.Task`."""
+        """Return the right answer of item ``i``."""
         row = self._row(i)
         if row.get(self._answer_column) is None:
             raise ValueError(f'the row of item {i} has no column "{self._answer_column}"')
         return str(row[self._answer_column])
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        """See :class:`.tasks.Task`."""
+        """Return the reward that is reported, and the reward that is trained on."""
         if self._reward is None:
             reward = float(answer.strip() == self.answer(i).strip())
         else:

@@ -1,7 +1,7 @@
 """Write the files of a Hugging Face folder besides the weights: configuration, tokenizer, generation configuration.
 
-For the model of ``[model] path`` the files are copied from its folder. For a model that rrl builds they are made from
-the job. This module does not import torch or transformers, because an export must also work without them.
+For the model of ``[model] path``, the files are copied from the model's folder. For a model that rrl builds, they are
+made from the job. This module does not import torch or transformers, because an export must also work without them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
-    """Write the files of the model into ``folder``; return them, config.json last. They are not synced.
+    """Write the files of the model into ``folder``; return them, config.json last, without syncing them.
 
     Raises:
         ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.
@@ -108,7 +108,7 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
 
 
 def _unused(name: str, spec: TokenizerSpec) -> str:
-    """Return a text for a special token that differs from all pieces."""
+    """Return a text that differs from all pieces, for use as a special token."""
     while name in spec.pieces:
         name = f"<{name}>"
     return name

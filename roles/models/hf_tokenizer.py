@@ -3,7 +3,8 @@
 It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
 
 It does not use transformers, because its AutoTokenizer loads torch: 3.2 s of CPU time in every store and reward
-process. The tokenizers library, which transformers uses too, takes 0.05 s. The tests compare the results of both.
+process. The tokenizers library, which transformers uses too, takes 0.05 s. The tests compare the results of both
+libraries.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ class FolderTokenizer:
 
     @property
     def eos(self) -> int:
-        """See :class:`.tokenizer.Tokenizer`."""
+        """Id of the end of sequence."""
         return self._eos
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """See :class:`.tokenizer.Tokenizer`."""
+        """Ids that end an answer of the model."""
         return self._stop_tokens
 
     @property
     def pad(self) -> int:
-        """See :class:`.tokenizer.Tokenizer`."""
+        """Id that fills up shorter sequences of a batch."""
         return self._pad
 
     def prompt(self, text: str) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class FolderTokenizer:
         return self.encode(self.render([{"role": "user", "content": text}], answer_begins=True))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
-        """See :class:`.conversation.TemplateTokenizer`."""
+        """Return a conversation as text, in the chat template of the folder."""
         if self._chat is None:
             raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
         try:
@@ -105,16 +106,16 @@ class FolderTokenizer:
             ) from None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """See :class:`.tokenizer.Tokenizer`."""
+        """Encode plain text, with nothing added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, text: str) -> int | None:
-        """See :class:`.conversation.TemplateTokenizer`."""
+        """Return the id of the token with this text; None if there is none."""
         number: int | None = self._tokenizer.token_to_id(text)
         return number
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """See :class:`.conversation.TemplateTokenizer`."""
+        """Return the text of tokens, including the text of special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 

@@ -23,7 +23,7 @@ from .safetensors import copy_into
 
 
 def compute_dtype(spec: ModelSpec) -> torch.dtype:
-    """Return the dtype in which the model computes, and in which weights are published and stored by rollouts."""
+    """Return the dtype in which the model computes, the trainer publishes weights, and rollouts store them."""
     return cast(torch.dtype, getattr(torch, spec.dtype))
 
 
@@ -59,8 +59,8 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate the memory of a :func:`skeleton`, sharded or not; parameters are undefined until they are loaded.
 
     Tied parameters are tied again, because the allocation gives each parameter its own memory. Buffers that no state
-    dict contains, such as rotary frequencies, would silently stay uninitialised (docs/sources.md, torch). They are
-    therefore computed here, as transformers does after it has loaded a model.
+    dict contains, such as rotary frequencies, would stay uninitialised without an error (docs/sources.md, torch). They
+    are therefore computed here, as transformers does after it has loaded a model.
 
     Raises:
         ValueError: Transformers does not compute one of these buffers.

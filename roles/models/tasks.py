@@ -66,7 +66,7 @@ def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = No
 
     Args:
         spec: The ``[task]`` table.
-        seed: Seed of the run; None for the rows of a file in their order.
+        seed: Seed of the run; None to keep the rows of a file in their order.
         tokenizer: Splits answers into tokens for partial credit. If None, answers are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
 
@@ -155,7 +155,7 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
         raise TaskError("function", error.problem, error.missing_package) from error.__cause__
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function that is written in C may have none
+    except ValueError:  # a function that is written in C may have no signature
         signature = None
     if signature is not None:
         try:
@@ -278,15 +278,15 @@ class DatasetTask:
         return item
 
     def prompt(self, i: int) -> str:
-        """See :class:`Task`."""
+        """Return the prompt of item ``i``."""
         return self._prompt.format(**self._item(i % self._size))
 
     def answer(self, i: int) -> str:
-        """See :class:`Task`."""
+        """Return the right answer of item ``i``."""
         return str(self._item(i % self._size)["answer"])
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        """See :class:`Task`."""
+        """Return the reward that is reported, and the reward that is trained on."""
         reward = float(self._dataset.score_answer(answer, self._item(i % self._size)))
         if reward >= 1 or not self._partial_credit:
             return reward, reward

@@ -27,13 +27,13 @@ class TemplateChat:
         self._answer_ends = self._find_end()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation, at whose end the model's answer begins."""
         return self.tokenizer.encode(self._render(messages, answer_begins=True))
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         if self._answer_ends is None:
             return None
         before = self._render(messages[:answered], answer_begins=False)
@@ -47,7 +47,7 @@ class TemplateChat:
         return (*context, *sampled, *(rest if ends else (self.tokenizer.eos, *rest)))
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.conversation.Chat`."""
+        """Return the content of an answer that was sampled after ``context``."""
         return AnswerContent(self.tokenizer.decode(sampled))
 
     def _render(self, messages: Sequence[Message], *, answer_begins: bool) -> str:

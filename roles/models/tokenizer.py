@@ -84,7 +84,7 @@ def open_tokenizer(model: ModelSpec) -> Tokenizer:
 class VocabularyTokenizer:
     """The tokenizer of ``[model.tokenizer]``.
 
-    Ids: 0 is padding, 1 the end of sequence, then the pieces in order.
+    Id 0 is padding and id 1 is the end of sequence. The pieces follow in their order.
 
     Args:
         spec: The pieces, the separator between them when tokens are decoded, and the characters of a text that are
@@ -117,17 +117,17 @@ class VocabularyTokenizer:
 
     @property
     def eos(self) -> int:
-        """See :class:`Tokenizer`."""
+        """Id of the end of sequence."""
         return EOS
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """See :class:`Tokenizer`."""
+        """Ids that end an answer of the model."""
         return frozenset({EOS})
 
     @property
     def pad(self) -> int:
-        """See :class:`Tokenizer`."""
+        """Id that fills up shorter sequences of a batch."""
         return PAD
 
     def prompt(self, text: str) -> tuple[int, ...]:

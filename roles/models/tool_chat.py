@@ -1,8 +1,8 @@
-"""Conversations in which the model is offered tools, by the library renderers.
+"""Encode conversations in which the model is offered tools, with the library ``renderers``.
 
 The library knows the formats of some families of models: it renders their conversations, continues a sampled answer
-without encoding it again, and reads the calls in an answer. The name of a folder does not show its family. A folder
-belongs to a family if the family's renderer writes the same tokens as the folder's own chat template for some
+without encoding it again, and reads the calls in an answer. The name of a folder does not show the model's family. A
+folder belongs to a family if the family's renderer writes the same tokens as the folder's own chat template for some
 conversations. For any other folder, ``[model] tool_parser`` names a parser of the library, and the folder's template
 renders the conversations.
 """
@@ -64,7 +64,7 @@ _REASONING_END = "</think>"
 
 
 def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFormat:
-    """Find out how a model is offered tools.
+    """Return the format in which a model is offered tools.
 
     Args:
         tokenizer: Tokenizer of the model's folder.
@@ -105,7 +105,7 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
             if all(FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
                    for probe in _PROBES):  # fmt: skip
                 return renderer
-        except Exception:  # of another family: tokens are missing, or a conversation is refused
+        except Exception:  # the model is of another family: tokens are missing, or a conversation is refused
             _log.debug("tools are not in the format of the family %s", name, exc_info=True)
     return None
 
@@ -122,19 +122,19 @@ class FamilyTools:
         self._tokenizer, self._renderer = tokenizer, renderer
 
     def bind(self, tools: str) -> Chat:
-        """See :class:`.conversation.ToolFormat`."""
+        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
         return FamilyChat(self._tokenizer, self._renderer, msgspec.json.decode(tools))
 
 
 class FamilyChat:
-    """The chat of a family with tools. Its arguments are those of :class:`FamilyTools`, and the decoded tools."""
+    """The chat, with tools, of a model whose family the library knows. ``tools`` is OpenAI's list, decoded."""
 
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer: Tokenizer = tokenizer
         self._renderer, self._tools = renderer, list(tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation, at whose end the model's answer begins."""
         given = [as_template_message(message) for message in messages]
         try:
             return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
@@ -144,7 +144,7 @@ class FamilyChat:
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
-        """See :class:`.conversation.Chat`."""
+        """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         added = [as_template_message(message) for message in messages[answered:]]
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
@@ -153,11 +153,11 @@ class FamilyChat:
         return None if bridged is None else tuple(bridged.token_ids)
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.conversation.Chat`."""
+        """Return the content of an answer that was sampled after ``context``."""
         try:
             parsed = self._renderer.parse_response(list(sampled), tools=self._tools, prompt_ids=list(context))
             calls = _usable(parsed.tool_calls)
-        except Exception:  # a model writes anything, and a parser may fail on it in any way
+        except Exception:  # a model may write anything, and a parser may raise any exception
             calls = None
         if calls is None:
             return AnswerContent(self.tokenizer.decode(sampled))
@@ -184,7 +184,7 @@ class TemplateTools:
                                    " model; add a chat_template.jinja that does, or remove the key")  # fmt: skip
 
     def bind(self, tools: str) -> Chat:
-        """See :class:`.conversation.ToolFormat`."""
+        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
         return ParsedChat(
             TemplateChat(self._tokenizer, tools=msgspec.json.decode(tools)), self._tokenizer, self._parser
         )
@@ -208,7 +208,7 @@ class ParsedChat:
         self._parser = parsers.get_tool_parser(parser, self._text)
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.conversation.Chat`."""
+        """Return the content of an answer that was sampled after ``context``."""
         stops = self.tokenizer.stop_tokens
         end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
         reasoning, mark, rest = self._folder_tokenizer.decode_all(sampled[:end]).rpartition(_REASONING_END)
@@ -236,7 +236,7 @@ def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
 class _TextTokenizer:
     """Encodes text for a parser of the library: one token per tag that the parser knows, one per other character.
 
-    So calls are read from the text of an answer, even if the model's vocabulary has no token for a tag.
+    So the parser reads calls from the text of an answer, even if the model's vocabulary has no token for a tag.
     """
 
     unk_token_id = None

@@ -29,8 +29,8 @@ class Sampling(Struct, frozen=True):
     segment_tokens: int = 64
     """Number of new tokens after which a trajectory's segment is returned."""
     greedy: bool = False
-    """True to take the most likely token (for evaluation). The recorded log-probabilities are those of the policy
-    either way."""
+    """True to take the most likely token (for evaluation). The recorded log-probabilities are those of the policy in
+    both cases."""
 
 
 class Engine(Protocol):
@@ -57,7 +57,7 @@ class Engine(Protocol):
         """
 
     def step(self) -> StepOutput:
-        """Advance by a token or a segment per trajectory; often there is nothing to return yet.
+        """Extend each trajectory by a token or a segment, and return what is due; often this is nothing.
 
         Raises:
             RuntimeError: No weights were loaded before.

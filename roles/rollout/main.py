@@ -83,15 +83,16 @@ def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _App
         appends.add(*engine.step())
         appends.advance()
         leases.advance()
-        _update_weights(me, engine, probe)  # after the lease, which states the newest weights in this process
+        _update_weights(me, engine, probe)  # after the lease request, which may report newer weights
 
 
 class _Leases:
     """The requests of a rollout for work, except those that its appends contain.
 
-    Turns of agents appear while the engine samples others. So while the engine has free slots, a request waits at the
-    store. Without this request, a new turn would wait until the next append, which is up to a segment of tokens later.
-    In a job without agents all work exists before a rollout requests it, so no request waits while the engine has work.
+    New turns of agents appear while the engine samples other turns. So while the engine has free slots, a request waits
+    at the store. Without this request, a new turn would wait until the next append, which is up to a segment of tokens
+    later. In a job without agents all work exists before a rollout requests it, so no request waits while the engine
+    has work.
     """
 
     def __init__(self, me: rrl.Worker, engine: Engine) -> None:
@@ -225,7 +226,7 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = None if me.launch.shares_node else assigned_device(me.launch)  # GPU known only at its promotion
+    device = None if me.launch.shares_node else assigned_device(me.launch)  # a standby gets its GPU later
 
     def build() -> Engine:
         materialise(model, device or assigned_device(me.launch))

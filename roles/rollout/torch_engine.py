@@ -34,10 +34,12 @@ class TorchEngine:
     """Engine in plain torch; a step generates one segment of each trajectory.
 
     Args:
-        model: Any transformers causal language model, on the device to compute on. stop_tokens: Tokens that end a
-        trajectory. seed: Seed of this incarnation. sampling: How to sample. lease: Maximum number of trajectories that
-        run at the same time. New trajectories are accepted only when all running
-            trajectories are complete.
+        model: Any transformers causal language model, on the device to compute on.
+        stop_tokens: Tokens that end a trajectory.
+        seed: Seed of this incarnation.
+        sampling: How to sample.
+        lease: Maximum number of trajectories that run at the same time. New trajectories are accepted only when all
+            running trajectories are complete.
     """
 
     def __init__(
@@ -63,16 +65,16 @@ class TorchEngine:
 
     @property
     def free_slots(self) -> int:
-        """See :class:`.engine.Engine`."""
+        """Number of further trajectories that the engine would accept now."""
         return 0 if self.has_work else self._lease
 
     @property
     def has_work(self) -> bool:
-        """See :class:`.engine.Engine`."""
+        """True if :meth:`step` has anything to generate or to return."""
         return bool(self._rows or self._already_complete)
 
     def add(self, items: Sequence[Item]) -> None:
-        """See :class:`.engine.Engine`. The model reads the prefixes of all trajectories again, the running ones too."""
+        """Begin to extend these trajectories too. The model then reads the prefixes of all trajectories again."""
         for row in map(_Row, items):
             if row.is_complete(self._stop_tokens):
                 self._already_complete.append(row.trajectory)
@@ -81,7 +83,7 @@ class TorchEngine:
                 self._batch = None
 
     def step(self) -> StepOutput:
-        """See :class:`.engine.Engine`."""
+        """Generate one segment of each trajectory (:meth:`.engine.Engine.step`)."""
         if self._version is None:
             raise RuntimeError("no weights have been loaded yet")
         finished, self._already_complete = self._already_complete, []
@@ -95,11 +97,11 @@ class TorchEngine:
         return segments, finished
 
     def flush(self) -> StepOutput:
-        """See :class:`.engine.Engine`. The result is empty, because every step returns everything that it generated."""
+        """Return nothing, because every step returns everything that it generated."""
         return [], []
 
     def abort(self, trajectories: Iterable[int]) -> None:
-        """See :class:`.engine.Engine`."""
+        """Stop extending these trajectories (:meth:`.engine.Engine.abort`)."""
         aborted = set(trajectories)
         self._already_complete = [trajectory for trajectory in self._already_complete if trajectory not in aborted]
         self._keep_rows([index for index, row in enumerate(self._rows) if row.trajectory not in aborted])
@@ -160,7 +162,7 @@ class TorchEngine:
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :class:`.engine.Engine`."""
+        """Load a complete set of weights (:meth:`.engine.Engine.load`)."""
         try:
             load_weights(self._model, tensors)
         except ValueError as error:
@@ -170,7 +172,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """See :class:`.engine.Engine`."""
+        """Run the model on one token, and check that the logits are finite."""
         logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
         if not bool(torch.isfinite(logits).all()):
             raise RuntimeError(
@@ -179,7 +181,7 @@ class TorchEngine:
             )
 
     def close(self) -> None:
-        """See :class:`.engine.Engine`."""
+        """Free the engine's resources."""
         self._version = None
         self._batch = None
 

@@ -1,9 +1,9 @@
 """The trainer's saving thread: it writes copies of the training state to disk and commits them, in order.
 
 Each step is copied to the host. Each ``checkpoint_every``-th copy becomes a checkpoint, whose commit also commits the
-steps before it. The copy of the last step becomes a checkpoint too, whether the training ends or is stopped. The thread
+steps before it. The copy of the last step also becomes a checkpoint, even if the training is stopped early. The thread
 works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving threads of a
-gang's members use a separate process group, because two saves at once on one group would deadlock (docs/sources.md,
+gang's members use a separate process group, because two concurrent saves on one group would deadlock (docs/sources.md,
 torch). An error in this thread ends the process, because a trainer that cannot save must not continue.
 """
 
@@ -56,7 +56,8 @@ class SnapshotMeta(Struct, frozen=True):
     """Digest of the batch that the last step of the snapshot trained on."""
     metrics: dict[str, float]
     earlier: tuple[TrainedStep, ...] = ()
-    """The uncommitted steps before the step of the snapshot, which its commit must name. Only rank 0 has them."""
+    """The uncommitted steps before the step of the snapshot; the commit of this step must name them. Only rank 0 has
+    them."""
 
 
 class _Staged(Struct, frozen=True):
@@ -99,7 +100,7 @@ class AsyncSaver:
         self._written: list[int] = []
         """Steps whose checkpoints are being written or are waiting to be written, in order."""
         self._newest: _Staged | None = None
-        """The newest step, if no checkpoint of it is due; it gets one if the training ends with it."""
+        """The newest step, if no checkpoint of it is due; it gets a checkpoint if it is the training's last step."""
         self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
@@ -120,7 +121,7 @@ class AsyncSaver:
         """
         learner = self._learner
         self._wait(learner.number - self._max_uncommitted)
-        self._newest = None  # the next copy may overwrite its memory
+        self._newest = None  # the next copy may overwrite this step's memory
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self._publisher.reserve(buffer)
         self.layout.fill(buffer, self._tensors)
@@ -139,7 +140,7 @@ class AsyncSaver:
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
 
     def _write_newest(self) -> None:
-        """Pass the newest step to the saving thread, unless this was done already."""
+        """Pass the newest step to the saving thread, unless the thread already has it."""
         if self._newest is not None:
             with self._state.changed:
                 self._written.append(self._newest.meta.number)
@@ -160,8 +161,8 @@ class AsyncSaver:
     def _wait(self, number: int) -> None:
         """Wait until the checkpoints of step ``number`` and of all earlier steps are written and committed.
 
-        The timeout is so long because the store may be missing while it waits in Slurm's queue for a node. The manager
-        detects a hung save much earlier, as a checkpoint that takes too long.
+        The timeout is long, because the store may be unavailable while it waits in Slurm's queue for a node. The
+        manager detects a hung save much earlier, as a checkpoint that takes too long.
         """
         with self._me.idle(COMMITS_CAUSE):
             self._state.wait(

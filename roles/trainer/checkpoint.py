@@ -1,7 +1,7 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
-A checkpoint becomes valid when the store has committed it, and is read only according to the manifest in its commit
-record. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`). When a
+A checkpoint becomes valid when the store has committed it. Only the files that the manifest in its commit record names
+are read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`). When a
 checkpoint is written is decided in :mod:`.async_saver`.
 """
 
@@ -210,7 +210,7 @@ class Checkpoints:
                 shutil.rmtree(other, ignore_errors=True)  # a folder that cannot be deleted must not end the training
 
     def read_reference(self, files: StoredFiles, model: nn.Module) -> None:
-        """Load the weights of the reference into ``model``; any number of members may have written them.
+        """Load the weights of the reference model into ``model``; any number of members may have written them.
 
         Raises:
             DamagedCheckpoint: Raised in all members if the files do not match their digests.

@@ -47,7 +47,7 @@ WEIGHTS_PREFIX = "model."
 """Prefix of the weights among the tensors of a checkpoint (:meth:`.learner.Learner.tensors`)."""
 OPEN_ATTEMPTS = 5
 """Number of attempts to open a checkpoint before a missing file counts as an error. The store may be deleting the
-checkpoint; so each attempt opens the requested one, or the one that is the newest at that time."""
+checkpoint; so each attempt opens the requested checkpoint, or the one that is the newest at the time of the attempt."""
 OPEN_RETRY_S = 1.0
 """Seconds between two attempts."""
 NICENESS = 19
@@ -118,7 +118,7 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
 
 
 def _commit(run: RunDir, step: int | None) -> StepCommitted:
-    """Return the commit of ``step``; if it is None, the newest commit whose checkpoint exists."""
+    """Return the commit of ``step``; if ``step`` is None, return the newest commit whose checkpoint exists."""
     try:
         commits = read_commits(run.store)
     except (LogDamaged, LogFormatError) as error:
@@ -127,8 +127,8 @@ def _commit(run: RunDir, step: int | None) -> StepCommitted:
     if not kept:
         raise ExportRefused(f"{run.id} has no committed checkpoint yet; see: rrl status {run.id}")
     if step is not None and step not in kept:
-        known = f"its checkpoints are those of {'step' if len(kept) == 1 else 'steps'} {', '.join(map(str, kept))}"
-        state = "is not committed" if step > max(commits) else "has no checkpoint, or no longer"
+        known = f"checkpoints exist for {'step' if len(kept) == 1 else 'steps'} {', '.join(map(str, kept))}"
+        state = "is not committed" if step > max(commits) else "has no checkpoint (never written, or deleted)"
         raise ExportRefused(f"step {step} of {run.id} {state}; {known}")
     return commits[kept[-1] if step is None else step]
 

@@ -41,7 +41,8 @@ class HostBuffers:
             number of steps that may be done while a checkpoint is written.
         buddy: Returns the address of the agent on another node that receives copies (the buddy); None if there is none.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
-        pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` does so with the agent's.
+        pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` page-locks the agent's
+            buffers.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class HostBuffers:
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
     """Return the address of the agent to which the members on ``node`` send their copies; None if there is none.
 
-    This agent is on the next of the gang's ``nodes``, in the order of ranks, that has a snapshot server. If the gang
-    has no other such node, the agent is on the first node outside of the gang, where a standby may become the trainer.
+    Among the gang's ``nodes`` (in the order of ranks), it is the agent of the next node that has a snapshot server. If
+    the gang has no other node with a snapshot server, it is the agent of the first node outside of the gang, where a
+    standby may become the trainer.
     """
     ring = list(dict.fromkeys(nodes))
     index = ring.index(node)

@@ -441,7 +441,7 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
-    """Return those of ``values``, one per token of a trajectory, that belong to trained tokens."""
+    """Return the ``values`` of trained tokens; ``values`` has one value per token of a trajectory."""
     if not trajectory.masked:
         return values
     trained = [True] * len(values)

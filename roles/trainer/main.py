@@ -155,7 +155,7 @@ def _train(
     publisher.publish_live(learner.number)
     if (meta := restore_point.uncommitted) is not None:
         me.uncommitted.restore(one for one in meta.earlier if one.number > restore_point.commit.number)
-        for part in parts(me, gang, after=meta.number - 1):  # the parts of the snapshot's last step
+        for part in parts(me, gang, after=meta.number - 1):  # yields the parts of the snapshot's last step
             if not part.last:
                 continue
             if part.digest != meta.digest:

@@ -1,8 +1,8 @@
 """Select the state from which a trainer continues: the newest state that every member can read and verify.
 
 The state is a snapshot of the committed step, a snapshot of a later step up to the next step with a checkpoint, or the
-last commit. If a snapshot of the step with the checkpoint is loaded, its commit is completed. All members agree before
-anything is loaded, and compare the loaded states afterwards.
+last commit. If a snapshot of the next step with a checkpoint is loaded, the trainer completes the commit of this step.
+All members agree before anything is loaded, and compare the loaded states afterwards.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def check_same(states: Sequence[tuple[int, str]]) -> None:
 
 
 _Location = tuple[str | None, SnapshotInfo]
-"""Address of an agent (None: the agent of this node), and a snapshot that the agent stores."""
+"""Address of an agent, or None for the agent of this node; and a snapshot that the agent stores."""
 
 
 def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:

@@ -61,13 +61,13 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
             continue
         if key not in Sampling.__struct_fields__:
             known = key in _NEUTRAL
-            problem = ("it would change the policy that samples" if known
-                       else "this endpoint does not have this key")  # fmt: skip
+            problem = ("it would change the policy that samples the answer" if known
+                       else "this endpoint does not support this key")  # fmt: skip
             raise unsupported(key, value, f"{problem}; remove the key")
         if refused and key == "temperature":
             raise unsupported(key, value, f"[sampling] temperature of the job is {temperature:g}; remove the key")
         if refused:
-            problem = "it would change the policy that samples; remove the key"
+            problem = "it would change the policy that samples the answer; remove the key"
             raise unsupported(key, value, problem)
         changes[key] = _checked(key, value)
     return msgspec.convert(changes, Sampling) if changes else None

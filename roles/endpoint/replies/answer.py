@@ -16,8 +16,8 @@ class SampledAnswer:
     Args:
         call: The request.
         index: Number of the answer among the answers to the request.
-        turn: Number of its turn.
-        context: The tokens before it.
+        turn: Number of the answer's turn.
+        context: The tokens before the answer.
         chat: Format of the conversation, with its tools.
         resumed: Number of tokens that an earlier stream has sent; 0 if there was none.
         ended: True if the earlier stream has also sent its end.
@@ -39,7 +39,7 @@ class SampledAnswer:
 
     @property
     def length(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens that the answer has so far."""
         return len(self._tokens)
 
     @property
@@ -72,8 +72,8 @@ class SampledAnswer:
     def delta(self) -> dict[str, Any] | None:
         """Return the next part of a stream; None if there is nothing new.
 
-        Text that the next token may change is held back until then. If the answer may call tools, all of its text is
-        held back until its end, because a call is not text.
+        Text that the next token may change is held back until that token is known. If the answer may call tools, all of
+        its text is held back until the answer's end, because a tool call is not sent as text.
         """
         if self.length < self._reported or (self.length == self._reported and not self._ends_now()):
             return None
@@ -144,7 +144,7 @@ def answer_format(call: Call) -> AnswerFormat:
 
 
 def _content(shown: Message) -> dict[str, Any]:
-    """Return content and reasoning of a message; as in OpenAI's API, the content is null if there are only calls."""
+    """Return content and reasoning of a message; the content is null if there are only tool calls, as OpenAI does."""
     content: dict[str, Any] = {"content": None if shown.tool_calls and not shown.content else shown.content}
     return content | ({"reasoning_content": shown.reasoning} if shown.reasoning else {})
 

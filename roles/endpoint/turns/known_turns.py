@@ -27,7 +27,7 @@ class EpisodeReader(Protocol):
     """The request to the store that the cache needs."""
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return the newest attempt at an episode, and its turns without those that the caller has (``holding``)."""
+        """Return the newest attempt at an episode and its turns, except the turns that the caller has (``holding``)."""
         ...
 
 
@@ -86,7 +86,7 @@ class KnownTurns:
             self.weight -= kept.weight
 
     def _is_complete(self, turn: Turn) -> bool:
-        """Return whether a turn cannot change: it is finished, and no token follows a stop text in it."""
+        """Return whether a turn cannot change: it is finished, and has no token after a stop text."""
         end = end_at_stop(turn.sampled, AnswerFormat.decode(turn.options).stop, self._tokenizer)
         return turn.finished and (end is None or end.length == len(turn.sampled))
 

@@ -1,7 +1,7 @@
 """An answer as an agent gets it: its text, cut before a stop text, and its tool calls.
 
-It depends only on the sampled tokens and the ``options`` of the turn. So an answer is the same each time, and can be
-recognised in a later request. Everything here is pure.
+What the agent gets depends only on the sampled tokens and the ``options`` of the turn. It is therefore the same each
+time, and can be recognised in a later request. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StopEnd(Struct, frozen=True):
     """The end of an answer at a stop text."""
 
     length: int
-    """Number of tokens up to the token that completes the stop text."""
+    """Number of tokens up to and including the token that completes the stop text."""
     text: str
     """Text before the stop text."""
 
@@ -76,7 +76,7 @@ def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of a text with which a stop text may begin."""
+    """Return how many characters at the end of a text are the beginning of a stop text."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text[-size:] == stop[:size]), 0)
 
 

@@ -7,7 +7,7 @@ messages after the answer are encoded. A conversation without a recorded answer 
 an answer that the agent has changed) is encoded as a whole, and branches off the turn with which it shares the most
 tokens. Its text is then context, and is not trained.
 
-Messages are compared by rolling hashes from the front, as the turns record them. Everything here is pure.
+Messages are compared by rolling hashes from the front, as the turns record them. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
 def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
     """Find the recorded answer after which the fewest messages follow.
 
-    Two equal answers in the same conversation are the same for the agent; the first of them counts. An
-    agent may leave out the reasoning of an answer.
+    If two turns gave equal answers to the same messages, return the turn with the lower number. An answer without its
+    reasoning is also found, because an agent may leave the reasoning out.
 
     Returns:
         Number of messages up to the answer, and its turn; (0, None) if the conversation has no recorded answer.
@@ -163,7 +163,7 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
 
 
 def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
-    """Return ``tokens`` as a context that branches off the turn whose path has the longest common beginning with it."""
+    """Return ``tokens`` as a context that branches off the turn whose path begins with the most equal tokens."""
     parent, offset = None, 0
     for turn in sorted(turns, key=lambda turn: turn.id):
         common = _common_length(tokens, paths.path(turn.id))

@@ -27,13 +27,13 @@ from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 
 MAX_QUEUED_BYTES = 4 * 2**20
-"""Maximum number of bytes kept for a file that cannot be written; beyond it, the oldest lines are dropped."""
+"""Maximum number of bytes kept while the file cannot be written; above it, the oldest lines are dropped."""
 STUCK_AFTER_S = 2.0
 """Seconds without a successful write after which the manager writes the waiting lines instead."""
 RETRY_INTERVAL_S = 1.0
 """Seconds between two tries to write after an error."""
 _TAIL_BYTES = 4096
-"""Number of bytes kept of the end of the output, to find its last line."""
+"""Number of bytes that are kept from the end of the output, to find its last line."""
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 """Pattern of a frame in a Python traceback."""
 _READ_BYTES = 64 * 2**10
@@ -138,7 +138,7 @@ class LogPump:
         while True:
             self._wakeup.clear()
             over = self._ended or self._closing.is_set()
-            if self._busy_since is None and not self._queued.empty:  # set before the lines leave the queue
+            if self._busy_since is None and not self._queued.empty:  # before the lines leave it, for `busy`
                 self._busy_since = time.monotonic()
             unwritten = unwritten or self._queued.pop_oldest(_WRITE_BYTES)
             if unwritten:
@@ -164,7 +164,7 @@ pipe."""
 REPORT_TIMEOUT_S = 1.0
 """Timeout (s) for the manager's acknowledgement of the end of a log whose file is complete."""
 UNSAVED_TIMEOUT_S = 5.0
-"""Timeout (s) for a manager to connect and receive the lines that the file lacks, which only this process has."""
+"""Timeout (s) for a manager to connect and receive the lines that the file lacks. No other process has these lines."""
 
 
 class RoleLog:

@@ -25,8 +25,8 @@ MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Bytes that the rate limit adds to the text of each message, so that on average at most eight messages are sent per
 second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Lowest limit (bytes) to which the rate limit reduces the size of a message in a flood. Small messages keep the
-manager's lines newer: 100 lines arrive every 0.4 s instead of 1,000 lines every 2 s."""
+"""Size (bytes) that the rate limit allows for every message, even in a flood. With messages of this small size, 100
+lines arrive at the manager every 0.4 s instead of 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0
@@ -119,7 +119,7 @@ class Shipper:
         return max(MIN_MESSAGE_BYTES, min(MAX_TEXT_BYTES, int(BURST_BYTES - spent)))
 
     async def _send_until_taken(self, dialer: Dialer, lines: LogLines) -> None:
-        """Send the lines until they are acknowledged, then wait as the rate limit demands.
+        """Send the lines until the manager acknowledges them, then wait as the rate limit demands.
 
         Lines that arrive in the meantime are buffered; the oldest are dropped when the buffer is full.
         """

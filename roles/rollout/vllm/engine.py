@@ -49,7 +49,7 @@ class VllmEngine:
         self, config: Any, model: nn.Module, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int
     ) -> None:
         if sampling.greedy and sampling.temperature != 1.0:
-            raise ValueError("greedy sampling requires temperature 1: vLLM records its log-probabilities only then")
+            raise ValueError("greedy sampling requires temperature 1; vLLM otherwise records other log-probabilities")
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._model = model
         self._is_single_process = config.parallel_config.world_size == 1
@@ -68,16 +68,16 @@ class VllmEngine:
 
     @property
     def free_slots(self) -> int:
-        """See :class:`..engine.Engine`."""
+        """Number of further trajectories that the engine would accept now."""
         return max(0, min(self._lease, self._max_sequences - len(self._running)))
 
     @property
     def has_work(self) -> bool:
-        """See :class:`..engine.Engine`."""
+        """True if :meth:`step` has anything to generate or to return."""
         return bool(self._running or self._segments or self._finished)
 
     def add(self, items: Sequence[Item]) -> None:
-        """See :class:`..engine.Engine`. A trajectory also ends at the model's maximum length."""
+        """Begin to extend these trajectories too. A trajectory also ends at the model's maximum length."""
         for item in items:
             generated = [token for segment in item.so_far for token in segment.tokens]
             tokens = [*item.prompt, *generated]
@@ -101,7 +101,7 @@ class VllmEngine:
         self._llm.add_request(name, tokens_input(tokens), params)
 
     def step(self) -> StepOutput:
-        """See :class:`..engine.Engine`.
+        """Run one step of vLLM's scheduler, and return what is due (:meth:`..engine.Engine.step`).
 
         A segment is returned once it has ``segment_tokens`` tokens. The last segment of a complete trajectory is
         returned together with such a segment, after :data:`HAND_OVER_INTERVAL_S`, or when no trajectory runs.
@@ -120,7 +120,7 @@ class VllmEngine:
         return self._hand_over()
 
     def flush(self) -> StepOutput:
-        """See :class:`..engine.Engine`."""
+        """Return all tokens that were generated and not returned yet."""
         for running in self._running.values():
             self._close_segment(running)
         return self._hand_over()
@@ -168,14 +168,14 @@ class VllmEngine:
             trajectory.tokens, trajectory.logprobs = [], []
 
     def abort(self, trajectories: Iterable[int]) -> None:
-        """See :class:`..engine.Engine`."""
+        """Stop extending these trajectories (:meth:`..engine.Engine.abort`)."""
         aborted = set(trajectories)
         self._llm.abort_request([str(number) for number in aborted if self._running.pop(number, None) is not None])
         self._segments = [segment for segment in self._segments if segment.trajectory not in aborted]
         self._finished = [trajectory for trajectory in self._finished if trajectory not in aborted]
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :class:`..engine.Engine`.
+        """Load a complete set of weights (:meth:`..engine.Engine.load`).
 
         Running requests are scheduled again like preempted requests, and their prefixes are read again. After an error
         that is not a ValueError, some of the weights may be new and others old, so the process must end.
@@ -201,7 +201,7 @@ class VllmEngine:
         self._version = version
 
     def probe(self) -> None:
-        """See :class:`..engine.Engine`. If trajectories are running, their next token counts as the probe's."""
+        """Generate one token: the next token of the running trajectories, or a new one if none runs."""
         if not self._running:
             self._submit(_PROBE, [0], 1)
         before = self._tokens
@@ -209,7 +209,7 @@ class VllmEngine:
             self._advance()
 
     def close(self) -> None:
-        """See :class:`..engine.Engine`."""
+        """Free the engine's resources."""
         self._llm.engine_core.shutdown()
         self._version = None
 

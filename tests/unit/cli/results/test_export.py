@@ -48,7 +48,7 @@ def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quick", "out", "--step", "7"], "step 7 of quick-1 is not committed; its checkpoints are those of steps 1,"),
+        (["quick", "out", "--step", "7"], "step 7 of quick-1 is not committed; checkpoints exist for steps 1,"),
         (["quick", "out", "--step", "0"], '--step: must be at least 1, not "0"; see: rrl export --help'),
         (["quick", "out", "--step", "last"], '--step: must be a whole number, not "last"; see: rrl export --help'),
         (["quick", "full"], "full is not empty; name a new folder"),
