@@ -35,7 +35,7 @@ class NotPerformed(Exception):
 
 
 class Target(Struct, frozen=True):
-    """The first process of a running step, and the process of its command, which leads a process group."""
+    """The first process of a running step, and the command's process, which leads a process group."""
 
     step: Process
     command: Process
@@ -47,16 +47,16 @@ def find_target(launch_file: str) -> Target:
     marked = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
     step = next((process for process in marked if process.module == STEP_MODULE), None)
     if step is None:
-        raise NotPerformed(f"{tag} is not running on this node")
+        raise NotPerformed(f"step {tag} is not running on this node")
     command = next((process for process in marked if process.step == step.name and process.group == process.pid
                     and process.parent == step.pid), None)  # fmt: skip
     if command is None:
-        raise NotPerformed(f"{tag} has not started its command")
+        raise NotPerformed(f"step {tag} has not started its command")
     return Target(step, command)
 
 
 def is_lasting(fault: Fault) -> bool:
-    """Return whether a fault needs a helper process (``pause_helper``), because a single signal cannot perform it."""
+    """Return whether a fault lasts for some time, and therefore needs a helper process (``pause_helper``)."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 

@@ -57,7 +57,7 @@ REPORT_INTERVAL_S = 1.0
 MAX_FINDINGS = 256
 """Maximum number of findings in one Hello, because the manager closes a connection after a message that is too long."""
 MAX_SAMPLE_AGE_S = 10.0
-"""Seconds after which an NVML reading is too old for a GPU's load; a DCGM reading may be twice as old."""
+"""Seconds after which an NVML reading is too old to show a GPU's load; a DCGM reading may be twice as old."""
 RESTORE_TIMEOUT_S = 5.0
 """Timeout (s) for reading the inventory of an earlier agent, because hung storage must not delay the node's
 admission."""

@@ -1,7 +1,7 @@
 """The concurrent attempts of a process at episodes. Each attempt runs the user's agent once.
 
-An attempt ends with the reward that the agent returns, or fails: by an exception, by the timeout, or by a result that
-is not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored.
+An attempt ends with the reward that the agent returns. It fails by an exception, by the timeout, or by a result that is
+not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttemptsStore(Protocol):
     """The requests about attempts that are sent to the store."""
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode with its reward, durably; if ``later`` is true, the reward comes later from outside."""
+        """End an episode with its reward, durably; if ``later`` is true, the reward is posted later."""
         ...
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:

@@ -31,7 +31,7 @@ _POLL_S = 0.2
 
 
 class StoreRequests:
-    """Sends requests about attempts to the store; each is awaited in the event loop of the caller.
+    """Sends requests about attempts to the store. The event loop of the caller awaits each request.
 
     Args:
         me: This process.

@@ -23,8 +23,8 @@ ITEM_ENV = "RRL_ITEM"
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
 """Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
 _TAIL_BYTES = 4096
-"""Number of bytes kept from the end of stdout, whose last line is the reward, and of stderr, whose last line is the
-reason of a failure."""
+"""Number of bytes kept from the end of each output. The last line of stdout is the reward, and the last line of stderr
+is the reason of a failure."""
 _LAST_READS = 16
 """Maximum number of reads (64 KiB each) from a pipe after the program's end. One read empties the pipe, but other
 processes may still write to it."""

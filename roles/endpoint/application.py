@@ -1,11 +1,11 @@
 """The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
 
 A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
-call if its connection broke or the server was restarted; the repeated call continues the same turns, because everything
-that this process knows can be read from the store again. In an attempt that replays an earlier attempt, a call takes
-over the turns that were recorded for the same call. A call waits for tokens for as long as the store or the rollouts
-are unavailable. During this time the agent gets white space before the JSON, or comments in a stream, so that its read
-timeout does not expire.
+call if its connection broke or the server was restarted. The repeated call continues the same turns, because the store
+has everything that this process knows. In an attempt that replays an earlier attempt, a call takes over the turns that
+were recorded for the same call. A call waits for tokens for as long as the store or the rollouts are unavailable.
+During this time the agent gets white space before the JSON, or comments in a stream, so that its read timeout does not
+expire.
 """
 
 from __future__ import annotations

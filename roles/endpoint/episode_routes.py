@@ -37,7 +37,7 @@ _MAX_REASON_CHARS = 2000
 
 
 class EpisodeRoutes(Struct, frozen=True):
-    """The routes of episodes."""
+    """The routes by which agents open and end episodes."""
 
     store: Episodes
     run: str

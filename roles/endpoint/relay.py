@@ -1,10 +1,10 @@
 """The relay: an HTTP proxy for an agent outside of the run. It holds the agent's calls while the endpoint restarts.
 
 It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
-repeats the call; the endpoint then continues the turn that the call has opened. Meanwhile the relay sends white space
+repeats the call. The endpoint then continues the turn that the call has opened. Meanwhile the relay sends white space
 before a JSON answer, and comments in a stream, so that no read timeout of the agent expires. The relay does not
 interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens that
-the agent has by then (``: rrl CALL SENT``); the relay repeats a call with these two numbers.
+the agent has by then (``: rrl CALL SENT``). The relay repeats a call with these two numbers.
 
 A relay keeps the body of each call, one event of each stream, and every answer that is not a stream until it is
 complete. Together they take at most :data:`MAX_MEMORY_BYTES` of memory. If an agent reads slowly, only its own answer
@@ -93,7 +93,7 @@ class _Memory:
 
     @contextmanager
     def share(self) -> Iterator[Take]:
-        """Yield a function that reserves further bytes; all of them are released at the end of the block.
+        """Yield a function that reserves further bytes; release all reserved bytes at the end of the block.
 
         The function raises ApiError if all calls together would keep too much.
         """

@@ -180,7 +180,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the given tensors with the names and in the order of the model's :func:`weights`.
+    """Return those of the given tensors that the model's :func:`weights` contain, in the order of the weights.
 
     Raises:
         ValueError: Names or shapes do not fit the model.

@@ -19,7 +19,7 @@ from .file_task import FileTask, right_share
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
-"""Number of datasets that an error shows: reasoning-gym has about a hundred."""
+"""Maximum number of datasets that an error message names, because reasoning-gym has about a hundred."""
 EVALUATION_SEED = -1
 """Seed of a dataset for evaluations. No run has this seed, and datasets of different seeds share no item
 (DatasetTask)."""
@@ -242,8 +242,8 @@ class DatasetTask:
     """A reasoning-gym dataset with its own scorer.
 
     Item i of a dataset depends only on (the dataset's seed + i), so datasets whose seeds differ by less than their size
-    overlap (measured). The dataset's seed is therefore a multiple of the size. No run with a seed of 0 or more shares
-    items with the dataset of seed 0, which can provide held-out items.
+    overlap (measured). The dataset's seed is therefore (``seed`` + 1) * size. Evaluations use the dataset's seed 0
+    (:data:`EVALUATION_SEED`), whose items no run with a seed of 0 or more trains on.
 
     For a wrong answer of the right length, the training reward is the scorer's reward plus ``partial_credit`` times the
     answer's share of right tokens. The reported reward is always the scorer's.

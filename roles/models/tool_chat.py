@@ -35,7 +35,7 @@ try:
     from renderers import base as library
     from renderers import parsers
 except ImportError as error:
-    raise ToolsUnsupported(f"tools need the packages of rrl's extra endpoint: {error}") from None
+    raise ToolsUnsupported(f"offering tools requires the packages of rrl's extra endpoint: {error}") from None
 
 _log = logging.getLogger("rrl.endpoint")
 

@@ -128,9 +128,9 @@ class _Leases:
 class _Appends:
     """The appends of a rollout, each with a request for work if the engine has free slots.
 
-    The engine continues to generate while the store makes an append durable. But if the engine has free slots, it waits
-    for the answer, because a slot that stays empty for a step can cost more than a round trip to the store. At most one
-    append is open, so the store gets the tokens of a trajectory in their order.
+    The engine continues to generate while the store makes an append durable. But if the engine has free slots, the
+    engine waits for the store's answer, because a slot that stays empty for a step can cost more than a round trip to
+    the store. At most one append is open, so the store gets the tokens of a trajectory in their order.
     """
 
     def __init__(self, me: rrl.Worker, engine: Engine, leases: _Leases) -> None:

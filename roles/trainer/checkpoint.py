@@ -1,8 +1,8 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
 A checkpoint becomes valid when the store has committed it. Only the files that the manifest in its commit record names
-are read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`). When a
-checkpoint is written is decided in :mod:`.async_saver`.
+are read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
+:mod:`.async_saver` decides when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Checkpoints:
 
         Raises:
             OSError: This member could not write; raised once all members are done.
-            CheckpointException: torch's wrapper of such an error.
+            CheckpointException: torch's wrapper of an OSError.
         """
         rank, pieces = self._gang.rank, list[Piece]()
         failed: OSError | CheckpointException | None = None

@@ -2,7 +2,7 @@
 
 A step is trained part by part: :meth:`Learner.open`, :meth:`Learner.add` for each part, :meth:`Learner.close`. A part
 has whole groups, because an advantage compares the trajectories of a group. The parts together make the same step as
-one part with the whole batch, up to rounding; the same parts in the same order give the same bits.
+one part with the whole batch, up to rounding. The same parts in the same order give the same bits.
 
 In a gang each member trains on its share of each part, and all together make the same step as one process would.
 Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner

@@ -5,11 +5,11 @@ done it at its promotion. A step is valid when its checkpoint is committed. A re
 newest state that can be verified, publishes its weights at once, and requests the batches after this state. A batch
 that an earlier incarnation had already requested has the same content again.
 
-A standby process also runs one step of a tiny model, in a process group of its own, because torch's setup makes the
-first step of a process slower: 0.43 s instead of 0.08 s for a tiny model on two CPU ranks. For a large model no gain
-was shown (docs/sources.md, torch). A standby of a trainer with GPUs skips this step. Its devices are not known yet, and
-torch's first ``backward`` would initialise CUDA even for a CPU model, so that the process could no longer select
-devices.
+A standby process also runs one step of a tiny model, in a process group of its own. The reason is that torch's setup
+makes the first step of a process slower: 0.43 s instead of 0.08 s for a tiny model on two CPU ranks. For a large model
+no gain was shown (docs/sources.md, torch). A standby of a trainer with GPUs skips this step. Its devices are not known
+yet, and torch's first ``backward`` would initialise CUDA even for a CPU model, so that the process could no longer
+select devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process group of one trainer incarnation, and the distribution of each part of a batch to its ranks.
 
 Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
-manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
+manager. The other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
 only at the run's own address (rrl binds the store's socket, since torch would bind every interface), and received data
 is never unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the
 store, and read and change the data that ranks exchange. Keys differ between incarnations, so that members of two
@@ -60,7 +60,7 @@ a missing store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The 
 earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
-a death; if a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
+a death. If a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (

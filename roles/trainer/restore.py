@@ -75,9 +75,10 @@ class RestorePoint(Struct, frozen=True):
 def candidates(names: Iterable[SnapshotKey], commit: Commit, next_checkpoint: int) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
-    Two kinds of snapshots agree with the committed history: snapshots of the committed step by the committing
-    incarnation, and snapshots of the steps after it, up to ``next_checkpoint``, by this or a later incarnation. A
-    snapshot of a later step is useless: its step can be committed only after ``next_checkpoint``, whose state is lost.
+    Two kinds of snapshots agree with the committed history. The first kind are snapshots of the committed step by the
+    committing incarnation. The second kind are snapshots of later steps, up to ``next_checkpoint``, by this or a later
+    incarnation. A snapshot of a step after ``next_checkpoint`` is useless: its step can be committed only after
+    ``next_checkpoint``, whose state is lost.
     """
     usable = [
         (step, incarnation)

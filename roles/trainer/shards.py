@@ -79,7 +79,7 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[P
 
     Raises:
         OSError: A file could not be written.
-        CheckpointException: torch's wrapper of such an error.
+        CheckpointException: torch's wrapper of an OSError.
     """
     if existing := next(folder.glob(f"__{rank}_*"), None):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing))
@@ -124,6 +124,6 @@ def read_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
     Raises:
         OSError: A file could not be read.
-        CheckpointException: torch's wrapper of such an error.
+        CheckpointException: torch's wrapper of an OSError.
     """
     load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)

@@ -25,7 +25,7 @@ _DIGEST_CHARS = 32
 
 
 class Policy(Struct, frozen=True):
-    """How the job samples."""
+    """The settings of the job that decide how a call may be sampled."""
 
     temperature: float
     foreign: str = "refuse"

@@ -11,7 +11,7 @@ from ...models.conversation import ASSISTANT, Message, ToolCall
 from .errors import unsupported, wrong
 
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
-"""Keys of an answer's message, which a client may send back without a value."""
+"""Keys of the messages in answers. A client may send these keys back without a value."""
 _MAX_TOOLS = 128
 """Maximum number of tools, as in OpenAI's API."""
 

@@ -45,7 +45,8 @@ class Episodes(Protocol):
     """The episodes of agents outside of the run; its methods raise the errors of :class:`Turns`."""
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
-        """Lease an episode; None if there is none within ``wait`` seconds. The same request gets the same episode."""
+        """Lease an episode; return None if none is free within ``wait`` seconds. The same request gets the same
+        episode."""
         ...
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
@@ -83,7 +84,7 @@ class _Asking:
 
 
 class StoreTurns:
-    """Sends the requests of :class:`Turns` to the store; each is awaited in the event loop of the caller.
+    """Sends the requests of :class:`Turns` to the store. The event loop of the caller awaits each request.
 
     Args:
         ask: Sends a request: :meth:`rrl.Worker.ask_store`.

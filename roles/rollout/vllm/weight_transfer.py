@@ -4,10 +4,10 @@ vLLM's worker processes load :class:`Extension` (``worker_extension_cls``) and w
 backend. An update consists of a start, one or more buckets, and a finish. If any of these fails, the model is half new
 and half old and must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
 
-A bucket of weights exists once, in shared memory, and each worker maps this memory; vLLM's own queue would send each
-worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, and 0.7
-s with shared memory, including 0.1 to 0.4 s for writing. The memory has no name in any file system: a killed process
-leaves nothing behind.
+A bucket of weights exists once, in shared memory, and each worker maps this memory. With vLLM's own queue, each worker
+would get a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, and
+0.7 s with shared memory, including 0.1 to 0.4 s for writing. The memory has no name in any file system: a killed
+process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
 
 
 def _names(model: nn.Module, all_names: bool) -> set[str]:
-    """Return the names of the parameters; for a tied parameter all names if ``all_names``, else only the first name."""
+    """Return the parameters' names: with ``all_names`` all names of a tied parameter, else only the first name."""
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
