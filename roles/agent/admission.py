@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _KILL_TIMEOUT_S = 5.0
 """Seconds to wait for the processes of a probe to end after SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
-"""Number of bytes at the end of the probe's output that are searched for the output's last line."""
+"""Number of bytes that are kept from the end of the probe's output, to find its last line."""
 
 
 async def probe(supervisor: StepSupervisor) -> str:
@@ -47,10 +47,10 @@ async def probe(supervisor: StepSupervisor) -> str:
 
 
 async def _run_probe(supervisor: StepSupervisor) -> str:
-    """Run the probe once, after the shell prelude of the roles and in their environment, and end all its processes.
+    """Run the probe once, with the shell prelude and the environment of the roles, and end all processes of the probe.
 
-    Return why the probe failed, or an empty text. The probe is a process of its own, because an agent that imported
-    torch itself would keep gigabytes mapped.
+    Return why the probe failed, or an empty text. The probe runs in a process of its own, because an agent that
+    imported torch would keep gigabytes mapped.
     """
     launch = supervisor.launch
     try:
@@ -107,7 +107,7 @@ async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, wit
 
 
 def resource_limits() -> tuple[int, int, tuple[str, ...]]:
-    """Return a role's limits of locked memory (bytes) and open files, and the RDMA devices; -1 means no limit."""
+    """Return a role's limits of locked memory (bytes) and open files (-1: no limit), and the node's RDMA devices."""
     return (
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
     )  # fmt: skip

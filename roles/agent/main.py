@@ -89,7 +89,7 @@ async def _run(launch: Launch, launch_file: str) -> None:
             await asyncio.to_thread(snapshot_server.start)
             async with node_monitor(supervisor) as monitor:
                 try:
-                    failure = await probe(supervisor)  # runs before the readers start: a probe kills all descendants
+                    failure = await probe(supervisor)  # before the readers start: the probe kills all descendants
                     await run_admission_checks(supervisor, monitor)
                     await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, failure))
                 finally:
@@ -308,7 +308,7 @@ class _Agent:
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], matches: Callable[[Process], bool]) -> None:
-        """Kill each process of the steps with the launch files ``paths`` for which ``matches`` returns True."""
+        """Kill each process that ``matches`` accepts and that belongs to a step with a launch file in ``paths``."""
 
         def find() -> list[Process]:
             return [

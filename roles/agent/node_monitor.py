@@ -1,9 +1,9 @@
 """Monitor the health of the agent's node, with readers in separate processes and checks of their readings.
 
-One round runs before the agent reports the node (admission), later rounds run as readings arrive. A finding is sent
-when it changes, and all findings are sent to every new manager. The monitor never blocks the agent's heartbeats: a
-reader that hangs, dies or never starts is reported once. The node's hardware inventory is stored for the next agent of
-the node.
+One round of checks runs before the agent reports the node (admission). Later rounds run as readings arrive. A finding
+is sent when it changes, and all findings are sent to every new manager. The monitor never blocks the agent's
+heartbeats: a reader that hangs, dies or never starts is reported once. The node's hardware inventory is stored for the
+next agent of the node.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def save_inventory(path: Path, inventory: HardwareInventory) -> None:
 
 
 REPORT_INTERVAL_S = 1.0
-"""Seconds between two rounds of reports."""
+"""Seconds between two reports of changed findings to the manager."""
 MAX_FINDINGS = 256
 """Maximum number of findings in one Hello, because the manager closes a connection after a message that is too long."""
 MAX_SAMPLE_AGE_S = 10.0

@@ -108,7 +108,7 @@ class Endpoint:
         self._on_change = on_change
         self._known = KnownTurns(turns, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """For each episode the lock under which its turns are opened, so that equal calls at the same time get
+        """The lock of each episode, under which its turns are opened. It makes equal calls at the same time get
         different turns."""
         self._served: set[tuple[int, str]] = set()
         """Episode and request of each turn that a connection waits for."""
@@ -220,8 +220,8 @@ class Endpoint:
     def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if that call has opened no turn.
 
-        The repeated request continues that one of the calls with the same body which the client names. If the client
-        names none, the request continues the newest of them that no connection waits for.
+        Several calls may have the same body. The request continues the call that the client names. If the client names
+        none, the request continues the newest of these calls that no connection waits for.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:

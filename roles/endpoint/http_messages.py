@@ -84,7 +84,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected(_: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # the client has disconnected, so this is not sent
+    return Response(status_code=400)  # the client has disconnected, so this reply is not sent
 
 
 async def _attempt_over(request: Request, error: Exception) -> Response:

@@ -2,7 +2,7 @@
 
 It serves the same application as a process with the run's own agents, and additional routes by which agents open and
 end episodes. It listens at the address of the node in the run's network, and writes its address into the run directory
-before it reports that it serves.
+before it reports to the manager that it serves agents.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The relay: an HTTP proxy for an agent outside of the run. It holds the agent's calls while the endpoint restarts.
 
 It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
-repeats the call. The endpoint then continues the turn that the call has opened. Meanwhile the relay sends white space
-before a JSON answer, and comments in a stream, so that no read timeout of the agent expires. The relay does not
-interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens that
-the agent has by then (``: rrl CALL SENT``). The relay repeats a call with these two numbers.
+repeats the call. The endpoint then continues the turn that the call has opened. While a call waits, the relay sends
+white space before a JSON answer, and comments in a stream, so that no read timeout of the agent expires. The relay does
+not interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens
+that the agent has by then (``: rrl CALL SENT``). The relay repeats a call with these two numbers.
 
 A relay keeps the body of each call, one event of each stream, and every answer that is not a stream until it is
 complete. Together they take at most :data:`MAX_MEMORY_BYTES` of memory. If an agent reads slowly, only its own answer
@@ -114,7 +114,7 @@ class _Memory:
 
 
 class _Call:
-    """A call of an agent, as it is sent to the endpoint."""
+    """A call of an agent, as the relay sends it to the endpoint."""
 
     def __init__(self, request: Request, target: str, body: bytes) -> None:
         self.method, self.target, self.body = request.method, target, body
@@ -179,7 +179,7 @@ class _Call:
 
 
 class Relay:
-    """The application of the relay. It belongs to the event loop that serves it.
+    """The HTTP application of the relay, for use only in the event loop that serves it.
 
     Args:
         look: Returns the base URLs of the endpoint's replicas, as far as they are known now, and whether the run has
@@ -346,7 +346,7 @@ class Relay:
 
 # ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Yield events, and a comment whenever there is none for :data:`KEEP_ALIVE_S`."""
+    """Yield events, and a comment whenever there was no event for :data:`KEEP_ALIVE_S`."""
     async with aclosing(events):
         while True:
             taking = asyncio.ensure_future(anext(events, None))
@@ -457,6 +457,6 @@ def _passed_headers(upstream: httpx2.Response) -> dict[str, str]:
 async def _unexpected(request: Request, error: Exception) -> Response:
     if isinstance(error, Abandoned):
         _log.info("%s ended without an answer: %s", request.url.path, error)
-        return Response(status_code=502)  # not sent: the connection is closed
+        return Response(status_code=502)  # this reply is not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse(ApiError(500, "the relay failed; see its output", "server_error").body, 500)

@@ -1,6 +1,6 @@
-"""Report to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
+"""Report the activity of a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
-The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role. A
+The launcher sends a Hello to the manager once the command has started. The reported phase has the name of the role. A
 sample counts as one unit of progress if, since the previous sample, the command used the CPU or a GPU, or wrote
 something. A command that waits in a busy loop seems to work; only a command that calls :func:`rrl.join` can report the
 difference.

@@ -57,7 +57,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     await asyncio.wait([checking])
     try:
         result = checking.result()
-    except (asyncio.CancelledError, OSError):  # a stop was requested, NVML hangs, or no Python starts
+    except (asyncio.CancelledError, OSError):  # a stop was requested, NVML hangs, or Python cannot start
         return ""
     return result.out.strip() if result.code == 0 else ""
 

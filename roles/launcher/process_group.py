@@ -84,7 +84,8 @@ class ProcessGroup:
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: only calls prctl; only libzmq has threads
+            # preexec_fn is safe here: it only calls prctl, and the only other threads are those of libzmq
+            preexec_fn=_set_parent_death_signal(os.getpid()),
         ))  # fmt: skip
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -92,7 +93,7 @@ class ProcessGroup:
         kill_group(self.pid, number)
 
     def reap(self) -> tuple[int | None, int | None]:
-        """Return (exit code, None) or (None, signal number). Call this only after ``ended``."""
+        """Return (exit code, None) or (None, signal number). Call this only after ``ended`` is done."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         status = self._popen.wait()
         return (status, None) if status >= 0 else (None, -status)

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the chat template of a model's folder, or the texts in ``[model.tokenizer] chat``.
+"""Encode conversations as tokens, by the chat template of a model's folder or by ``[model.tokenizer] chat``.
 
 A conversation is encoded as a whole only if none of it was sampled. The part after a sampled answer is encoded by
 itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.turn_context`).
@@ -42,7 +42,7 @@ def open_chat(model: ModelSpec) -> ModelChat:
         if model.tokenizer is None or model.tokenizer.chat is None:
             raise ValueError("[model.tokenizer] needs `chat`: a piece of text for the messages of each role")
         return PieceChat(open_tokenizer(model), model.tokenizer.chat)
-    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need the package tokenizers
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)
@@ -53,7 +53,7 @@ def open_chat(model: ModelSpec) -> ModelChat:
 
 
 class PieceChat:
-    """The pieces of ``[model.tokenizer] chat``.
+    """The chat that ``[model.tokenizer] chat`` defines by one piece of text for each role.
 
     A message is encoded as its role's piece, in which the text of the message replaces ``{content}``. A sampled answer
     takes the place of ``{content}`` in the assistant's piece. The end of sequence follows the answer, before the rest
@@ -133,7 +133,7 @@ class FolderChat:
         Raises:
             ToolsUnsupported: Tools cannot be offered to this model.
         """
-        from .tool_chat import open_tool_format  # imported here: it imports renderers, and few jobs have tools
+        from .tool_chat import open_tool_format  # imported here: the module imports renderers, and few jobs have tools
 
         with self._opening:
             if self._tool_format is None:

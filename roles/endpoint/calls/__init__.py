@@ -1,1 +1,1 @@
-"""Requests to the endpoint as checked values, and the errors that it answers with."""
+"""Parse and check requests to the endpoint, and describe the errors that it answers with."""

@@ -1,4 +1,4 @@
-"""The body of a request for answers as a checked value."""
+"""Parse and check the body of a request for answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Policy(Struct, frozen=True):
 
     temperature: float
     foreign: str = "refuse"
-    """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained,
+    """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained, and
     ``refuse`` refuses them."""
 
 
@@ -66,7 +66,7 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
 
     Args:
         body: The body.
-        policy: How the job samples.
+        policy: The job's settings of sampling.
 
     Raises:
         ApiError: The request cannot be served.

@@ -1,4 +1,4 @@
-"""The messages and tools in the body of a chat request as checked values."""
+"""Parse and check the messages and tools in the body of a chat request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Function(msgspec.Struct, frozen=True):
 
 
 def parse_message(given: Any, index: int) -> Message:
-    """Return a message.
+    """Return a message of a conversation as a checked value.
 
     Args:
         given: The message as it was sent.

@@ -1,4 +1,4 @@
-"""The reply to a call, whose answers grow with their turns."""
+"""The reply to a call. Its answers grow as tokens are added to their turns."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Reply:
             pass
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, and a comment whenever there is none for :data:`KEEP_ALIVE_S`.
+        """Yield the events of a stream, and a comment whenever there was no event for :data:`KEEP_ALIVE_S`.
 
-        A turn is followed only as fast as the events are read.
+        Tokens of a turn are requested only as fast as the client reads the events.
         """
         changed: asyncio.Queue[int | None] = asyncio.Queue(maxsize=1)
 

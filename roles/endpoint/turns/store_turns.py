@@ -45,8 +45,7 @@ class Episodes(Protocol):
     """The episodes of agents outside of the run; its methods raise the errors of :class:`Turns`."""
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
-        """Lease an episode; return None if none is free within ``wait`` seconds. The same request gets the same
-        episode."""
+        """Lease an episode, or return None after ``wait`` seconds. The same request gets the same episode."""
         ...
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:

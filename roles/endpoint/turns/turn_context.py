@@ -37,7 +37,7 @@ class Context(Struct, frozen=True):
     given: tuple[int, ...]
     """Tokens that follow the kept tokens."""
     messages: tuple[str, ...]
-    """Rolling hashes of the messages."""
+    """Rolling hash of the conversation up to each message (:func:`rolling_hashes`)."""
     tokens: tuple[int, ...]
     """The whole context: the kept tokens of the parent's path, and the given tokens."""
 

@@ -152,7 +152,7 @@ class LineTimestamper:
         """Whether the beginning of the current line has already been written."""
 
     def feed(self, data: bytes, now: float = 0.0) -> bytes:
-        """Return the lines that ``data`` completes; ``now`` is a time (s) of the clock for :meth:`flush_due_in`."""
+        """Return the lines that ``data`` completes; ``now`` is a time (s) on the clock of :meth:`flush_due_in`."""
         if not self._partial:
             self._partial_since = now
         first, *lines = (self._partial + data).split(b"\n")

@@ -138,7 +138,7 @@ class LogPump:
         while True:
             self._wakeup.clear()
             over = self._ended or self._closing.is_set()
-            if self._busy_since is None and not self._queued.empty:  # before the lines leave it, for `busy`
+            if self._busy_since is None and not self._queued.empty:  # before pop_oldest(), so that busy stays true
                 self._busy_since = time.monotonic()
             unwritten = unwritten or self._queued.pop_oldest(_WRITE_BYTES)
             if unwritten:
@@ -206,7 +206,7 @@ class RoleLog:
 
 
 def place_in_traceback(lines: Sequence[str], folder: Path) -> str:
-    """Return ``file:line`` in the user's code if output ends with a traceback of Python, else an empty text.
+    """Return ``file:line`` in the user's code if ``output`` ends with a Python traceback, else an empty text.
 
     It is used for a process that leaves no end report because it ended before it joined the run, for example by a
     syntax error. The result is only shown to people.
