@@ -42,7 +42,7 @@ def open_chat(model: ModelSpec) -> ModelChat:
         if model.tokenizer is None or model.tokenizer.chat is None:
             raise ValueError("[model.tokenizer] needs `chat`: a piece of text for the messages of each role")
         return PieceChat(open_tokenizer(model), model.tokenizer.chat)
-    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need the package tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: only the model of a folder needs the package tokenizers
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)

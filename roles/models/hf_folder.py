@@ -36,7 +36,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
-    """Write the files of the model into ``folder``; return them, config.json last, without syncing them.
+    """Write the files of the model into ``folder``, without fsync; return their paths, with config.json as the last.
 
     Raises:
         ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.

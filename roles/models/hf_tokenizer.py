@@ -64,7 +64,7 @@ class FolderTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of token ids. The model may embed more ids than this, so that its number of ids is round."""
+        """Number of token ids. The model may embed more ids, so that the number of embedded ids is round."""
         return self._size
 
     @property

@@ -44,7 +44,7 @@ def copy_into(
     missing = sorted(tensors.keys() - files.keys())
     alternatives = sorted(files.keys() & set(tied)) if missing else []
     source = {name: name for name in tensors if name in files}
-    if len(missing) == len(alternatives) == 1:  # a tied tensor under its other name
+    if len(missing) == len(alternatives) == 1:  # the files have this tied tensor under another name
         source[missing[0]], missing = alternatives[0], []
     extra = sorted(
         name

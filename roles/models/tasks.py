@@ -50,7 +50,7 @@ class TaskError(ValueError):
         key: The key of ``[task]`` to change.
         problem: What is wrong with its value, and what would be right.
         missing_package: Package that the task needs and this Python lacks; empty for any other problem.
-        table: The table.
+        table: Name of the invalid table.
     """
 
     def __init__(self, key: str, problem: str, missing_package: str = "", table: str = "task") -> None:
@@ -62,7 +62,7 @@ class TaskError(ValueError):
 
 
 def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
-    """Return the task of ``[task]``.
+    """Return the task that ``[task]`` describes.
 
     Args:
         spec: The ``[task]`` table.
@@ -122,7 +122,7 @@ def load_evaluation_task(
 def _open_file(
     spec: TaskSpec, seed: int | None, split: Callable[[str], Sequence[object]], folder: Path | None
 ) -> FileTask:
-    """Return the task of ``[task] file``.
+    """Return the task that ``[task] file`` describes.
 
     Raises:
         TaskError: The file, one of its rows, or the function of ``reward`` is invalid.
@@ -242,8 +242,8 @@ class DatasetTask:
     """A reasoning-gym dataset with its own scorer.
 
     Item i of a dataset depends only on (the dataset's seed + i), so datasets whose seeds differ by less than their size
-    overlap (measured). The dataset's seed is therefore (``seed`` + 1) * size. Evaluations use the dataset's seed 0
-    (:data:`EVALUATION_SEED`), whose items no run with a seed of 0 or more trains on.
+    overlap (measured). The dataset's seed is therefore (``seed`` + 1) * size. Evaluations use ``seed`` -1
+    (:data:`EVALUATION_SEED`) and thus the dataset's seed 0. No run with a ``seed`` of 0 or more trains on these items.
 
     For a wrong answer of the right length, the training reward is the scorer's reward plus ``partial_credit`` times the
     answer's share of right tokens. The reported reward is always the scorer's.
@@ -300,7 +300,7 @@ def _create_dataset(name: str, args: Mapping[str, Any], *, seed: int, size: int)
         TaskError: reasoning-gym is not installed, or has no such dataset, or the dataset does not accept ``args``.
     """
     try:
-        import reasoning_gym  # imported here: other tasks do not need it
+        import reasoning_gym  # imported here: other tasks do not need reasoning-gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         missing = error.name or "reasoning_gym"

@@ -76,7 +76,7 @@ def open_tokenizer(model: ModelSpec) -> Tokenizer:
         if model.tokenizer is None:
             raise ValueError("[model] needs `path`, or a table [model.tokenizer] with `pieces`")
         return VocabularyTokenizer(model.tokenizer)
-    from .hf_tokenizer import FolderTokenizer  # imported here: a model that rrl builds does not need the package tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: only the model of a folder needs the package tokenizers
 
     return FolderTokenizer(Path(model.path), chat=model.chat)
 

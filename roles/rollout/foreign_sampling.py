@@ -1,4 +1,4 @@
-"""Sample foreign turns, whose sampling differs from the job's, in plain torch and in the same way as vLLM."""
+"""Sample foreign turns, whose sampling differs from the job's, in plain torch and with the same rules as vLLM."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def next_token(
         generator: Generator of the engine, for a turn without a seed.
 
     Returns:
-        The token, and its log-probability in the distribution from which it was sampled or, at temperature 0, in that
-        of the model after penalties.
+        The token and its log-probability. The log-probability is that of the distribution from which the token was
+        sampled or, at temperature 0, of the model's distribution after penalties.
     """
     temperature = temperature if sampling.temperature is None else sampling.temperature
     penalised = _penalised(logits.float(), sampling, prompt, sampled)

@@ -41,8 +41,8 @@ LOG_EVERY_VERSIONS = 10
 """Number of versions between two lines in the log."""
 APPEND_INTERVAL_S = 0.1
 """Minimum time (s) between two appends while the engine has no free slots. Each append, however few tokens it contains,
-costs the store a flush of 1 to 4 ms (measured), in which it serves no other process. Besides the tokens of unfinished
-segments, a crash loses at most the tokens of this interval."""
+costs the store a flush of 1 to 4 ms (measured), during which the store serves no other process. Besides the tokens of
+unfinished segments, a crash loses at most the tokens of this interval."""
 _VLLM_SEED_LIMIT = 2**31
 """Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
@@ -83,7 +83,7 @@ def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _App
         appends.add(*engine.step())
         appends.advance()
         leases.advance()
-        _update_weights(me, engine, probe)  # after the lease request, which may report newer weights
+        _update_weights(me, engine, probe)  # after the lease request, which states the newest received weights
 
 
 class _Leases:

@@ -1,7 +1,7 @@
-"""Export a committed checkpoint as a Hugging Face folder: :func:`export_checkpoint`, and the program of the manager.
+"""Export a committed checkpoint as a Hugging Face folder: a function, and a program that the manager starts.
 
-An export only reads the run, and needs neither a GPU, torch nor a manager. The run may be at work. Two things may
-happen during an export:
+An export only reads the run, and needs no GPU, no torch and no manager. The run may be at work. Two things may happen
+during an export:
 
 - The trajectory store deletes the checkpoint, because newer ones are committed. So the export first creates hard links
   to the files in a folder of its own (:func:`_pinned`). A deletion by the store then leaves these links intact.
@@ -49,7 +49,7 @@ OPEN_ATTEMPTS = 5
 """Number of attempts to open a checkpoint before a missing file counts as an error. The store may be deleting the
 checkpoint; so each attempt opens the requested checkpoint, or the one that is the newest at the time of the attempt."""
 OPEN_RETRY_S = 1.0
-"""Seconds between two attempts."""
+"""Seconds between two attempts to open a checkpoint."""
 NICENESS = 19
 """Niceness of the manager's export: the lowest priority, so that it slows down no other process."""
 END_RETRY_S = 0.1
@@ -77,10 +77,10 @@ class Exported(Struct, frozen=True):
     run: str
     step: int
     folder: str
-    """Absolute path."""
+    """Absolute path of the folder."""
     dtype: str
     nbytes: int
-    """Size of the files in the folder."""
+    """Size of the files in the folder, in bytes."""
 
 
 def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = "") -> Exported:
@@ -216,7 +216,7 @@ def _remove_leftovers(parent: Path, prefix: str, owner: str) -> None:
 
 
 def _sync(folder: Path) -> int:
-    """Fsync the files of a folder, and the folder; return the size of the files. Raises OSError."""
+    """Fsync a folder and its files; return the total size of the files in bytes. Raises OSError."""
     paths = list(folder.iterdir())
     for path in (*paths, folder):
         sync(path)

@@ -1,4 +1,4 @@
-"""Exchange of plain values between the members of a gang: as msgpack of a known type, never as pickle.
+"""Exchange plain values between the members of a gang, as msgpack of a known type and never as pickle.
 
 torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle received data, and gloo does
 not authenticate its connections. So any process that reaches a port of gloo could run code in every member. Decoding
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
-    """Return the value of each member of ``group`` by rank; ``[mine]`` without a group. All members must call it.
+    """Return the value of each member of ``group``, by rank, or ``[mine]`` without a group. All members must call it.
 
     ``kind`` is the type of the values; msgspec must be able to decode it.
 

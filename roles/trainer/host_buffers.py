@@ -139,9 +139,9 @@ class HostBuffers:
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
     """Return the address of the agent to which the members on ``node`` send their copies; None if there is none.
 
-    Among the gang's ``nodes`` (in the order of ranks), it is the agent of the next node that has a snapshot server. If
-    the gang has no other node with a snapshot server, it is the agent of the first node outside of the gang, where a
-    standby may become the trainer.
+    This agent is on the next of the gang's ``nodes`` (in the order of ranks) with a snapshot server. If no other node
+    of the gang has a snapshot server, the agent is on the first node outside of the gang, where a standby may become
+    the trainer.
     """
     ring = list(dict.fromkeys(nodes))
     index = ring.index(node)

@@ -7,7 +7,7 @@ one part with the whole batch, up to rounding. The same parts in the same order 
 In a gang each member trains on its share of each part, and all together make the same step as one process would.
 Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner
 restored from them continues bit for bit as if uninterrupted. If anything were missing, the next step would differ
-(docs/sources.md, torch). They do not contain the gradients of an unfinished step, whose parts must be added again.
+(docs/sources.md, torch). The gradients of an unfinished step are not included, so its parts must be added again.
 """
 
 from __future__ import annotations

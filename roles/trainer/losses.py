@@ -65,8 +65,9 @@ def grpo_loss(
         clip: Limit of the importance ratio's distance from 1.
         entropy: [B, T], differentiable: entropy of the trained policy at each position.
         entropy_coef: Factor of the entropy bonus.
-        tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. With the number of the
-            batch's answer tokens, the losses, gradients and statistics of all parts add up to the batch's.
+        tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. If this is the number
+            of the batch's answer tokens, the losses, gradients and statistics of all parts add up to those of the
+            batch.
         reference: [B, T]: log-probabilities of the same tokens under the reference policy.
         kl_coef: Factor of the divergence pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref)
             that is never negative (DeepSeekMath, equation 4; "k3").

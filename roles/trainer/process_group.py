@@ -52,11 +52,11 @@ _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Timeout (s) of the rendezvous after the last member has joined; until then, the manager's deadlines apply. torch's
-own timeouts are unreliable: with a timeout of 5 s, a rendezvous under used keys failed only after 25 s
+own timeouts are unreliable: with a timeout of 5 s, a rendezvous with keys that were used before failed only after 25 s
 (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 """Timeout (s) of a collective operation. Members wait in the operation for a member that still works or that waits for
-a missing store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The manager detects a hung member much
+an unavailable store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The manager detects a hung member much
 earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
@@ -188,8 +188,8 @@ def is_lost_member(error: BaseException) -> bool:
 def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
     """Delay an error caused by the loss of another member by up to ``FENCE_WAIT_S``, then raise it again.
 
-    A context manager. The delay gives the manager time to detect the member that failed first, and to fence the
-    survivors. It ends early if a stop of this process is requested. Other errors are not delayed.
+    This function is a context manager. The delay gives the manager time to detect the member that failed first, and to
+    fence the survivors. It ends early if a stop of this process is requested. Other errors are not delayed.
     """
     try:
         yield

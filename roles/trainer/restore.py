@@ -41,7 +41,7 @@ class Commit(Struct, frozen=True):
 
     @property
     def incarnation(self) -> int:
-        """Number of the incarnation that made the commit; -1 before the first."""
+        """Number of the incarnation that made the commit; -1 before the first commit."""
         name = self.manifest["folder"].rpartition("/")[2] if self.manifest else ""
         return -1 if (attempt := attempt_of(name)) is None else attempt.incarnation
 
