@@ -146,7 +146,7 @@ class NodeMonitor:
     def findings(self) -> tuple[Finding, ...]:
         """The current findings whose verdict is not OK, those with FAIL first.
 
-        Their times are by the clock of :meth:`now`.
+        Their times are on the clock of :meth:`now`.
         """
         by_severity = sorted(self._reported.values(), key=lambda finding: finding.verdict is not Verdict.FAIL)
         return tuple(by_severity[:MAX_FINDINGS])

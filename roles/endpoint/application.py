@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
+"""The HTTP application. It serves OpenAI's chat completions, completions and models from turns in the store.
 
 A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
 call if its connection broke or the server was restarted. The repeated call continues the same turns, because the store

@@ -21,7 +21,7 @@ _NUMBERS = struct.Struct(">QI")
 _SIGNATURE_BYTES = 16
 """Bytes of the signature: 128 bits cannot be guessed."""
 _PURPOSE = b"rrl: API key of an episode\0"
-"""Text that precedes what is signed, so that no other signature with the secret of the run is a valid key."""
+"""Text that is signed before the content, so that no signature for another purpose is a valid key."""
 _MAX_KEY_CHARS = 400
 """Maximum number of characters of a key. No valid key is longer, because names of run directories are shorter than 256
 bytes."""

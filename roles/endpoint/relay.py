@@ -286,7 +286,10 @@ class Relay:
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
-        """Return the complete answer to a call; repeat the call if its answer (at first ``upstream``) breaks off."""
+        """Return the complete answer to a call, and repeat the call whenever its answer breaks off.
+
+        ``upstream`` is the first answer; if it is None, the call is sent first.
+        """
         if upstream is None:
             upstream = await self._open(call)
         while True:

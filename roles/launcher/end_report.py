@@ -32,8 +32,8 @@ _log = logging.getLogger("rrl.worker")
 _WRITE_TIMEOUT_S = 2.0
 """Timeout (s) for writing the report, because a process that ends must not wait for hung storage."""
 _MAX_MESSAGE_CHARS = 400
-"""Maximum number of characters that are reported of an exception's message, or of a last line of output. The log
-contains the whole text."""
+"""Maximum number of characters reported from an exception's message or from the last line of output. The log contains
+the whole text."""
 _RRL = Path(__file__).parents[2]
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Names of the folders that contain installed packages."""

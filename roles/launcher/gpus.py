@@ -13,7 +13,7 @@ from typing import Any
 from .environment import GPUS_ENV
 
 DRIVER_TIMEOUT_S = 5.0
-"""Timeout (s) for the GPUs' names from the driver, after which a role joins without naming its GPUs."""
+"""Timeout (s) for reading the GPUs' names from the driver. After the timeout, a role joins without naming its GPUs."""
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
     name: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Id of the call whose result the message is."""
+    """Id of the tool call whose result this message contains."""
     reasoning: str = ""
     """Reasoning that precedes the content of an answer; empty if the model's family does not separate the two."""
 

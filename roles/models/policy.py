@@ -23,7 +23,7 @@ from .safetensors import copy_into
 
 
 def compute_dtype(spec: ModelSpec) -> torch.dtype:
-    """Return the dtype in which the model computes, the trainer publishes weights, and rollouts store them."""
+    """Return the dtype of the model's computations, of published weights, and of the weights in rollouts."""
     return cast(torch.dtype, getattr(torch, spec.dtype))
 
 
@@ -180,7 +180,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return those of the given tensors that the model's :func:`weights` contain, in the order of the weights.
+    """Return the given tensors that belong to the model's :func:`weights`, in the order of the weights.
 
     Raises:
         ValueError: Names or shapes do not fit the model.
@@ -215,7 +215,7 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformer's layers, which are sharded one by one: the module list with the most parameters."""
+    """Yield the layers of the transformer (its largest module list), which are sharded one by one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if lists:
         yield from max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))

@@ -15,7 +15,7 @@ from ...core.run_spec import ModelSpec, TokenizerSpec
 PAD = 0
 EOS = 1
 _SPECIAL = 2
-"""Number of ids of a :class:`VocabularyTokenizer` that are not text: the first ids."""
+"""Number of ids at the beginning of a :class:`VocabularyTokenizer` that are not text."""
 
 
 class UnencodableText(ValueError):

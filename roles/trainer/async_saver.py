@@ -36,7 +36,7 @@ from .publisher import Publisher, ThreadState, end_process
 _log = logging.getLogger("rrl.trainer")
 
 MAX_UNCOMMITTED = 2
-"""Maximum number of steps that may be done while a checkpoint is written. It is also the number of host buffers."""
+"""Maximum number of steps that the trainer completes while a checkpoint is written; also the number of host buffers."""
 COMMITS_CAUSE = "commits"
 """Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
@@ -77,7 +77,8 @@ class AsyncSaver:
         checkpoints: Where checkpoints are written.
         buffers: Host memory for the copies.
         publisher: The thread that publishes the weights in the copies.
-        max_uncommitted: Number of steps that may be done while a checkpoint is written; at most ``MAX_UNCOMMITTED``.
+        max_uncommitted: Maximum number of steps that the trainer completes while a checkpoint is written; at most
+            ``MAX_UNCOMMITTED``.
         uncommitted: The worker's uncommitted steps, on rank 0; None on the other ranks, which do not commit.
         is_checkpoint_step: Returns whether a step gets a checkpoint. The commit of its checkpoint also commits the
             steps before it.

@@ -38,7 +38,7 @@ class HostBuffers:
     Args:
         client: Client of the agent's snapshot server; None if no snapshots are stored.
         own: Number of this process's own buffers, which are used in turn if the agent provides none. It must equal the
-            number of steps that may be done while a checkpoint is written.
+            number of steps that the trainer may complete while a checkpoint is written.
         buddy: Returns the address of the agent on another node that receives copies (the buddy); None if there is none.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
         pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` page-locks the agent's
@@ -243,7 +243,7 @@ class Layout:
         with torch.no_grad():
             for slot in self._slots:
                 shard = shard_of(tensors[slot.name])
-                slot.view(buffer).copy_(shard, non_blocking=True)  # only copies into page-locked memory overlap
+                slot.view(buffer).copy_(shard, non_blocking=True)  # copies overlap only in page-locked memory
                 devices.add(shard.device)
         for device in devices:
             if device.type == "cuda":

@@ -61,7 +61,7 @@ _NAME_PREFIX = "model."
 
 
 def end_process(problem: str, error: BaseException) -> None:
-    """Log the ``problem`` and error of a thread beside the training thread, and end the process.
+    """Log the ``problem`` and error of a thread other than the training thread, and end the process.
 
     The process must be ended, because the training thread may be inside torch and cannot be interrupted.
     """

@@ -144,7 +144,7 @@ def answer_format(call: Call) -> AnswerFormat:
 
 
 def _content(shown: Message) -> dict[str, Any]:
-    """Return content and reasoning of a message; the content is null if there are only tool calls, as OpenAI does."""
+    """Return content and reasoning of a message; the content is null with only tool calls, as in OpenAI's API."""
     content: dict[str, Any] = {"content": None if shown.tool_calls and not shown.content else shown.content}
     return content | ({"reasoning_content": shown.reasoning} if shown.reasoning else {})
 

@@ -45,7 +45,7 @@ class StopEnd(Struct, frozen=True):
 
 
 def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> StopEnd | None:
-    """Return where an answer ends because of the first stop text in it; None if it contains none."""
+    """Return where the first stop text ends an answer; None if the answer contains no stop text."""
     if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
         return None
     low, high = 0, len(tokens)  # with ``low`` tokens the text has no stop text, with ``high`` it has one
@@ -69,7 +69,7 @@ def _stable(text: str) -> str:
 
 
 def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Return the beginning of an unfinished answer's text that no further token can change, even by a stop text."""
+    """Return the beginning of an unfinished answer's text that no further token or stop text can change."""
     text = _stable(tokenizer.decode(tokens))
     held = max((_overlap(text, end) for end in stop), default=0)
     return text[: len(text) - held]
@@ -106,7 +106,7 @@ def shown_answer(
 
 
 def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the longest beginning of the sampled tokens whose text is a beginning of ``text``."""
+    """Return the longest prefix of the sampled tokens whose text is a prefix of ``text``."""
     length = len(sampled)
     while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
         length -= 1

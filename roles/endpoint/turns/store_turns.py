@@ -29,7 +29,7 @@ class Turns(Protocol):
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
     ) -> int:  # fmt: skip
-        """Open a turn, which is durable on return, and return its number; the same request gets the same turn."""
+        """Open a turn durably, and return its number. The same request gets the same turn."""
         ...
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
@@ -62,7 +62,7 @@ class Episodes(Protocol):
 
 
 class AskStore(Protocol):
-    """Sends a request to the store, and returns its answer to the event loop of the caller."""
+    """Sends a request to the store, and returns the store's answer to the event loop of the caller."""
 
     async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
         """Send the request that the function ``request`` makes."""

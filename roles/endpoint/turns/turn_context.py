@@ -163,7 +163,7 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
 
 
 def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
-    """Return ``tokens`` as a context that branches off the turn whose path begins with the most equal tokens."""
+    """Return ``tokens`` as a context that branches off the turn whose path shares the longest prefix with them."""
     parent, offset = None, 0
     for turn in sorted(turns, key=lambda turn: turn.id):
         common = _common_length(tokens, paths.path(turn.id))

@@ -84,7 +84,7 @@ class RotatingLog:
     def _close_file(self) -> None:
         fd, self._fd, self._size = self._fd, None, 0
         if fd is not None:
-            with contextlib.suppress(OSError):  # NFS may report a failed write only here, too late to repeat it
+            with contextlib.suppress(OSError):  # NFS may report a failed write only at close(), too late to repeat it
                 os.close(fd)
 
 
@@ -101,7 +101,7 @@ class RateLimiter:
         self._within_dropped_line = False
 
     def admit(self, data: bytes) -> bytes:
-        """Return the lines at the beginning of ``data`` that may be written; their timestamps count as bytes, too."""
+        """Return the first lines of ``data`` that may be written now; their timestamps count as bytes, too."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
         self._filled = now

@@ -23,13 +23,13 @@ _KEY = "[roles.rollout] vllm"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
-    "GLOO_SOCKET_IFNAME": "lo",  # the workers are all on this node, and their groups accept any process
+    "GLOO_SOCKET_IFNAME": "lo",  # all workers are on this node, and gloo accepts connections of any process
     "NCCL_SOCKET_IFNAME": "=lo",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 _ENVIRONMENT_IF_UNSET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # many warnings, one of them wrong at each new version (RotaryEmbedding)
+    "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM logs many warnings, and a wrong one at each new version (RotaryEmbedding)
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to core 0 (docs/sources.md, vLLM)
 }
 _MAX_SEQUENCES = 1024

@@ -160,7 +160,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
 
 
 def _names(model: nn.Module, all_names: bool) -> set[str]:
-    """Return the parameters' names: with ``all_names`` all names of a tied parameter, else only the first name."""
+    """Return the names of all parameters; with ``all_names``, also the further names of tied parameters."""
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
