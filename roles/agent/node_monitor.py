@@ -231,9 +231,9 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules, completed with the job's number of GPUs if fewer GPUs are visible.
+        """Return the site's rules, which expect the job's number of GPUs if fewer GPUs are visible.
 
-        A number of GPUs in the site's rules takes precedence.
+        A number of GPUs that the site itself expects takes precedence.
         """
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0

@@ -67,7 +67,7 @@ class ServedRun(Struct, frozen=True):
 
 
 def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
-    """Return the properties of a run for the endpoint in one of its processes.
+    """Return the properties of a run, for an endpoint in one of the run's processes.
 
     Args:
         job: The job.

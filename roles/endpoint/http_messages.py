@@ -50,7 +50,7 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
 
 
 async def read_body(request: Request, take: Callable[[int], None] = lambda count: None) -> bytes:
-    """Return the body of a request, which is bounded in size and time.
+    """Return the body of a request; refuse a body that is too large or arrives too slowly.
 
     Args:
         request: The request.

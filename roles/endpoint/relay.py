@@ -62,7 +62,8 @@ _NOT_PASSED = frozenset({
     "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
     "proxy-connection", "server", "te", "trailer", "transfer-encoding", "upgrade", "accept-encoding",
 })  # fmt: skip
-"""Headers that the relay does not pass on, because they concern one connection or request compressed answers."""
+"""Headers that the relay does not pass on, because they concern a single connection, or would request compressed
+answers."""
 _EVENT_STREAM = "text/event-stream"
 _DONE = b"data: [DONE]"
 _POSITION = b": rrl "

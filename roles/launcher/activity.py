@@ -77,7 +77,7 @@ def has_worked(
 
 @contextlib.asynccontextmanager
 async def report_activity(supervisor: StepSupervisor, pid: int, started: asyncio.Event) -> AsyncIterator[None]:
-    """Report the activity of a command with ``watch = "activity"`` inside the block, once ``started`` is set.
+    """Report a command's activity during the block if ``watch`` is ``"activity"``, once ``started`` is set.
 
     ``pid`` is the command's process id. Other commands report by themselves, so nothing is done for them.
     """

@@ -21,7 +21,8 @@ READERS_ENV = "RRL_READERS"
 readers in the agent's launch file; ``none`` starts no reader."""
 _SLURM_GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables in which Slurm passes the GPUs of this step to libraries; the launch file cannot contain them."""
+"""Variables in which Slurm names this step's GPUs for libraries. Slurm sets them when the step starts, so the launch
+file cannot contain them."""
 _SYS = Path("/sys/class")
 
 

@@ -34,7 +34,8 @@ ADMISSION_TIMEOUT_S = 60.0
 lease (10 s) has expired and its successor has started. Without an answer in time, the next manager launches the
 incarnation again under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
-"""Seconds to wait for a manager that can receive the StepExit; the exit record on disk is authoritative."""
+"""Seconds to wait for a manager that can receive the StepExit. This is short, because the exit record on disk
+decides."""
 
 
 class StepSupervisor:
@@ -51,7 +52,7 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """Path of the folder of launch files. It is spelled as the manager spells it, because marks are compared as
+        """Path of the folder of launch files. The path is spelled as in the manager, because marks are compared as
         text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad(self) -> int:
-        """Token id with which shorter sequences of a batch are filled up."""
+        """Token id that fills up shorter sequences of a batch."""
         ...
 
     def prompt(self, text: str) -> tuple[int, ...]:

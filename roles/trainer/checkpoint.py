@@ -1,7 +1,7 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
-A checkpoint becomes valid when the store has committed it. Only the files that the manifest in its commit record names
-are read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
+A checkpoint becomes valid when the store has committed it. Only the files in the manifest of its commit record are
+read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
 :mod:`.async_saver` decides when a checkpoint is written.
 """
 

@@ -181,7 +181,7 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
 
 @contextmanager
 def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[str, Any]]:
-    """Yield the manifest with a folder of hard links to the checkpoint's files, which the store does not delete.
+    """Yield the manifest with a folder of hard links to the checkpoint's files; the store never deletes these links.
 
     If the file system has no hard links, or the run directory is not writable, the folder is the checkpoint's own.
 

@@ -189,7 +189,7 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
     """Delay an error caused by the loss of another member by up to ``FENCE_WAIT_S``, then raise it again.
 
     This function is a context manager. The delay gives the manager time to detect the member that failed first, and to
-    fence the survivors. It ends early if a stop of this process is requested. Other errors are not delayed.
+    fence the survivors. The delay ends early if a stop of this process is requested. Other errors are not delayed.
     """
     try:
         yield

@@ -90,7 +90,7 @@ class ThreadState:
             self._fail(error)
 
     def is_settled(self, ready: Callable[[], bool]) -> bool:
-        """Return whether :meth:`wait` would not wait: the condition is true, or the thread has failed."""
+        """Return whether :meth:`wait` would end at once, because the condition is true or the thread has failed."""
         with self.changed:
             return self._error is not None or ready()
 

@@ -1,7 +1,8 @@
 """The keys of a body that determine how an answer is sampled.
 
-The policy that is trained must be the policy that sampled. A call that asks for another policy is *foreign*. It is
-refused with the name of the key or, if the job allows foreign calls, sampled as requested and never trained.
+The policy that is trained must be the policy that sampled the answers. A call that asks for another policy is
+*foreign*. It is refused with the name of the key or, if the job allows foreign calls, sampled as requested and never
+trained.
 """
 
 from __future__ import annotations

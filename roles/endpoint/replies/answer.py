@@ -1,4 +1,4 @@
-"""Answers to agents as OpenAI's objects, made of the sampled tokens of turns."""
+"""Make OpenAI's answer objects for agents from the sampled tokens of turns."""
 
 from __future__ import annotations
 

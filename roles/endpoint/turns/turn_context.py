@@ -81,7 +81,7 @@ class Paths:
 
 
 def rolling_hashes(messages: Sequence[Message], tools: str = "") -> tuple[str, ...]:
-    """Return for each message the hash of the conversation from the front up to this message.
+    """Return, for each message, the hash of the conversation up to and including this message.
 
     Args:
         messages: The conversation.

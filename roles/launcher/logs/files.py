@@ -28,8 +28,8 @@ MAX_LINE_BYTES = 16 * 2**10
 PARTIAL_LINE_TIMEOUT_S = 1.0
 """Seconds after which an unfinished line is written without its end."""
 _RESUME_SHARE = 1 / 16
-"""Share of the burst that must be available before the output of a role that exceeded the limit is written again.
-Without this share, single scattered lines of a flood would be written."""
+"""Share of the burst that must be available again before a role that exceeded the limit may write. Without this share,
+single scattered lines of a flood would be written."""
 
 
 class RotatingLog:

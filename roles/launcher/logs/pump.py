@@ -85,7 +85,7 @@ class LogPump:
         return [line for line in lines if line]
 
     def finish(self, within: float) -> bool:
-        """Wait up to ``within`` seconds for the pipe's end and for the file; later output is lost.
+        """Wait up to ``within`` seconds until the pipe has ended and the file is written; later output is lost.
 
         Returns:
             Whether everything that was read is in the file and on the disk.

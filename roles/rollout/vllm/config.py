@@ -39,7 +39,7 @@ _KV_SHARE = 0.5
 """Maximum share of the role's memory for the key-value cache on CPU. The rest is for the process, the model and two
 weight versions."""
 _MAX_ERROR_CHARS = 600
-"""Maximum number of characters of vLLM's own message that are passed on."""
+"""Maximum number of characters of vLLM's own message that an error message repeats."""
 
 
 class InvalidEngineConfig(Exception):
