@@ -160,7 +160,7 @@ class Injector:
                 await self._pause(fault, launch, target.command, path)
                 return
             if fault.kind not in PERFORMERS:
-                raise NotPerformed(f"an agent cannot perform {fault.kind}")
+                raise NotPerformed(f"an agent cannot perform the fault {fault.kind}")
             detail = await asyncio.to_thread(PERFORMERS[fault.kind], target)
             await self._answer(fault, launch, True, detail)
         except (NotPerformed, OSError) as error:
@@ -176,7 +176,7 @@ class Injector:
             await asyncio.sleep(ANSWER_SENDING_S)
             os.kill(os.getpid(), fatal[fault.kind])
         else:
-            raise NotPerformed(f"an agent cannot perform {fault.kind} on itself")
+            raise NotPerformed(f"an agent cannot perform the fault {fault.kind} on itself")
 
     async def _pause(self, fault: Fault, launch: Launch, process: Process, path: str | None) -> None:
         """Perform a lasting fault by a pause helper, and wait for its end.

@@ -102,7 +102,7 @@ async def _superseded(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     if isinstance(error, Abandoned):
-        _log.info("%s ended without an answer: %s", request.url.path, error)
+        _log.info("a call of %s ended without an answer: %s", request.url.path, error)
         return Response(status_code=403)  # this reply is not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse(ApiError(500, "the endpoint failed; see its log", "server_error").body, 500)

@@ -204,7 +204,7 @@ class Relay:
         request = Request(scope, receive)
         target = scope["raw_path"].decode("ascii")
         if not target.startswith("/"):
-            raise ApiError(400, f"{target!r} is not a path of this server", code="invalid_value")
+            raise ApiError(400, f"{target!r} is not a path of this server; a path begins with /", code="invalid_value")
         if request.url.query:
             target += f"?{request.url.query}"
         with self._memory.share() as take:
@@ -460,7 +460,7 @@ def _passed_headers(upstream: httpx2.Response) -> dict[str, str]:
 # ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _unexpected(request: Request, error: Exception) -> Response:
     if isinstance(error, Abandoned):
-        _log.info("%s ended without an answer: %s", request.url.path, error)
+        _log.info("a call of %s ended without an answer: %s", request.url.path, error)
         return Response(status_code=502)  # this reply is not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse(ApiError(500, "the relay failed; see its output", "server_error").body, 500)

@@ -59,7 +59,7 @@ class ScorerFails(Exception):
     """
 
     def __init__(self, raised: RaisedException, groups: int) -> None:
-        super().__init__(f"{groups} of the newest groups were dropped, because the scorer fails: this run ends")
+        super().__init__(f"{groups} of the newest groups were dropped, because the scorer failed for them; the run ends")
         self.raised, self.groups = raised, groups
 
 

@@ -168,7 +168,7 @@ class AsyncSaver:
         with self._me.idle(COMMITS_CAUSE):
             self._state.wait(
                 lambda: not self._written or self._written[0] > number,
-                lambda: f"{len(self._written)} checkpoints were not committed",
+                lambda: f"the checkpoints of steps {self._written} were not committed",
             )
 
     # ── the saving thread ──────────────────────────────────────────────────────────────────────────────────────────

@@ -154,8 +154,8 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
     source, committed, files = run.path / manifest["folder"], run.path / commit.manifest["folder"], manifest["files"]
     if METADATA not in files:
         raise ExportRefused(
-            f"a trainer of your own wrote the checkpoint of step {commit.number}, and rrl exports only those of its"
-            f" built-in trainer; the files are in {committed}"
+            f"a trainer of your own wrote the checkpoint of step {commit.number}, and rrl exports only checkpoints of"
+            f" its built-in trainer; the files are in {committed}"
         )
     try:
         verified(run.path, manifest)

@@ -316,6 +316,6 @@ def _shares(gang: Gang, weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
         shares[name] = [of_rank[index] for of_rank in sizes] if isinstance(tensor, DTensor) else [tensor.numel()]
         if sum(shares[name]) != tensor.numel():
             raise RuntimeError(
-                f"{name}: the members' shards have {shares[name]} elements, the tensor has {tensor.numel()}"
+                f"{name}: the members' shards have {shares[name]} elements, but the tensor has {tensor.numel()}"
             )
     return shares

@@ -151,7 +151,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
             RuntimeError: A tensor of the model was in no bucket.
         """
         if self._missing:
-            raise RuntimeError(f"vLLM's model received no weights for {sorted(self._missing)[:4]}")
+            raise RuntimeError(f"vLLM's model received no weights for the tensors {sorted(self._missing)[:4]}")
         finalize_layerwise_reload(self.model, self.model_config)
         repack_embeddings(self.model)
 
