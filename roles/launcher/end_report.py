@@ -59,7 +59,7 @@ class ScorerFails(Exception):
     """
 
     def __init__(self, raised: RaisedException, groups: int) -> None:
-        super().__init__(f"{groups} of the newest groups were dropped, because the scorer failed for them; the run ends")
+        super().__init__(f"the scorer failed for {groups} of the newest groups, which were dropped; this run ends")
         self.raised, self.groups = raised, groups
 
 
