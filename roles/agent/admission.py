@@ -1,4 +1,4 @@
-"""Test whether roles can run on a node, and run the first node checks, before the agent reports to the manager.
+"""Test whether roles can run on a node, and run the first node checks, before the agent reports the node.
 
 To save memory, the code of the readers and checks is imported only if readers are configured.
 """

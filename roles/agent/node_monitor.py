@@ -53,7 +53,7 @@ def save_inventory(path: Path, inventory: HardwareInventory) -> None:
 
 
 REPORT_INTERVAL_S = 1.0
-"""Seconds between two reports of changed findings to the manager."""
+"""Minimum number of seconds between two reports of changed findings to the manager."""
 MAX_FINDINGS = 256
 """Maximum number of findings in one Hello, because the manager closes a connection after a message that is too long."""
 MAX_SAMPLE_AGE_S = 10.0

@@ -95,7 +95,7 @@ async def _run_py_spy(argv: list[str], within: float) -> CommandResult:
 
 def _failure_reason(result: CommandResult) -> str:
     if "denied" in result.err.lower() or "not permitted" in result.err.lower():
-        return "py-spy may not read the process (ptrace is restricted by kernel.yama.ptrace_scope or to another user)"
+        return "py-spy may not read the process (ptrace refused: kernel.yama.ptrace_scope, or another user's process)"
     lines = [line.strip() for line in result.err.splitlines() if line.strip() and "backtrace" not in line.lower()]
     return f"py-spy: {' '.join(lines)[:_MAX_REASON_CHARS] or f'exit code {result.code}'}"
 

@@ -234,7 +234,7 @@ class _RunningTrajectory:
 
 
 def _overrides(item: Item, position: int) -> dict[str, Any]:
-    """Return the sampling parameters (vLLM's) that differ from the job's; sampling begins at ``position``."""
+    """Return vLLM's parameters in which a trajectory differs from the job; sampling begins at ``position``."""
     given = {} if item.sampling is None else {k: v for k, v in asdict(item.sampling).items() if v is not None}
     if "seed" in given:
         given["seed"] = seed_at(given["seed"], position)
