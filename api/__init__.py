@@ -1,1 +1,1 @@
-"""The operations on runs, for the Python API (:mod:`rrl.api.run`) and for the commands: nothing here prints."""
+"""The operations on runs, which the Python API (:mod:`rrl.api.run`) and the commands use. No function here prints."""

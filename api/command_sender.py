@@ -18,7 +18,7 @@ from ..manager.storage.space_reserve import write_from_reserve
 from .runs import job_of
 
 POLL_INTERVAL_S = 0.2
-"""Interval (s) of polling."""
+"""Interval (s) between two looks at the run directory while a function waits for the manager."""
 
 
 def send(run: RunDir, command: Command) -> str:
@@ -64,9 +64,7 @@ class ManagerPresence:
 
             queued = job_name(self._run.id, self._job)
             waiting = f" (or, if its manager still waits in the queue: scancel --name={queued})"
-        return (
-            f"no manager of {self._run.id} is running to {action}; to have it done: rrl manage {self._run.id}{waiting}"
-        )
+        return f"no manager of {self._run.id} is running to {action}; to start one: rrl manage {self._run.id}{waiting}"
 
 
 def wait_until_taken(run: RunDir, name: str, action: str) -> None:

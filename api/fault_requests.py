@@ -30,12 +30,12 @@ def fault_of(
 
     Args:
         job: The job of the run.
-        kind: Name of the kind.
-        target: Replica, rank, node, agent, standby process or manager; a role selects a random replica of it, and an
-            empty text a random replica of any role.
-        at: The trigger, such as ``step=5``; None: at once.
+        kind: Name of the kind of fault.
+        target: Replica, rank, node, agent, standby process or manager; a role stands for a random replica of this role,
+            and an empty text for a random replica of any role.
+        at: The trigger, such as ``step=5``; None injects the fault at once.
         seconds: Duration as text, such as ``10s``; None: the fault does not end.
-        amount: Parameter of the kind.
+        amount: Parameter of the fault, whose meaning depends on the kind.
         seed: Seed of the random choices.
 
     Raises:

@@ -1,6 +1,6 @@
 """End a run, restart one of its replicas or drain a node, by a command to its manager (:mod:`rrl.api.command_sender`).
 
-For an end and for a restart, one function requests it, and the next function waits until it is done.
+The end of a run and a restart take two functions each: the first requests the change, the second waits for its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EndRequest(NamedTuple):
 
 
 def request_end(run: RunDir, *, keep: bool) -> EndRequest:
-    """Have the manager of a run end it; if this manager is still in Slurm's queue, cancel its job instead.
+    """Have the manager of a run end the run; if the manager is still in Slurm's queue, cancel its job instead.
 
     With ``keep`` the nodes of the run are not given back.
 
@@ -56,7 +56,7 @@ def request_end(run: RunDir, *, keep: bool) -> EndRequest:
     if state is None and _cancel_pending_managers(run):
         return EndRequest()
     if resumes and _cancel_pending_managers(run) and withdraw(run):
-        (run.mailbox / command).unlink(missing_ok=True)  # this command must not end a later resume
+        (run.mailbox / command).unlink(missing_ok=True)  # a later resume must not find this command
         return EndRequest()
     return EndRequest(command)
 
@@ -81,7 +81,9 @@ def _check_keep_allowed(run: RunDir) -> None:
     if job is not None and job.cluster != "slurm":
         raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
     if job is not None and job.manager.where == "pool":
-        raise UsageError(f'the manager of {run.id} runs in the pool ([manager] where = "pool"), so both end together')
+        raise UsageError(
+            f'the manager of {run.id} runs in the pool ([manager] where = "pool"), so the pool ends with the manager'
+        )
 
 
 def _cancel_pending_managers(run: RunDir) -> bool:
@@ -126,7 +128,7 @@ def request_restart(run: RunDir, replica: str) -> RestartRequest:
 
 
 def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
-    """Wait until the restarted replica has joined again; return it.
+    """Wait until the restarted replica has joined again; return the replica.
 
     Raises OperationFailed if no manager takes the command, the run ends first, or the replica does not join in time.
     """
@@ -173,11 +175,11 @@ def _replica(state: State, name: str) -> ReplicaId:
 
 # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def request_drain(run: RunDir, state: State | None, node: str, reason: str) -> str:
-    """Have the manager of a run move it off a node and drain the node.
+    """Have the manager of a run move the run off a node and drain the node.
 
     Args:
         run: The run.
-        state: Its state; None if its journal has no record yet.
+        state: The state of the run; None if the journal has no record yet.
         node: The node.
         reason: Reason that Slurm shows for the drain; may be empty.
 

@@ -36,7 +36,7 @@ def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = Non
     """Start a run, as ``rrl submit`` does.
 
     Args:
-        job: The job spec, or a list of job specs, of which each adds keys to those before it or replaces their values.
+        job: The job spec, or a list of job specs. Each job spec adds keys to those before it, or replaces their values.
             Relative paths start at the folder of the first file, or without a file at the current folder.
         set: Values that replace those of the job, by dotted key: ``{"roles.trainer.learning_rate": 1e-6}``.
 
@@ -72,7 +72,7 @@ def run(id: str | os.PathLike[str] | None = None) -> Run:
 
 
 class Run:
-    """A run of this user. It holds nothing open: each call reads what is new in the run directory.
+    """A run of this user. No file stays open between calls: each call reads what is new in the run directory.
 
     Attributes:
         id: The run's id.

@@ -158,9 +158,9 @@ def _value_at(job: dict[str, Any], key: str) -> Any:
 
 
 def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
-    """Return whether two values of a key are equal; a key that an earlier rrl did not have makes no difference.
+    """Return whether two values of a key are equal; keys that only ``after`` has are ignored.
 
-    ``key_path`` is the dotted path of the key in job.toml.
+    An earlier version of rrl did not have the ignored keys. ``key_path`` is the dotted path of the key in job.toml.
     """
     if key_path in CHANGEABLE_KEYS:
         return True

@@ -90,7 +90,7 @@ class LogReader:
 
         All lines that were written before the run's last journal record are yielded.
         """
-        raise_nofile()  # all merged files are open at the same time
+        raise_nofile()  # merging keeps every file open, so the limit must be high
         tails = {log.path: LogTail(log, self._wanted) for log in self.logs}
         yield _merged({tail: tail.first_lines() for tail in tails.values()})
         if self._follow:
@@ -105,7 +105,7 @@ class LogReader:
             for log in selected_logs(self._run, self._selector):
                 if log.path not in tails:  # the log of a new incarnation: read from its beginning
                     tails[log.path] = LogTail(log, LineFilter(None, b"", self._wanted.match))
-                tails[log.path].log = log  # a promotion of a standby process changes the names
+                tails[log.path].log = log  # a promotion of a standby process changes the log's names
                 more[tails[log.path]] = tails[log.path].new_lines(log.copies)
             yield _merged(more)
             if state is not None and state.outcome is not None:

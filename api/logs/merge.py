@@ -223,7 +223,7 @@ def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
 def _open(path: Path) -> BinaryIO | None:
     try:
         return path.open("rb")
-    except FileNotFoundError:  # rotated away at this moment, or not there yet
+    except FileNotFoundError:  # the file was just rotated, or does not exist yet
         return None
     except OSError as error:
         raise OperationFailed(f"{path}: {error.strerror}") from None

@@ -144,7 +144,7 @@ def _missing_paths(job: Job, document: JobDocument) -> list[str]:
     if job.cluster.kind == "local" and missing:
         key, where = next(iter(missing.items()))
         raise UsageError(
-            with_location(document, Problem(("env", key), f"{where!r} does not exist; name one that does"))
+            with_location(document, Problem(("env", key), f"{where!r} does not exist; name a path that exists"))
         )
     return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
             for key, where in missing.items()]  # fmt: skip
@@ -325,7 +325,7 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
 def _check_task_files(job: Job, document: JobDocument) -> list[str]:
     """Return a warning for each file of prompts that this machine lacks or cannot read; the nodes may be able to.
 
-    Raises UsageError for a file with a row that cannot be used, or if the roles run on this machine.
+    Raises UsageError instead if a row of the file cannot be used, or if the roles run on this machine.
     """
     problems = task_file_problems(job)
     if certain := [with_location(document, problem) for problem in problems if problem.certain]:
@@ -346,14 +346,14 @@ def _check_eval(job: Job) -> list[str]:
     doubts = {
         "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
         "rollout": "must sample as `item.sampling` says",
-        "reward": "must score answers whose `evaluation` is true as those of [eval]",
+        "reward": "must score an item whose `evaluation` is true with the task of [eval]",
     }
     own = [name for name in doubts if job.eval is not None and job.roles.named()[name].command is not None]
     return [f"eval: your own {name} (roles.{name}.command) {doubts[name]} (docs/evaluation.md)" for name in own]
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
-    """Return a problem for each limit that the run could reach; ``certain`` if the run could not even start."""
+    """Return a problem for each limit that the run could reach; it is ``certain`` if the run could not even start."""
     problems = []
     for limit in observed.limits:
         if worst.jobs_to_start > limit.max_jobs:

@@ -28,7 +28,7 @@ def listens_on_loopback(cluster: str, network: str) -> bool:
 
     Args:
         cluster: ``[cluster] kind``.
-        network: ``[transport] network``; without one the local cluster stays on this machine.
+        network: ``[transport] network``; if it is empty, the local cluster stays on this machine.
     """
     if not network:
         return cluster == "local"
@@ -50,7 +50,7 @@ def metrics_problem(address: str) -> str:
         with socket.socket(listen.family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(listen.socket_address)
-            probe.listen(1)  # with SO_REUSEADDR, bind() accepts a port on which another process may yet listen
+            probe.listen(1)  # with SO_REUSEADDR, bind() alone may succeed on a taken port
     except (OSError, ValueError) as error:  # ValueError: a label of the host name is too long
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         return "the port is taken" if taken else str(getattr(error, "strerror", None) or error)

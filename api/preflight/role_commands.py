@@ -73,7 +73,7 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv
 
 
 def _script(argv: Sequence[str], folder: Path) -> str:
-    """Return a text if the script, the first argument of an interpreter, does not exist; empty if it exists."""
+    """Return an error text if the script, the first argument of an interpreter, does not exist; empty if it exists."""
     if len(argv) < 2 or not _INTERPRETER.fullmatch(Path(argv[0]).name):
         return ""
     script = argv[1]

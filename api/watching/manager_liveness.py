@@ -75,7 +75,7 @@ def liveness(run: RunDir, state: State) -> Liveness:
     if state.job.cluster != "slurm":
         return judge(state, stale, None)
     slurm = ask_slurm(owner_of(run))
-    if _manager_runs(state, slurm):  # a manager has just begun, or the clocks differ
+    if _manager_runs(state, slurm):  # Slurm shows the manager: it has just begun, or the clocks differ
         return Liveness()
     return judge(state, stale, slurm)
 
@@ -106,11 +106,11 @@ def stale_lease(run: RunDir, state: State) -> str:
     except OSError as error:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     if surely_gone(lease_holder):
-        return "none is running"
-    age = time.time() - renewed  # the times of two clocks: if they differ, Slurm is only queried
+        return "no manager is running"
+    age = time.time() - renewed  # if the two clocks differ, the only effect is a query of Slurm
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
-    return f"its lease has not been renewed for {span(max(0.0, age))}"
+    return f"the manager's lease has not been renewed for {span(max(0.0, age))}"
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:
@@ -210,4 +210,6 @@ def manager_gone(run: RunDir) -> str:
         lease_holder = holder(run)
     except OSError as error:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
-    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(lease_holder) else ""
+    return (
+        f"no manager is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(lease_holder) else ""
+    )

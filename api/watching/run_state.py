@@ -29,7 +29,7 @@ class Failures(NamedTuple):
     held_nodes: Collection[NodeName] = ()
 
     def about(self, replica: Replica) -> Finding | None:
-        """Return the finding that the replica failed, else that its node failed; None if there is none."""
+        """Return the finding about the replica; if there is none, the finding about its node, or else None."""
         own = self.of.get(replica.incarnation)
         return own if own is not None or replica.node is None else self.of.get(replica.node)
 

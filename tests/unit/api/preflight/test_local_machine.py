@@ -95,8 +95,8 @@ def changed(before: str, after: str) -> str:
         (changed("[model.tokenizer]", "[model]\nhidden_size = 1000000000\n[model.tokenizer]"), "10: model.hidden_size:"
          " a model of 1.7e+12 weights needs at least"),
         (f'{JOB}[transport]\nnetwork = "ib7"\n', "25: transport.network: no interface ib7 with an IPv4 address; there"),
-        (f'{JOB}[env]\nvenv = "/no/such/venv"\n', "25: env.venv: '/no/such/venv' does not exist; name one that does"),
-        (f'{JOB}[env]\npython = "/no/python"\n', "25: env.python: '/no/python' does not exist; name one that does"),
+        (f'{JOB}[env]\nvenv = "/no/venv"\n', "25: env.venv: '/no/venv' does not exist; name a path that exists"),
+        (f'{JOB}[env]\npython = "/no/py"\n', "25: env.python: '/no/py' does not exist; name a path that exists"),
         (f'{JOB}[commands.judge]\ncommand = ["juge"]\n', '25: commands.judge.command: there is no command "juge" in'),
     ],
 )  # fmt: skip

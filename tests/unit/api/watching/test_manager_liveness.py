@@ -19,7 +19,7 @@ from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 
 RUN = "small-1"
-GONE = "none is running"
+GONE = "no manager is running"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert main.run(["status"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{RUN}  ● unattended   step 12/40")
-    assert f"manager     none is running; the roles go on. Start one: rrl manage {RUN}" in shown
+    assert f"manager     no manager is running; the roles go on. Start one: rrl manage {RUN}" in shown
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["standing"] == UNATTENDED
     assert main.run(["list"]) == 0

@@ -78,6 +78,6 @@ def test_cancel_without_a_live_manager_names_the_command_to_start_one(
     )  # its counter stands still
     assert main.run(["cancel", RUN]) == 1
     reported = capsys.readouterr().err
-    assert f"no manager of {RUN} is running to end it; to have it done: rrl manage {RUN}" in reported
+    assert f"no manager of {RUN} is running to end it; to start one: rrl manage {RUN}" in reported
     assert hint in reported
     assert len(pending_commands(run)) == 1

@@ -245,4 +245,4 @@ def test_wait_without_a_manager_names_the_command_to_start_one(root: Path, capsy
     )  # its counter stands still
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     reported = capsys.readouterr().err
-    assert f"no manager of {RUN} is running to accept the request; to have it done: rrl manage {RUN}" in reported
+    assert f"no manager of {RUN} is running to accept the request; to start one: rrl manage {RUN}" in reported
