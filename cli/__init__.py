@@ -1,1 +1,1 @@
-"""The command line: commands and views, which decide nothing."""
+"""The command line: the commands and the views that they print. This package decides nothing about a run."""

@@ -83,7 +83,7 @@ def _report_error(error: Exception) -> int:
     from ..core.types import OperationFailed, UsageError
 
     spec = sys.modules.get("rrl.config.job.load")
-    if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, which editors recognise
+    if spec is not None and isinstance(error, spec.SpecError):  # the text starts with file:line, for editors
         print(escaped_lines(str(error)), file=sys.stderr)
         return 2
     if isinstance(error, UsageError | OperationFailed):

@@ -93,7 +93,7 @@ def check_serves(run: RunDir) -> None:
         )
     state = read_state(run)
     if state is not None and state.outcome is not None:
-        raise OperationFailed(f"{run.id} has ended ({state.outcome.value}), and its endpoint with it")
+        raise OperationFailed(f"{run.id} has ended ({state.outcome.value}), so its endpoint no longer answers")
 
 
 def _has_joined(state: State | None, replica: ReplicaId) -> bool:
@@ -115,5 +115,5 @@ def _text(access: EndpointAccess) -> str:
         "# end it with its reward (API_KEY: the api_key of the episode)",
         f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY" -d \'{{"reward": 1.0}}\'',
         "",
-        f"# hold the calls of an agent while the endpoint restarts: {program()} relay {access.run}, on its machine",
+        f"# hold calls while the endpoint restarts, on the machine of the agent: {program()} relay {access.run}",
     ]) + "\n"  # fmt: skip

@@ -1,4 +1,4 @@
-"""``rrl relay``: an HTTP proxy beside an agent outside of a run, which holds its calls while the endpoint restarts."""
+"""``rrl relay``: an HTTP proxy beside an outside agent, which holds the agent's calls while the endpoint restarts."""
 
 from __future__ import annotations
 

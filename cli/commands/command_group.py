@@ -59,7 +59,7 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands in sections, with their purposes below each other."""
+        """Write the commands in sections, with all purposes in one column."""
         visible = {name: command for name, command in self.commands.items() if not command.hidden}
         named = {name for names in SECTIONS.values() for name in names}
         sections = SECTIONS | {OTHER_SECTION: tuple(name for name in visible if name not in named)}

@@ -14,7 +14,7 @@ from .app import app
 def restart(
     run: NamedRun,
     replica: Annotated[str, typer.Argument(metavar="ROLE/REPLICA", show_default=False, help="trainer/0, rollout/3.")],
-    wait: Annotated[bool, typer.Option(help="Wait until it has joined again.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the replica has joined again.")] = True,
 ) -> None:
     """Restart one replica.
 

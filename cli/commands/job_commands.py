@@ -71,7 +71,7 @@ def schema() -> None:
 
 
 class Shell(StrEnum):
-    """A shell whose completion is known."""
+    """A shell for which rrl has a completion script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -94,7 +94,7 @@ def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bas
     typer.echo(script(shell.value), nl=False)
 
 
-_LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
+_LIKE_SBATCH = "As in sbatch. Default: what Slurm chooses."
 Partition = Annotated[str, typer.Option("--partition", "-p", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Account = Annotated[str, typer.Option("--account", "-A", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Qos = Annotated[str, typer.Option("--qos", "-q", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]

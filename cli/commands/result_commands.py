@@ -27,10 +27,10 @@ def logs(
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help='Only lines since: "10m" (ago), "2026-11-20T09:00".', show_default=False),
+        typer.Option(metavar="TIME", help='Only lines since "10m" (ago) or "2026-11-20T09:00".', show_default=False),
     ] = None,
     grep: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Only lines that match.", show_default=False)
+        str | None, typer.Option(metavar="REGEX", help="Only lines that match this expression.", show_default=False)
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Show each failure: its reason, and the last lines before it.")
@@ -48,7 +48,7 @@ def logs(
     rrl logs quick rollout/0 -f            all incarnations of one replica, and later ones
     rrl logs quick rollout/0#2             one incarnation
     rrl logs quick --failed                each failure, with the lines before it
-    rrl logs quick --since 10m --grep OOM  lines about memory of the last 10 minutes
+    rrl logs quick --since 10m --grep OOM  lines of the last 10 minutes that contain OOM
     """
     from ..logs import command
 
@@ -91,7 +91,7 @@ def track(
     """Send the steps of a run to TensorBoard, wandb or MLflow, each step once, also of a run that has ended.
 
     A run with [track] in its job does this by itself (docs/tracking.md). Keys and addresses of trackers come from
-    this shell: WANDB_API_KEY, MLFLOW_TRACKING_URI. Of a run that goes on, later steps are sent too, until it ends.
+    this shell: WANDB_API_KEY, MLFLOW_TRACKING_URI. While the run goes on, its new steps are sent too.
 
     \b
     rrl track quick --to tensorboard

@@ -124,7 +124,7 @@ def parse_time(text: str, now: float | None = None) -> float:
     except (ValueError, OverflowError, OSError):
         at = -1.0
     if at < 0:
-        examples = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
+        examples = '"90s", "10m", "2h", "1d" (ago) or a local time like "2026-11-20T09:00" (UTC with a Z at the end)'
         raise UsageError(f'--since "{text}" is not a time; write for example {examples}')
     return at
 

@@ -28,7 +28,7 @@ GROUPS = {
     "slurm": "Slurm",
     "node": "A compute node, checked by a job of 10 s with your consent",
 }
-"""Title of a group of checks, by the first part of their names."""
+"""Title of each group of checks, by the first part of the names of its checks."""
 
 _ADMIN = "ask the admin of the cluster"
 _RDMA = (

@@ -71,7 +71,7 @@ class Partitions(Struct, frozen=True, tag=True):
 
 
 class Node(Struct, frozen=True):
-    """A node of the cluster; ``memory`` in bytes, ``gpus``: type → count, where an untyped GPU has the type ''."""
+    """A node of the cluster. ``memory`` is in bytes. ``gpus`` is the count by type; '' is the type of untyped GPUs."""
 
     name: str
     partitions: tuple[str, ...]
@@ -112,7 +112,7 @@ class Trials(Struct, frozen=True, tag=True):
 
 
 class CgroupConf(Struct, frozen=True, tag=True):
-    """Slurm's cgroup settings, name → value; ``where``: the file or command that they were read from."""
+    """Slurm's cgroup settings by name. ``where`` is the file or command from which they were read."""
 
     values: dict[str, str]
     where: str

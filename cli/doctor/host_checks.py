@@ -1,4 +1,4 @@
-"""Judge this machine and the folder of all runs. Pure: facts in, checks out. Some checks also judge a node."""
+"""Judge this machine and the folder of all runs. The functions are pure. Some checks also judge a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge the report of the job on a compute node, compared with this machine. Pure: facts in, checks out."""
+"""Judge the report of the job on a compute node, compared with this machine. The functions are pure."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class _VisitJob:
                 return Unavailable(f"sbatch: {ended.message}")
             self._id = ended.out.strip().partition(";")[0]
             return self._wait_for_visit()
-        finally:  # without an answer of sbatch, the job may exist: it is cancelled by its name
+        finally:  # the job may exist although sbatch did not answer: cancel it by its name
             with contextlib.suppress(OSError):
                 run_slurm("scancel", self._id or f"--name={tag}")
 

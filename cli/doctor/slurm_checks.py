@@ -1,4 +1,4 @@
-"""Judge a Slurm cluster. Pure: facts in, checks out."""
+"""Judge a Slurm cluster. The functions are pure."""
 
 from __future__ import annotations
 
@@ -204,10 +204,10 @@ def _account(slurm: Slurm, wanted: DoctorOptions) -> Check:
         text = f"{wanted.account} is not one of your accounts ({', '.join(names) or 'you have none'})"
         return fail(name, text, f'[slurm] account = "{names[0]}"' if names else _NO_ACCOUNT)
     if not names:
-        text = "Slurm's accounting does not know you"
+        text = "Slurm's accounting has no account for you"
         if "associations" in enforced:
             return fail(name, text, _NO_ACCOUNT)
-        return warn(name, f"{text}, but accepts jobs without an account", "")
+        return warn(name, f"{text}, but Slurm accepts jobs without an account", "")
     if len(names) > 1 and not wanted.account:
         return ok(name, f"{', '.join(names)}; jobs that name no account use {accounts.default or 'none of them'}")
     return ok(name, ", ".join(names))

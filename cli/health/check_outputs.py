@@ -1,4 +1,4 @@
-"""Where ``rrl health check`` writes its result beside stdout: the site's history, and a file of metrics.
+"""Write the result of ``rrl health check`` into the site's history and into a file of metrics.
 
 Neither may change or delay the verdict. If a write fails, or the storage does not answer, the command prints a line of
 text, which a hook can write to the system's log.

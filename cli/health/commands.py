@@ -53,7 +53,7 @@ def health_check(
     ] = False,
     epilog: Annotated[
         bool,
-        typer.Option("--epilog", help="As --prolog, after a job: remember that its GPUs are free."),
+        typer.Option("--epilog", help="Like --prolog, but after a job; also remember that the job's GPUs are free."),
     ] = False,
     within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
     config: Annotated[
@@ -69,7 +69,7 @@ def health_check(
     ] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart, to find rising counters.")] = False,
     remember: Annotated[
-        bool, typer.Option("--remember", help="Remember on this node whether it passed, for --fresh.")
+        bool, typer.Option("--remember", help="Remember on this node whether the check passed, for --fresh.")
     ] = False,
     fresh: Annotated[
         str | None,

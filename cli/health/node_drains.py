@@ -1,4 +1,4 @@
-"""Read which nodes the cluster has drained, and drain nodes for an administrator or a hook. Blocking."""
+"""Read which nodes the cluster has drained, and drain nodes for an administrator or a hook. All calls block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_DRAINED_FRACTION = 0.1
 Many requests can be wrong for the same reason.
 """
 MAX_UNAVAILABLE_FRACTION = 0.25
-"""Share of the cluster's nodes. While a larger share is down or drained, no node is drained (docs/sources.md, guard
+"""Maximum share of the cluster's nodes that may be down or drained; above it no node is drained (docs/sources.md, guard
 rails)."""
 DRAIN_SETTLE_S = 2.0
 """Time (s) to wait after a drain until slurmctld's clock has passed the second that is recorded for the drain."""

@@ -1,4 +1,4 @@
-"""Run ``rrl health check`` on other nodes now, as a small job of this user on each node. Blocking.
+"""Run ``rrl health check`` on other nodes now, as a small job of this user on each node. The call blocks.
 
 The job first requests all GPUs of the node, because Slurm may hide GPUs that a job has not requested. If a GPU is in
 use, a second job requests only a CPU; it can still check the kernel log, the fabric and the mounts.

@@ -35,8 +35,8 @@ _GIB = 2**30
 class JobShape(Struct, frozen=True):
     """The distribution of the job's roles over nodes, and the cores and memory that each node must have.
 
-    ``exclusive``: whether the trainer and each rollout have a node of their own. ``fits``: whether the nodes that are
-    up suffice.
+    ``exclusive`` is True if the trainer and each rollout have a node of their own, ``fits`` if the nodes that are up
+    suffice.
     """
 
     rollouts: int
@@ -183,7 +183,7 @@ def _networks(facts: Facts) -> dict[str, Any]:
     """Return the template's values for [transport] network; empty values if there is no choice.
 
     There is a choice only if this machine is on several networks and the environment names none of them. If the visited
-    node shares exactly one network with this machine, it is proposed.
+    node shares exactly one network with this machine, that network is proposed.
     """
     network = facts.host.network
     if isinstance(network, Unavailable) or network.requested or len(candidate_networks(network)) < 2:

@@ -76,7 +76,8 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
     source = source_key(spec)
     try:
         ended = run(command, DEADLINE_S + _KILL_MARGIN_S, env=env, cwd=str(folder), stdin_text=request)
-        trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)  # before it, [env] may print lines
+        # the commands of [env] may print lines before the result
+        trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)
     except TimeoutError:
         text = f"the task was not built and tried within {DEADLINE_S:g} s; --no-task checks the rest of the job"
         return TaskReport(Problem(source, text))

@@ -175,7 +175,7 @@ class _Trial:
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
         """Import the agent, and make its items, which need not be text of the model's vocabulary.
 
-        ``function`` is None for an agent that is a command: it is not started.
+        ``function`` is None for an agent that is a command. The trial does not start the command.
         """
         tokenizer = self._open_chat().tokenizer
         if function is not None:
@@ -390,7 +390,7 @@ def main() -> None:
         trial = _Trial(request).run()
         result.write(msgspec.json.encode(trial))
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # kills this process, and all that the user's code has started
+        os.killpg(0, signal.SIGKILL)  # SIGKILL also ends all processes that the user's code has started
     os._exit(0)  # threads that the user's code has started do not delay the end
 
 

@@ -22,8 +22,8 @@ def logs(
     """Print the logs of a run (by default of the newest one), merged by time.
 
     With ``follow``, new lines are printed too, until the run ends. With ``failed``, only the last lines before each
-    failure are printed. With ``raw``, control characters that the terminal would obey are printed as they are. Returns
-    the exit code, 130 after Ctrl-C.
+    failure are printed. With ``raw``, control characters are printed as they are, so the terminal interprets them.
+    Returns the exit code, 130 after Ctrl-C.
     """
     earliest = None if since is None else parse_time(since)
     wanted = line_filter(lines, earliest, None if grep is None else matcher(grep, "--grep"))
@@ -36,7 +36,7 @@ def logs(
     if failed:
         from .failed import show_failures
 
-        raise_nofile()  # all merged files are open at the same time
+        raise_nofile()  # merging keeps every file open, so the limit must be high
         return show_failures(run, selector, wanted, lines if lines is not None else DEFAULT_LINES, printer)
     reader = LogReader(run, selector, wanted, follow=follow)
     printer.labelled = follow or len(reader.logs) > 1

@@ -117,7 +117,7 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
 
 
 def _recovery_text(failure: Failure) -> str:
-    """Return a text about the incarnation that took over and the time until then (s); empty while none has joined."""
+    """Return which incarnation took over, and how many seconds after the failure; empty while none has joined."""
     if failure.recovered_at is not None:
         return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
     if failure.joined_at is not None:

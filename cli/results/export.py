@@ -1,4 +1,4 @@
-"""``rrl export``: a committed checkpoint as a Hugging Face folder."""
+"""``rrl export``: write a committed checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def report(run: str | None, other: str | None, clean: str | None, html: Path | N
     Args:
         run: The run.
         other: A second run, which is shown beside it.
-        clean: A run without faults and protection, against which the strict ETTR of both is computed.
+        clean: A run without faults and protection, against which the strict ETTR of both runs is computed.
         html: File to write; None prints a table, or JSON.
         json: Whether to print JSON.
 

@@ -84,7 +84,7 @@ def _await_node_command(
 
 
 def _print_moving(state: State, node: NodeName, printed: str) -> str:
-    """Print which replicas must leave the node first, unless ``printed``, the text printed last, names the same ones.
+    """Print which replicas must leave the node first, except if ``printed`` (the text printed last) says the same.
 
     Returns the text that was printed last.
     """

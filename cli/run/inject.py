@@ -89,7 +89,7 @@ def _targets_manager(fault: Fault) -> bool:
 
 
 def _unrecorded_result(run: RunDir, fault: Fault) -> ev.FaultInjected:
-    """Return the result of a fault if no manager has journaled one: "unknown", which the next manager will journal."""
+    """Return "unknown", the result that the next manager will journal for a fault without a journaled result."""
     detail = f"no manager is running now; the roles keep running, and the next manager takes over: rrl manage {run.id}"
     return ev.FaultInjected(fault.id, None, False, detail, fault.kind, fault.target, unknown=True)
 

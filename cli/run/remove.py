@@ -133,7 +133,7 @@ def _not_ended(run: RunDir, state: State | None) -> str:
     try:
         last = holder(run)
         if last is not None and not surely_gone(last) and time.time() - renewed_at(run) < MANAGER_EXIT_S:
-            return "has a manager that has not left yet"
+            return "has a manager that has not ended yet"
     except OSError as error:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     return ""
@@ -192,7 +192,7 @@ def _delete(folder: Path) -> int:
     """
     nbytes = disk_usage(folder)
     try:
-        shutil.rmtree(folder)  # it opens folders, so a link that appears while it runs is not followed
+        shutil.rmtree(folder)  # rmtree opens folders, so it follows no link that appears meanwhile
     except OSError as error:
         raise OperationFailed(
             f"{error.filename or folder}: {error.strerror or error}; the rest is still there"

@@ -40,7 +40,7 @@ def status(name: str | None, *, json: bool) -> int:
     state = reader.state()
     if reader.torn and manager_gone(run):  # a running manager may still be writing it
         torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
-        print(f"rrl: {torn_text}: no process has acted on it", file=sys.stderr)
+        print(f"rrl: {torn_text}: no process has acted on this record", file=sys.stderr)
     failure = StartCheck(run).failure(state)
     if state is not None and failure:
         print(f"rrl: {run.id} was to be resumed, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
@@ -104,7 +104,7 @@ def picture(
 
 
 def metrics_failure(run: RunDir, state: State) -> str:
-    """Return why the manager of a run that has not ended serves no metrics; empty if it does, or need not."""
+    """Return why the manager of an unfinished run serves no metrics; empty if it serves them, or if none are wanted."""
     if state.outcome is not None or not state.job.health.metrics:
         return ""
     try:
@@ -123,7 +123,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
         from ...manager.bootstrap.manager_job import job_name
 
         queued = f"squeue --name={job_name(run.id, job)}"
-    if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # if the clocks differ, only the text changes
+    if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # if the two clocks differ, only this text is wrong
         return f"its manager is starting ({queued} shows its job)" if queued else "its manager is starting"
     if queued:
         return f"its manager has not started yet ({queued} tells why; if it shows no job: rrl manage {run.id})"

@@ -39,11 +39,11 @@ class TurnNode(Struct, frozen=True):
     sampled: int
     finished: bool
     foreign: bool
-    """True if it was sampled from another policy than the one that is trained: its answer is context."""
+    """True if the turn was sampled from another policy than the trained policy: the turn's answer is context."""
     recorded: bool
     """True if an earlier attempt made the turn, and the newest attempt has not replayed it."""
     versions: tuple[int, ...]
-    """Steps of the weights that sampled it, in order."""
+    """Steps of the weights that sampled the turn, in order."""
     trained: int | None
     """Number of sampled tokens that are trained; None while the episode is not finished."""
 
@@ -66,14 +66,14 @@ class Episode(Struct, frozen=True):
     outside: bool
     """True if an agent outside of the run makes the newest attempt."""
     step: int | None
-    """Training step that the episode's group is bound to; None before."""
+    """Training step that the episode's group is bound to; None while the group is not bound."""
     reward: float | None
     branches: int
-    """Number of paths that are not the beginning of another one: the samples of a finished episode."""
+    """Number of paths that are not the beginning of another path: the samples of a finished episode."""
     given: int
     sampled: int
     trained: int | None
-    """Number of trained tokens; None while it is not finished."""
+    """Number of trained tokens; None while the episode is not finished."""
     versions: tuple[int, ...]
     turns: tuple[TurnNode, ...]
 

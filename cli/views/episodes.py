@@ -58,7 +58,7 @@ def episode_view(episode: Episode) -> RenderableType:
 
 
 def versions_text(versions: Sequence[int]) -> str:
-    """Return the weight versions that sampled something: ``v3``, ``v3–v5``; a dash for none."""
+    """Return the weight versions that sampled tokens as text: ``v3``, ``v3–v5``; a dash for none."""
     if not versions:
         return "–"
     return f"v{versions[0]}" if versions[0] == versions[-1] else f"v{versions[0]}–v{versions[-1]}"

@@ -196,7 +196,7 @@ class DecisionRecord(Struct, frozen=True):
     """What the decision should achieve."""
     deadline: float | None
     result: str
-    """``came``, ``did not come``, ``awaited`` or ``holds so far``."""
+    """What became of the expected effect: ``came``, ``did not come``, ``awaited`` or ``holds so far``."""
     result_text: str
     result_time: float | None
     late: bool

@@ -95,7 +95,7 @@ def pace_of(state: State, now: float) -> Pace:
 def progress_figures(state: State, now: float) -> list[Text]:
     """Return how fast the run trains: seconds of a step, time left, and effective training time (ETTR).
 
-    ``now`` is the manager's time (s). Empty before the second step, and in a run of commands alone.
+    ``now`` is the manager's time (s). The list is empty before the second step, and in a run that has only commands.
     """
     if not state.job.steps:
         return []

@@ -128,7 +128,7 @@ def _next_start(state: State, replica: Replica, now: float, verb: str) -> str:
 def replicas_view(state: State, now: float, width: int, failures: Failures, max_listed: int) -> RenderableType:
     """Return the table of the replicas.
 
-    Of a role with more than ``max_listed`` replicas, only unusual ones have a row, and the others are counted.
+    If a role has more than ``max_listed`` replicas, only unusual replicas have a row, and the others are counted.
     """
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False, expand=True,

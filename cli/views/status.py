@@ -87,7 +87,7 @@ def status_view(
         now: The wall clock (s).
         width: Columns of the terminal.
         notes: Lines about the run's manager, which replace the information in the journal.
-        known_standing: The standing of the run; empty: the standing according to the journal (:func:`standing`).
+        known_standing: The standing of the run; empty selects the standing according to the journal (:func:`standing`).
         folders: The folders with the weights of the run.
         max_listed: Number of replicas of a role up to which all are listed.
     """
@@ -353,7 +353,7 @@ def _nodes(state: State) -> Text:
 
 
 def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each node that a user drains, or that the run left for a reason without open finding."""
+    """Yield (label, text) for each node that a user drains, or that the run left and no open finding explains."""
     for name, (command, by) in list(state.node_commands.items())[:MAX_LISTED]:
         if command == DRAIN:
             yield "drain", f"{name}, requested by {by}"

@@ -77,7 +77,8 @@ def test_torn_record_at_the_end_is_ignored_and_reported(
     torn = capsys.readouterr()
     assert torn.out == whole.out
     assert torn.err == (
-        "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: no process has acted on it\n"
+        "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored:"
+        " no process has acted on this record\n"
     )
     Journal(run, 9).close()
     assert ": ignored 50 bytes of an unfinished record" in caplog.text, (

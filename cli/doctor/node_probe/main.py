@@ -152,7 +152,7 @@ def _sbatch() -> CommandResult:
 
 
 def _option(key: str) -> str:
-    """Return the value of an option of this job, which the job tested from this node requests too."""
+    """Return the value that this job has for an option, so that the tested job requests the same value."""
     return os.environ.get(f"SLURM_JOB_{key.upper()}", "").replace("(null)", "")
 
 

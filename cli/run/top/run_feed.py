@@ -47,7 +47,7 @@ class Snapshot(NamedTuple):
     runs: tuple[WatchedRun, ...] = ()
     """All runs, newest first."""
     opened: OpenedRun | None = None
-    """The run that is shown in detail; None if none is, or if it is gone."""
+    """The run that is shown in detail; None if no run is shown in detail, or if the run is gone."""
     trouble: str = ""
     """Why the folder of runs cannot be read; empty if it can. The runs are then those of an earlier reading."""
 

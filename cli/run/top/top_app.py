@@ -36,7 +36,7 @@ class TopApp(App[None]):
 
     Args:
         watcher: Reads the runs.
-        opened: The run that is shown first; None: the table of all runs.
+        opened: The run that is shown first; None shows the table of all runs first.
     """
 
     TITLE = "rrl top"

@@ -25,7 +25,7 @@ MAX_ROWS = 500
 
 
 def _safe(value: Any) -> Any:
-    """Return text without control and directional characters; other values as they are."""
+    """Return text without control and directional characters, and any other value unchanged."""
     return escaped(value) if type(value) is str else value
 
 

@@ -188,4 +188,4 @@ def test_agents_behind_a_relay_get_no_error_when_the_endpoint_moves(
     assert trained["outside"]
     assert trained["trained"] == trained["sampled"]
     assert main.run(["endpoint", name]) == 1
-    assert "has ended (completed), and its endpoint with it" in capsys.readouterr().err
+    assert "has ended (completed), so its endpoint no longer answers" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The question before each change of a run: what will happen, and the command that does the same."""
+"""The question before each change of a run, with the effects of the change and the command that makes it."""
 
 from __future__ import annotations
 

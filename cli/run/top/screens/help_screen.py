@@ -17,7 +17,7 @@ from textual.widgets import Static
 _OF_TABLES = (
     ("↑ ↓ PgUp PgDn", "Move the cursor, or scroll"),
     ("Enter", "Open the row that has the cursor"),
-    ("mouse", "A click chooses a row, a second one opens it; a click on a heading sorts, a second one reverses"),
+    ("mouse", "Click a row to choose it, again to open it; click a heading to sort, again to reverse the order"),
 )
 """Keys that Textual's table itself handles."""
 _NOTES = (

@@ -44,7 +44,7 @@ class RunScreen(Screen[None]):
         Binding("e", "explain", "Explain", tooltip="Explain the decisions about the replica or node with the cursor"),
         Binding("E", "explain_run", "Explain run", show=False, tooltip="Explain all decisions of the run"),
         Binding("r", "restart", "Restart", tooltip="Restart the replica that has the cursor"),
-        Binding("d", "drain", "Drain", tooltip="Drain the node under the cursor, or the node of the replica under it"),
+        Binding("d", "drain", "Drain", tooltip="Drain the node under the cursor, or the replica's node"),
         Binding("i", "inject", "Inject", tooltip="Inject a fault, if the job allows it"),
     ]
 
@@ -95,7 +95,7 @@ class RunScreen(Screen[None]):
     # ── actions ────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible for the run and for the row that has the cursor."""
-        if action not in CHANGES or self._state is None:  # the tables may not be there yet
+        if action not in CHANGES or self._state is None:  # the tables may not exist yet
             return action not in CHANGES
         return is_possible(action, self._state, self._replica, self._node)
 
@@ -120,7 +120,7 @@ class RunScreen(Screen[None]):
             self.post_message(ChangeRequested(restart_of(self._opened.watched, self._state, self._replica)))
 
     def action_drain(self) -> None:
-        """Ask whether to drain the node that has the cursor, or the node of the replica that has it."""
+        """Ask whether to drain the node under the cursor, or the node of the replica under the cursor."""
         if self._opened is not None and self._state is not None and self._node is not None:
             self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
 
@@ -148,7 +148,7 @@ class RunScreen(Screen[None]):
 
     @property
     def _node(self) -> NodeName | None:
-        """The node that has the cursor, or the node of the replica that has it."""
+        """The node that has the cursor, or the node of the replica that has the cursor."""
         key, state = self._table.cursor_key, self._state
         if key is None or state is None:
             return None

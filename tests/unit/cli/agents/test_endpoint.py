@@ -88,7 +88,7 @@ def test_an_ended_run_is_one_line_although_its_addresses_remain(
 ) -> None:
     written_with_endpoint(begun().ends(Outcome.COMPLETED, "all steps are done"), root, *URLS)
     assert main.run([command, RUN]) == 1
-    assert capsys.readouterr().err == f"rrl: {RUN} has ended (completed), and its endpoint with it\n"
+    assert capsys.readouterr().err == f"rrl: {RUN} has ended (completed), so its endpoint no longer answers\n"
 
 
 def test_keys_that_others_can_read_are_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.accounting", OK, "stores no accounting", config(AccountingStorageType="accounting_storage/none")),
     ("slurm.account", OK, "there is no accounting", config(AccountingStorageType="accounting_storage/none")),
     ("slurm.account", OK, "use astro", slurm(accounts=Accounts("None", "astro", ("astro", "bio")))),
-    ("slurm.account", FAIL, "does not know you", slurm(accounts=Accounts("", "", ()))),
+    ("slurm.account", FAIL, "has no account for you", slurm(accounts=Accounts("", "", ()))),
     ("slurm.account", WARN, "accepts jobs without an account", slurm(
         accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce=""))),
     ("slurm.account", FAIL, "chem is not one of your accounts", msgspec.structs.replace(

@@ -58,7 +58,7 @@ def _linked(run: RunDir, story: Story) -> None:
     [
         (Story("mine-1").works(), None, r"has not ended \(rrl cancel mine-1 ends it\)"),
         (completed("mine-1"), _pending, "is to be resumed"),
-        (completed("mine-1"), _managed, "has a manager that has not left yet"),
+        (completed("mine-1"), _managed, "has a manager that has not ended yet"),
         (completed("mine-1"), _linked, "is a link, which rrl does not follow"),
     ],
     ids=["running", "resumed", "managed", "link"],
