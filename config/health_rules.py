@@ -88,8 +88,8 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     busy: int = 50
     """Percent of utilization from which a GPU's clock and PCIe generation are meaningful (ours)."""
     memory_before_start: int = 512 * 2**20
-    """Bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than new drivers
-    reserve)."""
+    """Bytes of a GPU's memory that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than
+    new drivers reserve)."""
     reclaim: int = 10
     """Samples in a row, one second apart, in which a GPU's memory may still be in use before a role starts: a process
     that has just ended frees its memory slowly (gcm: 3 retries of 3 s)."""
@@ -173,19 +173,19 @@ class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
     symbol_errors_hour: int = 120
     """Symbol errors per hour above which a port fails (NVSentinel)."""
     symbol_errors: float = 10.0
-    """Symbol errors per second above which the check warns, like all thresholds below (NVSentinel)."""
+    """Symbol errors per second above which the check warns (NVSentinel)."""
     recoveries: float = 5.0
-    """Rate of link_error_recovery, per minute."""
+    """Increments of link_error_recovery per minute above which the check warns (NVSentinel)."""
     receive_errors: float = 10.0
-    """Rate of port_rcv_errors, per second."""
+    """Increments of port_rcv_errors per second above which the check warns (NVSentinel)."""
     ack_timeouts: float = 1.0
-    """Rate of local_ack_timeout_err, per second."""
+    """Increments of local_ack_timeout_err per second above which the check warns (NVSentinel)."""
     discards: float = 100.0
-    """Rate of port_xmit_discards, per second."""
+    """Increments of port_xmit_discards per second above which the check warns (NVSentinel)."""
     slow_restarts: float = 10.0
-    """Rate of roce_slow_restart, per second."""
+    """Increments of roce_slow_restart per second above which the check warns (NVSentinel)."""
     carrier_changes: int = 2
-    """Number of carrier changes within an hour."""
+    """Number of carrier changes within an hour above which the check warns (NVSentinel)."""
 
 
 class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -239,8 +239,8 @@ class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
     window: float = 600.0
     """Length of the window in seconds (same as the circuit breaker of a run)."""
     standing: float = 0.25
-    """Share of the cluster's nodes, at least one node, that may be drained by hooks at any time (guard rails: none
-    while more than 25 % are down)."""
+    """Share of the cluster's nodes, at least one node, that may be drained by hooks at any time (guard rails: no drain
+    while more than 25 % of the nodes are down)."""
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

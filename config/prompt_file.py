@@ -54,7 +54,7 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
     """Open a file and check all of its rows.
 
     Args:
-        path: The file; the ending of its name tells its format.
+        path: The file; the ending of its name determines the format.
         prompt: Format string over the columns.
         required: Further columns that each row must have.
 
@@ -74,7 +74,7 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
 
 
 def prompt_columns(prompt: str) -> dict[str, bool]:
-    """Return the columns that a format string uses; True for a column of which it uses only a part of the value."""
+    """Return the columns that a format string uses, each with True if the string uses only a part of its value."""
     fields = [field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None]
     return {root(field): root(field) != field for field in fields}
 

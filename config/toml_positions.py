@@ -78,7 +78,7 @@ class _Scanner:
         return self._newest(table, line)
 
     def _newest(self, path: Path, line: int) -> Path:
-        """Return the path of the table that a header with ``path`` refers to: in an array of tables, the newest one."""
+        """Return the path of the table that a header refers to: the newest table, if ``path`` is an array of tables."""
         self._lines.setdefault(path, line)
         if path in self._elements:
             path = (*path, self._elements[path] - 1)

@@ -86,7 +86,7 @@ def start_logging(level: str = DEFAULT_LOG_LEVEL, *, stamped: bool = True) -> No
     """Write the messages of all loggers below ``rrl`` to stderr. A further call only sets the level.
 
     Args:
-        level: The lowest :data:`LogLevel` that is written, unless :data:`LOG_LEVEL_ENV` names another.
+        level: The lowest :data:`LogLevel` that is written, unless :data:`LOG_LEVEL_ENV` names another level.
         stamped: Begin each line with the time. False in a role's process, whose launcher stamps every line.
     """
     logger = logging.getLogger("rrl")

@@ -90,8 +90,9 @@ _ALL = (
     # code of the user runs, with tools that take minutes; the timeout of an attempt ends code that never returns
     Phase("act", progresses=True, calls_services=True, useful=True, shortest=1500.0, longest=_HOUR, colour="green"),
     Phase("wait_turn", waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
-    # the role itself reports what it waits for, so only time can show that the service never answers; judges that
-    # limit their clients' rate make them wait for up to 14 min, and some of these waits follow each other directly
+    # the role itself reports what it waits for, so only a deadline can detect that the service never answers. Judges
+    # that limit the rate of their clients make them wait for up to 14 min, and several such waits may follow each
+    # other.
     Phase(WAIT_EXTERNAL, idle_cause="external", useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),
     # the store fsyncs to shared storage
     Phase("serve", uses_storage=True, useful=True, shortest=300.0, longest=inf, colour="green"),

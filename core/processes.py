@@ -59,7 +59,7 @@ class Process(Struct, frozen=True):
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat (proc(5)) from the third, the state, on. Raises OSError if it is gone."""
+    """Return the fields of /proc/PID/stat (proc(5)) from the third (the state) on. Raises OSError if PID has ended."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     return text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses

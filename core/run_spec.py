@@ -461,7 +461,7 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """The run's own agents; None if it has none. Without an endpoint, too, each trajectory is an answer to a prompt."""
+    """The run's own agents; None if it has none. If ``endpoint`` is None too, trajectories are answers to prompts."""
     endpoint: EndpointSettings | None = None
     """The endpoint for agents outside of the run; None: they cannot take part."""
     transport: TransportSpec = TransportSpec()

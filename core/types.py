@@ -308,11 +308,11 @@ class GpuUse(Struct, frozen=True, array_like=True):
     gpus: int
     """Number of GPUs that the run may use on the node."""
     busy: float | None
-    """Mean share of the time (0 to 1) in which a kernel ran on them; None if unknown."""
+    """Mean share of the time (0 to 1) in which a kernel ran on the GPUs; None if unknown."""
     memory_used: int
-    """Bytes of their memory that are in use, by any process; 0 if unknown."""
+    """Bytes of the GPUs' memory that are in use, by any process; 0 if unknown."""
     memory_total: int
-    """Bytes of their memory; 0 if unknown."""
+    """Bytes of the GPUs' memory; 0 if unknown."""
 
 
 class Outcome(StrEnum):

@@ -54,7 +54,7 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             repeats = parameter.nargs == -1
             continue
         value = {} if parameter.is_flag else {"value": _kind(parameter)}
-        for option in parameter.opts if parameter.default is not True else ():  # no flag that is on by default
+        for option in parameter.opts if parameter.default is not True else ():  # skip flags that are on by default
             options[option] = {"help": _short(parameter.help or ""), **value}
         for option in parameter.secondary_opts if parameter.default is not False else ():
             options[option] = {"help": ""}

@@ -59,7 +59,7 @@ _SVG = """\
 </g>
 </svg>
 """
-"""rich's frame without its web font, so that a picture in a README loads nothing from other servers"""
+"""rich's frame without its web font, so that a picture in a README loads nothing from other servers."""
 
 
 def representative_state(run: RunDir) -> State:
@@ -76,7 +76,7 @@ def representative_state(run: RunDir) -> State:
 
 
 def picture(state: State) -> str:
-    """Return the SVG of a state, which depends on nothing else."""
+    """Return the SVG of a state; the SVG depends on the state alone."""
     screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
                      markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
     screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))

@@ -47,7 +47,7 @@ machine. Exit code 2: the job cannot work, for the reason in the one line on std
 A job needs `[run]`, and either
 `[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`);
 everything else has a default.
-`examples/quickstart.toml` is a whole one.
+`examples/quickstart.toml` is a complete job.
 
 ## Several files and single values
 `rrl submit`, `rrl check` and `rrl resume` (there with `--job`) take several files, and values of single keys:

@@ -16,8 +16,8 @@ from msgspec.structs import fields
 from rrl.config.job.json_schema import field_docstrings
 
 MAX_LISTED = 10
-"""Largest number of values of an enum, or of structs of a union, that a cell lists; of more it gives only the
-number."""
+"""Largest number of values of an enum, or of structs of a union, that a cell lists; if there are more, the cell gives
+only their number."""
 _NAMES: dict[Any, str] = {
     str: "text", int: "integer", float: "number", bool: "true or false", bytes: "text (base64)", Any: "any value",
     type(None): "null", dict: "object", list: "list", tuple: "list",

@@ -82,9 +82,9 @@ class JobDocument:
         ]
         self._settings = {len(parts) + index: setting for index, setting in enumerate(settings)}
         self._places: dict[KeyPath, _Place] = {}
-        """For each key its last place."""
+        """The last place of each key."""
         self._first_places: dict[KeyPath, _Place] = {}
-        """For each key its first place, which is reported if a key is missing in a table that several files have."""
+        """The first place of each key, which is reported if a key is missing in a table that several files have."""
         text = ""
         for index, part in enumerate(parts):
             if isinstance(part, Mapping):

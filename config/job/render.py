@@ -29,12 +29,12 @@ def as_toml(job: Job) -> str:
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     model = job.model
-    if model is not None and model.path is not None:  # config.json has these keys; beside path they would be refused
+    if model is not None and model.path is not None:  # [model] must not have these keys beside path
         model = model.model_copy(update=dict.fromkeys(SHAPE_KEYS))
     sampling = job.sampling
-    if sampling.staleness == "unlimited":  # with it, late must not have a value
+    if sampling.staleness == "unlimited":  # `late` must not be set then
         sampling = sampling.model_copy(update={"late": None})
-    elif sampling.staleness == 0 and sampling.ahead > 0:  # the default must not be written: it would be rejected
+    elif sampling.staleness == 0 and sampling.ahead > 0:  # the default of `ahead` would be rejected
         sampling = sampling.model_copy(update={"ahead": None})
     filled = job.model_copy(update={
         "cluster": cluster,
@@ -52,7 +52,7 @@ def merged_toml(data: Mapping[str, Any]) -> str:
 
 
 def _plain_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """Yield the lines of a table, its plain keys first, and of the tables in it."""
+    """Yield the lines of a table, its plain keys first, and the lines of the tables in it."""
     plain = {key: value for key, value in table.items() if not isinstance(value, dict) and not _holds_dicts(value)}
     if path and (plain or not table):
         yield f"\n[{'.'.join(map(bare_or_quoted, path))}]"

@@ -98,16 +98,18 @@ class TrainerRole(Role):
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
     of your own trainer."""
     export: Literal["end"] | Annotated[int, Field(ge=1)] | None = _TRAINER.export
-    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end": the last one, once the
-    run has completed; a number: also one each time that this many steps are committed. The manager exports, with the
-    lowest priority; a failure is only reported. Exports are never deleted."""
+    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end": the last checkpoint, once
+    the run has completed; a number N: also the checkpoint of every Nth step. The manager exports, with the lowest
+    priority; a failure is only reported. Exports are never deleted."""
     checkpoint_every: Annotated[int, Field(ge=1, le=500)] = _TRAINER.checkpoint_every
-    """Number of steps that one commit with its checkpoint covers: the trainer writes a checkpoint after each step that
-    is a multiple of it, after the last step, and when it is asked to stop. A restart without a snapshot trains the
-    steps since the last commit again, on the same batches. Your own trainer may commit more often, but not more rarely.
+    """Number of steps that one commit with its checkpoint covers. The trainer writes a checkpoint after each step that
+    is a multiple of this number, after the last step, and when the trainer is asked to stop. A restart without a
+    snapshot trains the steps since the last commit again, on the same batches. Your own trainer may commit more often,
+    but not more rarely.
     """
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
-    """Number of steps that may be trained while a checkpoint is written; then the trainer waits for it."""
+    """Number of steps that may be trained while a checkpoint is written. After them the trainer waits for the
+    checkpoint."""
     warm: bool = True
     """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
     of the trainer at once. Only with [recovery] policy = "role"."""
@@ -144,8 +146,8 @@ class RolloutRole(Role):
     """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
     warm: bool = False
     """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
-    rollout that has lost its node continues there at once. Only with [recovery] policy = "role" and [cluster] form =
-    "pool"."""
+    rollout that has lost its node continues at once in a standby rollout. Only with [recovery] policy = "role" and
+    [cluster] form = "pool"."""
     preload: bool | None = None
     """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
     rollout that fails there continues in this process. A node with less than 400 MiB beside the mem of its roles has no
@@ -194,11 +196,11 @@ class AgentsRole(Role):
     timeout: Time = 1200.0
     """Longest time of one attempt at an episode; a longer attempt has failed."""
     reward_timeout: OptionalTime = None
-    """How long an episode that ended without a reward waits for a reward from outside. Then its group is dropped.
-    Default: it does not wait, and [task] scores the last answer."""
+    """How long an episode that ended without a reward waits for a reward from outside. After this time its group is
+    dropped. Default: no wait, and [task] scores the last answer."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """Number of further attempts at an episode whose agent failed (an exception, or the timeout). Then its group is
-    dropped with the reason; a failed attempt is never scored zero."""
+    """Number of further attempts at an episode whose agent failed (an exception, or the timeout). If they fail too, its
+    group is dropped with the reason. A failed attempt is never scored zero."""
     on_death: Literal["replay", "again", "drop"] = "replay"
     """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
     recorded one gets the recorded answer; again: the episodes begin again without the recorded answers; drop: their

@@ -234,8 +234,8 @@ class SamplingTable(Table):
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then
     shorter than the sampled ones (docs/architecture.md, trajectories, 10)."""
     stream: bool = _SAMPLING.stream
-    """Train a step's groups as they are finished, part by part, instead of waiting for the whole batch; the step is the
-    same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` for it."""
+    """Train a step's groups as they are finished, part by part, instead of waiting for the whole batch; the result of
+    the step is the same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` to train in parts."""
     window: Annotated[int, Field(ge=1)] = _SAMPLING.window
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
     similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length form a
@@ -417,7 +417,7 @@ class Job(Table):
             if act.get("longest") is None:
                 act["longest"] = max(PHASES["act"].longest, act["shortest"])
         for name, role in self.commands.items():
-            if role.watch == "activity":  # its launcher reports a phase that has the name of the role
+            if role.watch == "activity":  # the launcher of the role reports a phase with the name of the role
                 phases[name] = {"shortest": role.quiet, "longest": role.quiet, "progresses": True}
         return msgspec.convert(self.limits.model_dump() | {"phases": phases}, run_spec.Limits)
 

@@ -16,7 +16,7 @@ from .base import OptionalTime, SbatchOptions, Strings, Table, Time
 
 NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 MASK = "..."
-"""Replaces the parts of a notification's target that may be secret."""
+"""Text that replaces the parts of a notification's target that may be secret."""
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def _eval(job: Job) -> None:
             f"missing; the {source} of [task] is trained on: write a table [eval.task] with other prompts",
         )
     if evaluation.task is not None and _same_file(evaluation.task.file, job.task.file):
-        raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another one")
+        raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another file")
     if evaluation.task is not None and evaluation.task.partial_credit:
         raise mistake(("eval", "task", "partial_credit"), "has no effect: nothing is trained on; remove this key")
     if evaluation.samples > 1 and not evaluation.temperature:

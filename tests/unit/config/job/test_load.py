@@ -107,9 +107,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]\ndataset", '[eval]\nevery = 5\ntask = { file = "a.jsonl", size = 5 }\n[task]\ndataset', "job.toml:14:"
      " eval.task.size: has no effect with `file`; remove this key"),
     ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "a.jsonl" }',
-     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another one"),
+     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file"),
     ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "./b/../a.jsonl" }',
-     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another one"),
+     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file"),
     ("[task]", "[roles.trainer]\nexport = 0\n[task]",
      'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0'),
     ("[task]", '[roles.trainer]\nexport = "last"\n[task]',
