@@ -34,7 +34,7 @@ def fault_of(
         target: Replica, rank, node, agent, standby process or manager; a role stands for a random replica of this role,
             and an empty text for a random replica of any role.
         at: The trigger, such as ``step=5``; None injects the fault at once.
-        seconds: Duration as text, such as ``10s``; None: the fault does not end.
+        seconds: Duration as text, such as ``10s``; with None the fault does not end.
         amount: Parameter of the fault, whose meaning depends on the kind.
         seed: Seed of the random choices.
 

@@ -1,6 +1,6 @@
 """The Python API: submit a job, and watch, change, end or export its run (docs/python.md).
 
-The commands of ``rrl`` use the same functions and print what these return. A call blocks until it is done, prints
+The commands of ``rrl`` use the same functions and print their results. A call blocks until it is done, prints
 nothing, and may be made in a notebook, whose event loop is running. Ctrl-C ends only the call: the run goes on.
 """
 
@@ -209,7 +209,7 @@ class Run:
 
         Args:
             folder: A new folder.
-            step: A step whose checkpoint is kept; by default the newest one.
+            step: A step whose checkpoint is kept; by default the newest such step.
 
         Raises:
             UsageError: The step is not committed, or the folder is not empty.

@@ -107,9 +107,10 @@ class StateReader:
 
 
 def resume_pending(run: RunDir) -> bool:
-    """Return whether a user has requested to resume the run, and no manager has carried that out yet.
+    """Return whether a user has requested to resume the run, and no manager has carried out the request yet.
 
-    Until then the journal ends with the run's previous end. Raises OperationFailed if the run cannot be read.
+    While such a request is open, the journal ends with the run's previous end.
+    Raises OperationFailed if the run cannot be read.
     """
     try:
         return read_pending(run) is not None

@@ -61,11 +61,11 @@ def run(
     Args:
         argv: the command and its arguments; it is not run by a shell.
         timeout_s: seconds until the command and its children are ended.
-        env: the environment; None: the environment of this process.
-        cwd: the working directory; None: the working directory of this process.
+        env: the environment; None selects the environment of this process.
+        cwd: the working directory; None selects the working directory of this process.
         stdin_text: the content of the command's stdin.
         max_output_bytes: maximum number of bytes kept of stdout, and of stderr; further output is read and dropped.
-        term_grace_s: seconds from SIGTERM to SIGKILL when the command is ended; 0: SIGKILL at once.
+        term_grace_s: seconds from SIGTERM to SIGKILL when the command is ended; 0 sends SIGKILL at once.
         preexec_fn: called in the child before the command; only allowed in a process with one thread.
 
     Raises:

@@ -166,11 +166,11 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``manager``, or the name of a node."""
     at: FaultTrigger = FaultTrigger()
     seconds: float = 0.0
-    """Duration in seconds; 0: permanent."""
+    """Duration in seconds; 0 means permanent."""
     amount: float = 0.0
     """Parameter of the kind: an exit code, a share of time, or ms."""
     by: str = ""
-    """User who requested the fault; empty: the job spec."""
+    """User who requested the fault; empty if the job spec plans it."""
 
 
 def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
@@ -220,8 +220,8 @@ def validate_fault(
     Args:
         kind: Kind of the fault.
         target: Target as in :class:`Fault`.
-        seconds: Duration in seconds; 0: not given.
-        amount: Parameter of the kind; 0: not given.
+        seconds: Duration in seconds; 0 if it is not given.
+        amount: Parameter of the kind; 0 if it is not given.
         replicas: Number of replicas of each role.
         at: Trigger of the fault.
         ranks: Number of ranks of each replica of a role; a role that is not listed has one.

@@ -77,9 +77,10 @@ class Launch(Struct, frozen=True):
     watch: str = "api"
     """``api``: the command joins through the worker API; ``activity``: its launcher joins and reports for it."""
     setup: str = ""
-    """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
+    """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty if there is nothing to set
+    up."""
     network: str = ""
-    """Interface or CIDR to listen on; empty: the step chooses an address of its node."""
+    """Interface or CIDR to listen on; if it is empty, the step chooses an address of its node."""
     gpus: int = 0
     """Number of GPUs of the step."""
     in_image: bool = False
@@ -92,7 +93,7 @@ class Launch(Struct, frozen=True):
     readers: tuple[str, ...] = ()
     """Node health readers that an agent starts as child processes."""
     admission_timeout: float = 0.0
-    """Seconds that an agent waits for the first round of its readers before it reports its node; 0: it does not
+    """Seconds that an agent waits for the first round of its readers before it reports its node; with 0 it does not
     wait."""
 
     @property

@@ -45,8 +45,8 @@ class Phase(Struct, frozen=True):
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
     longest: float = 900.0
-    """Upper bound of the no-progress deadline in seconds. inf: there is no deadline, and only a stall of the whole run
-    is a failure."""
+    """Upper bound of the no-progress deadline in seconds. With inf there is no deadline, and only a stall of the whole
+    run is a failure."""
     colour: str = "white"
 
 

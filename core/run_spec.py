@@ -54,7 +54,7 @@ class RoleSpec(Struct, frozen=True):
     warm: bool = False
     """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
     preload: bool = False
-    """True if each node of the role keeps a process that has imported its packages, for the next restart there."""
+    """True if each node of the role keeps a process that has imported its packages, for the next restart on it."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
     built_in: bool = False
@@ -109,8 +109,8 @@ class ManagerSpec(Struct, frozen=True):
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """Time limit (s) of the manager's own job, at which its successor starts; 0: the walltime of the run plus a
-    margin."""
+    """Time limit (s) of the manager's own job, at which its successor starts; 0 stands for the walltime of the run plus
+    a margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
     reader: Literal["auto", "commands", "pyslurm"] = "commands"
@@ -221,14 +221,14 @@ class Recovery(Struct, frozen=True):
     """Time (s) within which a standby process must join as the promoted incarnation. If it does not, the next
     candidate is promoted."""
     full_restarts: int = 2
-    """Number of restarts of the whole run within the window; the next failure ends the run. 0: the whole run is never
-    restarted."""
+    """Number of restarts of the whole run within the window; the next failure ends the run. With 0 the whole run is
+    never restarted."""
     drain: bool = True
     """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0
     """Time (s) after which a node that was excluded without proof may be used again; doubles with each exclusion."""
     failure_rate: float = 0.0
-    """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts = "auto"; 0: unknown."""
+    """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts; 0 if unknown."""
 
 
 class HealthSpec(Struct, frozen=True):
@@ -239,13 +239,13 @@ class HealthSpec(Struct, frozen=True):
     checks: dict[str, str] = {}
     """By detector or check: ``act``, ``observe`` (report as WARN, without consequences) or ``off``."""
     admission: bool = True
-    """Check a node before the first role starts there, and do not use a node that fails."""
+    """Check a node before the first role starts on it, and do not use a node that fails."""
     stragglers: str = "report"
     """``report``, or ``exclude``: replace the node of a persistently slow replica by a spare, if there is one."""
     history: str = ""
-    """Folder to which this run's findings are appended, for the administrators' report; empty: none."""
+    """Folder to which this run's findings are appended, for the administrators' report; empty for none."""
     metrics: str = ""
-    """``host:port`` at which the manager serves Prometheus metrics; port 0: any free port; empty: no metrics."""
+    """``host:port`` for Prometheus metrics of the manager; port 0 selects a free port; empty for no metrics."""
 
 
 class TokenizerSpec(Struct, frozen=True):
@@ -265,7 +265,7 @@ class ModelSpec(Struct, frozen=True):
     """
 
     path: str | None = None
-    """Absolute path of a Hugging Face folder; None: rrl builds the model."""
+    """Absolute path of a Hugging Face folder; None if rrl builds the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat: bool = False
     hidden_size: int = 64
@@ -275,13 +275,13 @@ class ModelSpec(Struct, frozen=True):
     kv_heads: int = 4
     head_dim: int = 16
     max_length: int | None = None
-    """Maximum number of tokens of prompt and answer; None: the limit in config.json of ``path``, read on the nodes."""
+    """Maximum tokens of prompt and answer; None if the nodes read the limit in config.json of ``path``."""
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """The library renderers' name of the format in which the model of ``path`` writes tool calls; None: the format is
-    found from its chat template."""
+    """The library renderers' name of the format in which the model of ``path`` writes tool calls; None if its chat
+    template determines the format."""
 
 
 class TaskSpec(Struct, frozen=True):
@@ -317,7 +317,7 @@ class SamplingSpec(Struct, frozen=True):
     temperature: float = 1.0
     ahead: int = 1
     staleness: int | None = DEFAULT_STALENESS
-    """Maximum age, in training steps, of a token that is trained on; None: no limit."""
+    """Maximum age, in training steps, of a token that is trained on; None for no limit."""
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
@@ -331,7 +331,7 @@ class EvalSpec(Struct, frozen=True):
     samples: int = 1
     temperature: float = 0.0
     task: TaskSpec | None = None
-    """The task that is evaluated; None: the dataset of ``[task]``, with items that no step trains on."""
+    """The task that is evaluated; None stands for the dataset of ``[task]``, with items that no step trains on."""
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
@@ -345,7 +345,7 @@ class TransportSpec(Struct, frozen=True):
     trusted_network: bool = False
     chunk: int = 8 * 2**20
     network: str = ""
-    """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
+    """Name of an interface, or a CIDR, that all processes listen on; if empty, each process chooses on its node."""
     chunk_deadline: float = 5.0
     """Longest time (s) that a pull waits for a chunk before it uses another source."""
     chain: int = 8
@@ -437,7 +437,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps that complete the run; 0: without a trainer, the end of its commands completes it."""
+    """Number of optimizer steps that complete the run; 0 if the end of its commands completes it (no trainer)."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
@@ -463,7 +463,7 @@ class RunSpec(Struct, frozen=True):
     agents: AgentsSettings | None = None
     """The run's own agents; None if it has none. If ``endpoint`` is None too, trajectories are answers to prompts."""
     endpoint: EndpointSettings | None = None
-    """The endpoint for agents outside of the run; None: they cannot take part."""
+    """The endpoint for agents outside of the run; None if they cannot take part."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

@@ -284,7 +284,7 @@ class Finding(Struct, frozen=True):
     node: NodeName | None = None
     proof: bool = False
     component: str = ""
-    """Component of the node: a GPU's UUID, a port (``mlx5_0/1``) or a path; empty: the whole node."""
+    """Component of the node: a GPU's UUID, a port (``mlx5_0/1``) or a path; empty for the whole node."""
     flags: tuple[Flag, ...] = ()
     """Properties that decisions depend on, beside verdict, cause and remedy. No decision depends on the text of the
     evidence."""
@@ -292,7 +292,8 @@ class Finding(Struct, frozen=True):
     """Cause, detector and component that the findings of several nodes or replicas have in common; only set in a
     finding about the run."""
     exception: RaisedException | None = None
-    """Exception that ended the process; only set if the finding is about the end of a process that reported one."""
+    """Exception that ended the process; only set if the finding is about the end of a process that reported an
+    exception."""
 
     @property
     def key(self) -> str:
@@ -339,4 +340,4 @@ class Resources(Struct, frozen=True):
     cpus: int = 1
     gpus: int = 0
     mem: int = 0
-    """Bytes; 0: the cluster's default."""
+    """Bytes of memory; 0 stands for the cluster's default."""

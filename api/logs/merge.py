@@ -177,7 +177,7 @@ def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
     """Yield the lines; of several lines with the same time, yield only the most complete line.
 
     A line of the process itself is more complete than a notice that lines are missing. A whole line is more complete
-    than a torn one.
+    than a torn line.
     """
     best: Line | None = None
     for line in lines:

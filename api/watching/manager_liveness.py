@@ -93,7 +93,7 @@ def liveness_without_slurm(run: RunDir, state: State) -> Liveness:
 
 
 def stale_lease(run: RunDir, state: State) -> str:
-    """Return why the run seems to have no manager; empty if it may have one, or has ended.
+    """Return why the run seems to have no manager; empty if it may have a manager, or has ended.
 
     Raises OperationFailed if the lease cannot be read.
     """
@@ -190,7 +190,7 @@ def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
 
 
 def _managers_text(managers: Sequence[Job]) -> str:
-    """Return Slurm's view of the manager jobs, the running one first."""
+    """Return Slurm's view of the running manager job, else of a queued manager job."""
     from ...manager.cluster.base import AllocationState
 
     job = min(managers, key=lambda one: one.state is not AllocationState.RUNNING)
@@ -200,7 +200,7 @@ def _managers_text(managers: Sequence[Job]) -> str:
 
 
 def manager_gone(run: RunDir) -> str:
-    """Return a message that no manager runs, and what to do; empty if one may run (:func:`surely_gone`).
+    """Return a message that no manager runs, and what to do; empty if a manager may run (:func:`surely_gone`).
 
     Raises OperationFailed if the lease cannot be read.
     """

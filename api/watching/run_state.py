@@ -61,7 +61,7 @@ class RunState(Struct, frozen=True):
     steps: int | None
     """``run.steps`` of the job; 0 for a run without a trainer, None if the job cannot be read."""
     reward: float | None
-    """Mean reward of the newest step that reported one."""
+    """Mean reward of the newest step that reported a reward."""
     recoveries: int
     started: float | None
     ended: float | None
@@ -146,8 +146,8 @@ def assembled(
         job: Its run spec; None if it cannot be read.
         state: The state from its journal; None if the journal has no record yet.
         liveness: What is known of its manager.
-        resumes: Whether a user has requested to resume it, and no manager has carried that out yet.
-        start_failure: Why no manager will ever begin or resume it; empty if one may.
+        resumes: Whether a user has requested to resume it, and no manager has carried out the request yet.
+        start_failure: Why no manager will ever begin or resume the run; empty if a manager may.
         now: The wall clock (s).
     """
     if state is None:
@@ -178,7 +178,7 @@ def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> 
 
 
 def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Liveness:
-    """Return whether a run that has not ended still has a manager; an empty result if it may have one."""
+    """Return whether a run that has not ended still has a manager; an empty result if it may have a manager."""
     try:
         if not (stale := stale_lease(run, state)):
             return Liveness()

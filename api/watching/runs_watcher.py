@@ -1,7 +1,7 @@
 """Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never queried.
 
-Polls are frequent, and a file server may be slow. So a run that has ended is read less often than one that goes on,
-and the first poll of many runs stops after a while: the others are read by the next polls.
+Polls are frequent, and a file server may be slow. So a run that has ended is read less often than a run that goes on.
+The first poll of many runs stops after a while, and the next polls read the other runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WatchedRun(Struct, frozen=True):
     trouble: str = ""
     """Why the run cannot be read; empty if it can."""
     start_failure: str = ""
-    """Why no manager will ever begin or resume the run; empty if one may."""
+    """Why no manager will ever begin or resume the run; empty if a manager may."""
 
 
 class RunsWatcher:

@@ -1,4 +1,4 @@
-"""``rrl episodes``: the episodes of a run's agents, or one of them as a tree."""
+"""``rrl episodes``: show the episodes of a run's agents, or one episode as a tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .store_log import read_store
 
 
 def episodes(name: str | None, number: int | None, *, json: bool) -> int:
-    """Print the episodes that the store of a run has, or one of them with its turns; returns exit code 0.
+    """Print the episodes that the store of a run has, or one episode with its turns; returns exit code 0.
 
     Raises:
         UsageError: The job of the run has no agents, or the store does not have the episode.

@@ -18,7 +18,8 @@ def restart(
 ) -> None:
     """Restart one replica.
 
-    Its process is ended and a new one started. A trainer restarts with all its ranks; no committed step is lost.
+    Its process is ended, and a new process is started. A trainer restarts with all its ranks; no committed step is
+    lost.
     """
     from ..run import control as command
 
@@ -59,7 +60,7 @@ def undrain(
 ) -> None:
     """Use a node again that the run has left.
 
-    Only a drain set by this run is removed. Replicas are placed there once the node's agent has joined.
+    Only a drain set by this run is removed. Replicas are placed on the node once its agent has joined.
     """
     from ..run import control as command
 

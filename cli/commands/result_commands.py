@@ -114,8 +114,8 @@ def export(
 ) -> None:
     """Write a committed checkpoint as a Hugging Face folder: weights (safetensors), configuration and tokenizer.
 
-    The run may be at work; it is only read. The files must have the digests that were committed. The folder appears
-    when it is complete. Needs no GPU.
+    The run may still be running, since it is only read. The files must have the digests that were committed. The folder
+    appears when it is complete. Needs no GPU.
 
     \b
     rrl export quick models/quick            the newest checkpoint

@@ -15,7 +15,7 @@ from .node_probe.host import Unavailable
 class Meaning(Struct, frozen=True):
     """The question of a check, and its usual ``fix``: a command, a key of job.toml, or a person to ask.
 
-    A check may replace the fix by a better one.
+    A check may replace the fix by a better fix.
     """
 
     question: str

@@ -53,8 +53,8 @@ class Config(Struct, frozen=True, tag=True):
 class Partition(Struct, frozen=True):
     """A partition of the cluster.
 
-    ``max_time`` is in s, None without a limit. ``preempted`` says whether its jobs may be preempted (PreemptMode other
-    than OFF).
+    ``max_time`` is in s, or None if there is no limit. ``preempted`` says whether its jobs may be preempted
+    (PreemptMode other than OFF).
     """
 
     name: str

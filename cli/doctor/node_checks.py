@@ -15,7 +15,7 @@ MAX_FILE_DELAY_S = 5.0
 """Time (s) within which a file that a node wrote should become visible here. Commands and status are exchanged by
 files, so they have the same delay."""
 SLOW_IMPORT_S = 5.0
-"""Time (s) above which importing torch on an idle node is slow; on a hundred nodes at the same time it takes longer."""
+"""Time (s) above which importing torch on an idle node is slow. On a hundred nodes at once, the import takes longer."""
 _SLOW_IMPORT_FIX = "raise [limits] join, or put the environment on a local disk of the node ([env] python)"
 NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 

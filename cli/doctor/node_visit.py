@@ -190,7 +190,7 @@ class _VisitJob:
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _read_report(self) -> NodeReport | None:
-        """Read the report file of the job; return None if it is not there or not complete.
+        """Read the report file of the job; return None if the file does not exist or is incomplete.
 
         The folder is listed first, because a listing makes NFS query its server again; a lookup may return a cached
         "not found".

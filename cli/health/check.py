@@ -217,8 +217,8 @@ def _no_check(name: str) -> str:
 def _job_gpus(text: str) -> tuple[str, ...] | None:
     """Return the GPU indices in a list such as ``0,2-3``, in which slurmd passes the job's GPUs to its prolog.
 
-    The result is empty if the job has no GPUs, and None if slurmd uses an unknown notation. The use of GPUs is then not
-    checked, since other jobs may be using them.
+    The result is empty if the job has no GPUs, and None if slurmd uses an unknown notation. If it is None, the use of
+    GPUs is not checked, since other jobs may be using them.
     """
     found: list[str] = []
     for item in filter(None, text.split(",")):

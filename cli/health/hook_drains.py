@@ -47,7 +47,7 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
 
 
 def undrain_node(node: str | None) -> int:
-    """Take back the drain of a node by the hooks, if there is one; the node has passed its check again.
+    """Take back any drain of a node by the hooks, after the node has passed its check again.
 
     Returns 0 if no drain by the hooks is left, 3 if Slurm did not answer or refused; the reason is printed. A drain by
     anybody else stays. Slurm is not queried if the node remembers that the hooks have not drained it.

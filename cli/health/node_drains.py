@@ -70,7 +70,7 @@ class HookDrainResult(Struct, frozen=True):
 def drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
 
-    If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier one made it.
+    If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier call made it.
     A node that somebody else has drained stays as it is. Raises SlurmUnavailable if Slurm does not answer or refuses; a
     drain beyond the limit may then remain until the next call.
     """
@@ -102,7 +102,7 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResu
 
 
 def undrain_by_hook(node: str) -> bool:
-    """Remove a drain of the node by a hook, and return whether there was one.
+    """Remove a drain of the node by a hook, and return whether there was such a drain.
 
     Queries Slurm for this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
     """
@@ -148,7 +148,7 @@ async def _hook_drains() -> _HookDrains:
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
         found.owners[node] = drain_owner(reason) if "drain" in state.lower() else None
         if found.owners[node] is DrainOwner.HOOK:
-            drained_at = 0.0  # if Slurm reports no time, the drain counts as an old one
+            drained_at = 0.0  # if Slurm reports no time, the drain counts as old
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)
@@ -181,7 +181,7 @@ def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:
 
 
 def _gpus(line: str) -> int | None:
-    """Return a node's number of GPUs from its ``scontrol`` line; None if Slurm does not manage GPUs there.
+    """Return a node's number of GPUs from its ``scontrol`` line; None if Slurm does not manage GPUs on this node.
 
     ``Gres=gpu:h100:8(S:0-1),nic:4`` gives 8. A node for which the result is None may still have GPUs.
     """

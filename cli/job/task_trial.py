@@ -153,7 +153,7 @@ class _Trial:
         return samples
 
     def _try_evaluation(self, tokenizer: Tokenizer) -> None:
-        """Build the task of evaluations, make its first prompts, and score an empty answer to the first one."""
+        """Build the task of evaluations, make its first prompts, and score an empty answer to the first prompt."""
         key = ("eval", "task") if self._job.eval is not None and self._job.eval.task is not None else ("eval",)
         self._source, self._doing = key, "importing and building the task of [eval]"
         try:

@@ -19,7 +19,7 @@ def logs(
     name: str | None, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
     failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
-    """Print the logs of a run (by default of the newest one), merged by time.
+    """Print the logs of a run (by default of the newest run), merged by time.
 
     With ``follow``, new lines are printed too, until the run ends. With ``failed``, only the last lines before each
     failure are printed. With ``raw``, control characters are printed as they are, so the terminal interprets them.

@@ -19,7 +19,7 @@ _FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second",
 
 
 def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
-    """Print the rows of a run; with ``follow`` also those of later steps, until the run ends. Returns exit code 0.
+    """Print the rows of a run; with ``follow`` also the rows of later steps, until the run ends. Returns exit code 0.
 
     Raises:
         UsageError: There is no such run, or its journal is damaged.
@@ -36,7 +36,7 @@ def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
 
 
 def _print_csv(batches: Iterator[list[StepRow]]) -> None:
-    """Print a header and the rows. The columns are those of the first batch that has rows."""
+    """Print a header and the rows. The first batch that has rows determines the columns."""
     columns: list[str] = []
     left_out: set[str] = set()
     writer = csv.writer(sys.stdout, lineterminator="\n")

@@ -34,7 +34,7 @@ DRAIN_TIMEOUT_S = 120.0
 
 
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
-    """Have the run stop using a node and drain it.
+    """Have the run stop using a node and drain the node.
 
     Returns exit code 0 once the run no longer uses the node; the drain in Slurm may then be done or only requested.
     Without ``wait``, returns 0 once the command is written for the manager.

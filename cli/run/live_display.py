@@ -41,7 +41,7 @@ class LiveDisplay:
         self._row = 0
         """Row of the cursor, from the first line."""
         self._size: tuple[int, int] | None = None
-        """(columns, rows) of the terminal at the last drawing; None before the first one."""
+        """(columns, rows) of the terminal at the last drawing; None before the first drawing."""
         self._cleared = False
         """True if the screen must be cleared before the next drawing."""
 
@@ -62,7 +62,7 @@ class LiveDisplay:
         return self._console.height
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """Show these lines in place of those on the screen; lines beyond the terminal's height are left out."""
+        """Replace the lines on the screen by these lines; lines beyond the terminal's height are left out."""
         size = self._console.width, self._console.height
         output = _HIDE_CURSOR if self._size is None else ""
         if self._cleared or self._size not in (None, size):

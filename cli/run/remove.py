@@ -112,7 +112,7 @@ def _ended_before(moment: float) -> list[RunDir]:
 
 
 def _not_own(run: RunDir) -> str:
-    """Return why the folder is not a run directory of this user; empty if it is one."""
+    """Return why the folder is not a run directory of this user; empty if it is a run directory of this user."""
     try:
         found = run.path.lstat()
     except OSError as error:

@@ -68,7 +68,7 @@ def _group(explanations: Sequence[Explanation]) -> RenderableType:
 
 
 def _group_result(members: Sequence[Explanation]) -> Text:
-    """Return how many of the expected effects occurred, and the first ones that did not."""
+    """Return how many of the expected effects occurred, and the first effects that did not."""
     came = [one for one in members if one.result.arrival is Arrival.CAME]
     expects = members[0].action.why.expects or "it ends"
     text = Text(f"{expects}{', and so on' if members[1:] else ''}: ")
@@ -175,7 +175,7 @@ class SmallerRepair(Struct, frozen=True):
     """Repairs that come before the chosen repair, and what they would have needed."""
 
     repairs: list[str]
-    """Names of the repairs; an empty list stands for every repair before the chosen one."""
+    """Names of the repairs; an empty list stands for every repair before the chosen repair."""
     needed: str
 
 

@@ -34,7 +34,7 @@ MAX_RESTARTS = 5
 """Maximum number of failures and restarts in the view."""
 MAX_TEXT = 1200
 """Maximum number of characters of a reason. The reasons that rrl itself writes are shorter; a user's code may write
-longer ones."""
+longer reasons."""
 
 REPLICA_COLUMNS = ("replica", "#", "node", "doing", "for", "weights", "")
 """Headings of the table of replicas; the last column has remarks."""
@@ -102,7 +102,7 @@ def _joined(state: State, replica: Replica, failures: Failures) -> Doing:
 
 
 def _last_stop(replica: Replica) -> FailedIncarnation | UnchargedRestart | None:
-    """Return the newest failure or other stop of the replica; None if there is none that still counts."""
+    """Return the newest failure or other stop of the replica; None if no stop still counts."""
     stops = (*replica.failures[-1:], *((replica.uncharged_restart,) if replica.uncharged_restart is not None else ()))
     return max(stops, key=lambda stop: stop.at, default=None)
 

@@ -59,7 +59,7 @@ class RandomFaults(Table):
     kinds: Annotated[tuple[Annotated[FaultKind, Field(strict=False)], ...], Field(strict=False, min_length=1)]
     """Kinds of faults, from which the kind of each fault is drawn."""
     target: str = ""
-    """Target as for a planned fault; empty: any replica of any role."""
+    """Target as for a planned fault; empty stands for any replica of any role."""
     every: Time
     """Mean time between two faults; at most 1000 are planned."""
     seconds: Duration = 0.0

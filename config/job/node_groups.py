@@ -21,8 +21,8 @@ def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
 def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]:
     """Return the run's node groups, the largest first.
 
-    With ``form = "pool"``: a single group for all roles. Otherwise: one for each exclusive role, and one shared by the
-    other roles.
+    With ``form = "pool"`` all roles share a single group. With another form, each exclusive role has a group of its
+    own, and the other roles share a group.
     """
     cluster, common = job.cluster, sbatch(job.slurm)
     job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)

@@ -91,7 +91,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 def resolve_for_submission(job: Job) -> run_spec.RunSpec:
     """Return the run spec of a job that is submitted from this process.
 
-    Roles run with the interpreter of this process unless [env] names another one. The history folder comes from
+    Roles run with the interpreter of this process unless [env] names another interpreter. The history folder comes from
     [health], else from the environment variable :data:`HISTORY_ENV`, which a site may set.
     """
     spec = resolve(job, sys.executable)

@@ -95,8 +95,8 @@ class TrainerRole(Role):
     warm_start_learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.warm_start_learning_rate
     """Learning rate of the supervised steps."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = _TRAINER.keep_checkpoints
-    """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
-    of your own trainer."""
+    """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older checkpoints,
+    also those of your own trainer."""
     export: Literal["end"] | Annotated[int, Field(ge=1)] | None = _TRAINER.export
     """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end": the last checkpoint, once
     the run has completed; a number N: also the checkpoint of every Nth step. The manager exports, with the lowest
@@ -150,9 +150,9 @@ class RolloutRole(Role):
     [cluster] form = "pool"."""
     preload: bool | None = None
     """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
-    rollout that fails there continues in this process. A node with less than 400 MiB beside the mem of its roles has no
-    such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery] policy
-    = "role"."""
+    rollout that fails on this node continues in this process. A node with less than 400 MiB beside the mem of its roles
+    has no such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery]
+    policy = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
@@ -203,7 +203,7 @@ class AgentsRole(Role):
     group is dropped with the reason. A failed attempt is never scored zero."""
     on_death: Literal["replay", "again", "drop"] = "replay"
     """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
-    recorded one gets the recorded answer; again: the episodes begin again without the recorded answers; drop: their
+    recorded call gets the recorded answer; again: the episodes begin again without the recorded answers; drop: their
     groups are dropped."""
 
     @property
@@ -220,21 +220,22 @@ class EndpointRole(Role):
     """
 
     port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
-    """TCP port on which each replica listens, at its node's address on the network of the run; 0: any free port, which
-    changes with each restart."""
+    """TCP port on which each replica listens, at its node's address on the network of the run; 0 selects any free port,
+    which changes with each restart."""
     foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
     """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
     ...). refuse: it gets status 400, with the name of the key. context: it is served, and its answer is context that is
     never trained."""
     timeout: OptionalTime = None
     """Longest time of one attempt at an episode; a longer attempt has failed. Default: 20 min. With [roles.agents], set
-    it there."""
+    this key in that table."""
     retries: Annotated[int, Field(ge=0)] | None = None
     """Number of further attempts at an episode after a failed one, before its group is dropped. Default: 2. With
-    [roles.agents], set it there."""
+    [roles.agents], set this key in that table."""
     reward_timeout: OptionalTime = None
-    """Longest time from the end of an episode to its reward, if the agent ends it without one; then its group is
-    dropped. Default: the task scores such an episode at once. With [roles.agents], set it there."""
+    """Longest time from the end of an episode to its reward, if the agent ends it without a reward. After this time its
+    group is dropped. Default: the task scores such an episode at once. With [roles.agents], set this key in that
+    table."""
 
 
 class CommandRole(Role):

@@ -238,8 +238,8 @@ class SamplingTable(Table):
     the step is the same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` to train in parts."""
     window: Annotated[int, Field(ge=1)] = _SAMPLING.window
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
-    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length form a
-    different curriculum (docs/stream.md)."""
+    similar lengths; 1 keeps the order of the task. Each prompt is still trained once, but batches of similar length
+    form a different curriculum (docs/stream.md)."""
 
 
 class LimitsTable(Table):
@@ -337,7 +337,7 @@ class TransportTable(Table):
     chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = _TRANSPORT.chunk
     """Size of a chunk, the unit in which weights are requested, verified and, if necessary, fetched again."""
     network: Network = _TRANSPORT.network
-    """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: chosen on each node."""
+    """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: each node chooses it."""
     chunk_deadline: Time = _TRANSPORT.chunk_deadline
     """Maximum deadline for one chunk. UCX does not notice a hung peer (measured), so each chunk has its own
     deadline."""

@@ -100,7 +100,7 @@ class ClusterTable(Table):
     """Time limit of the run, and of its allocations."""
     job_walltime: OptionalTime = None
     """Time limit of each allocation and of the manager's own job, if the site allows less than walltime. Before an
-    allocation ends (limits.rotate), another one is requested, and the roles move there."""
+    allocation ends (limits.rotate), another allocation is requested, and the roles move to it."""
     start_within: Time = 3600.0
     """With form "replica": time from the first request until the run gives its nodes back and ends, if the trainer or
     min_replicas of a role still lack nodes."""

@@ -97,7 +97,7 @@ class Network(Struct, frozen=True, tag=True):
     chosen: str
     """The address on which roles listen; empty if there is none."""
     trouble: str
-    """Why no address can be chosen; empty if one is."""
+    """Why no address can be chosen; empty if an address is chosen."""
     requested: str
     """The value of $RRL_NETWORK."""
     interfaces: tuple[Interface, ...]
@@ -108,7 +108,7 @@ class Network(Struct, frozen=True, tag=True):
 
 
 class Limits(Struct, frozen=True, tag=True):
-    """Soft limits of this process (-1: unlimited), and the hard limit of open files."""
+    """Soft limits of this process (-1 means unlimited), and the hard limit of open files."""
 
     memlock: int
     """Bytes of locked memory."""

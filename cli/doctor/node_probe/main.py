@@ -67,7 +67,7 @@ class NodeReport(Struct, frozen=True):
 
     node: str
     folder: str
-    """Why the nonce file in FOLDER could not be read, or the report not written; empty if both succeeded."""
+    """Why the nonce file in FOLDER could not be read, or the report could not be written; empty if both succeeded."""
     rrl: str
     """Folder of the package rrl on the node."""
     host: Host

@@ -226,5 +226,5 @@ def _grid() -> Table:
 
 
 def missing_view(what: str, names: Sequence[str]) -> RenderableType:
-    """Return the view of a replica or node that the run no longer has; ``names`` lists the existing ones."""
+    """Return the view of a replica or node that the run no longer has; ``names`` lists the existing names."""
     return Text(f"the run has no {what} any more; it has {', '.join(names) or 'none'}", "yellow")

@@ -49,11 +49,12 @@ class Snapshot(NamedTuple):
     opened: OpenedRun | None = None
     """The run that is shown in detail; None if no run is shown in detail, or if the run is gone."""
     trouble: str = ""
-    """Why the folder of runs cannot be read; empty if it can. The runs are then those of an earlier reading."""
+    """Why the folder of runs cannot be read; empty if it can. If it is not empty, the runs come from an earlier
+    reading."""
 
 
 class RunFeed:
-    """The newest snapshot, and the loop that makes the next ones in a thread.
+    """The newest snapshot, and the loop that makes the next snapshots in a thread.
 
     Args:
         owner: The application.

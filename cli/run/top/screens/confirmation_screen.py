@@ -36,7 +36,7 @@ class ConfirmationScreen(ModalScreen[str | None]):
         self._change = change
 
     def compose(self) -> ComposeResult:
-        """Create the text, the field of the reason if the change takes one, and the buttons."""
+        """Create the text, the field of the reason if the change takes a reason, and the buttons."""
         change = self._change
         with VerticalScroll(classes="dialog"):
             yield Static(Escaped(Text(f"{change.title}?", "bold")), classes="heading")

@@ -25,7 +25,7 @@ MAX_DECISIONS = 300
 
 
 class ExplanationScreen(Screen[None]):
-    """The decisions about a run, or only those about a role, replica or node; the newest one is at the end.
+    """The decisions about a run, or only those about a role, replica or node; the newest is at the end.
 
     Args:
         run: The run.

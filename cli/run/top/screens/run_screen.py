@@ -52,7 +52,7 @@ class RunScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir = feed, run
         self._opened: OpenedRun | None = None
-        """The newest reading of the run; None before the first one."""
+        """The newest reading of the run; None before the first reading."""
         self._keys = ChangeKeys(self)
 
     def compose(self) -> ComposeResult:

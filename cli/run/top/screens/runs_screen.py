@@ -24,7 +24,7 @@ from .explanation_screen import ExplanationScreen
 
 
 class RunsScreen(Screen[None]):
-    """A table of the runs, newest first until the user sorts it. Enter opens one.
+    """A table of the runs, newest first until the user sorts it. Enter opens a run.
 
     Args:
         feed: The runs.

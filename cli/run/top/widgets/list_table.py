@@ -120,7 +120,7 @@ class ListTable(Vertical):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: a filter can be cleared only if there is one."""
+        """Return whether an action is possible: a filter can be cleared only if a filter is set."""
         return action != "clear_filter" or not self._filter.has_class("hidden")
 
     # ── events ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,10 +21,10 @@ from ....logs.printer import Printer
 FIRST_LINES = 200
 """Number of the newest lines of each log that are shown at first."""
 MAX_LINES = 2000
-"""Maximum number of lines that are kept: older ones are in the file, for ``rrl logs``."""
+"""Maximum number of lines that are kept: older lines are in the file, for ``rrl logs``."""
 MAX_LINES_AT_ONCE = 500
-"""Maximum number of lines of one reading that are shown: nobody can read more in one glance, so only the newest are
-kept."""
+"""Maximum number of lines of one reading that are shown. Only the newest lines are kept, since people cannot read
+more."""
 
 
 class LogTail(RichLog):
