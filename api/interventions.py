@@ -33,7 +33,7 @@ class EndRequest(NamedTuple):
     command: str = ""
     """Name of the command file that the manager has to take; empty if nothing is left to do."""
     ended: State | None = None
-    """The state of the run if it had ended already."""
+    """The state of the run if it had ended already, else None."""
 
 
 def request_end(run: RunDir, *, keep: bool) -> EndRequest:
@@ -87,7 +87,7 @@ def _check_keep_allowed(run: RunDir) -> None:
 
 
 def _cancel_pending_managers(run: RunDir) -> bool:
-    """Cancel pending manager jobs in Slurm; return whether none is left."""
+    """Cancel pending manager jobs in Slurm; return whether no such job is left."""
     job = job_of(run)
     if job is None or job.cluster != "slurm":
         return False

@@ -20,7 +20,7 @@ COMPLETE = "__complete"
 """First argument with which the scripts of ``rrl completion`` ask for candidates."""
 
 GLOBAL_OPTIONS = ("--runs-dir", "--verbose", "--version")
-"""Options of ``rrl`` itself, which a command does not take."""
+"""Options of ``rrl`` itself, which a command does not accept."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

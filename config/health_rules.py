@@ -91,7 +91,7 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of a GPU's memory that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than
     new drivers reserve)."""
     reclaim: int = 10
-    """Samples in a row, one second apart, in which a GPU's memory may still be in use before a role starts: a process
+    """Samples in a row, one second apart, in which a GPU's memory may still be in use before a role starts. A process
     that has just ended frees its memory slowly (gcm: 3 retries of 3 s)."""
     unknown_error: int = 10
     """Samples in a row with NVML's "Unknown Error" after which a GPU fails (ours: single calls fail this way on working
@@ -134,9 +134,9 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds after rrl's own kill of a step in which only Xids of the two most severe classes count (docs/sources.md,
     Xids)."""
     kill_lead: float = 10.0
-    """Seconds before the reported end of a kill in which an Xid counts as an effect of the kill, which can take so long
-    (ours). With 60 s, as others use, the Xid of a crash would be ignored if rrl kills the remaining processes soon
-    afterwards."""
+    """Seconds before the reported end of a kill in which an Xid counts as an effect of the kill, since a kill can take
+    that long (ours). With the 60 s of other tools, the Xid of a crash would be ignored if rrl kills the remaining
+    processes soon afterwards."""
     died: float = 60.0
     """Seconds between a role's death and a rare Xid on its GPU. If more time has passed, the Xid does not count as the
     cause of the death (docs/sources.md, Xids)."""
@@ -197,8 +197,8 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Share in use of a node's own file system above which the node fails (ours; gcm is critical at 0.85, where a run
     still has space). A full shared file system never fails a node."""
     memory: float = 0.05
-    """Minimum share of memory that must be available, and maximum relative difference of the total from the expected
-    size (NHC)."""
+    """Minimum share of memory that must be available. It is also the maximum relative difference between the total and
+    the expected memory (NHC)."""
     stuck: float = 300.0
     """Seconds for which a process is in state D before the check warns (the default of gcm)."""
     stuck_after_kill: float = 60.0

@@ -166,7 +166,7 @@ def _weights(folder: Path) -> Iterator[str]:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a safetensors file according to its header and size; empty if nothing.
+    """Return what is wrong with a safetensors file according to its header and size; empty if nothing is wrong.
 
     The header is its length (8 bytes, little-endian), then JSON with the offset at which each tensor ends.
     """

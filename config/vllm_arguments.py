@@ -1,4 +1,4 @@
-"""Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
+"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
 rrl refuses arguments that it sets itself, and arguments with which a rollout would record other tokens or
 log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,

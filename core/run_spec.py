@@ -237,7 +237,7 @@ class HealthSpec(Struct, frozen=True):
     observe_only: bool = False
     """Report findings as WARN without consequences, except proof that a process or node is gone."""
     checks: dict[str, str] = {}
-    """By detector or check: ``act``, ``observe`` (report as WARN, without consequences) or ``off``."""
+    """Mode by detector or check: ``act``, ``observe`` (report as WARN, without consequences) or ``off``."""
     admission: bool = True
     """Check a node before the first role starts on it, and do not use a node that fails."""
     stragglers: str = "report"

@@ -86,7 +86,7 @@ class LogReader:
             raise UsageError(_no_logs_message(run, selector))
 
     def batches(self) -> Iterator[Iterator[tuple[Log, Line]]]:
-        """Yield the existing lines, and with ``follow`` the new lines of each check; each line comes with its log.
+        """Yield the existing lines, then with ``follow`` the new lines of each check. Each line comes with its log.
 
         All lines that were written before the run's last journal record are yielded.
         """

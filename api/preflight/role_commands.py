@@ -17,7 +17,7 @@ from ...manager.bootstrap.preflight import Problem
 from ...manager.execute.launch import environment
 
 _INTERPRETER = re.compile(r"(python|python\d+(\.\d+)?|bash|sh)")
-"""Commands whose first argument is a file if it is not an option."""
+"""Commands whose first argument is a file, except if this argument is an option."""
 _PYTHON_KEY = ("env", "python")
 """Key of the interpreter with which the built-in roles run."""
 
@@ -51,7 +51,7 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
 
 
 def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv: Sequence[str], folder: Path) -> str:
-    """Return why the program of a role cannot be started; empty if it can, or if only a node can check it."""
+    """Return why the program of a role cannot be started; empty if it can be started or only a node can check it."""
     name = argv[0]
     if "/" in name:
         path = folder / Path(name).expanduser() if key == _PYTHON_KEY else folder / name

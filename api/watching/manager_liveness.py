@@ -61,7 +61,7 @@ class Liveness(Struct, frozen=True):
 
 
 class SlurmJobs(Struct, frozen=True):
-    """The jobs of a user that have not ended; ``unknown`` says why if Slurm could not be queried, else it is empty."""
+    """The jobs of a user that have not ended; ``unknown`` says why Slurm could not be queried, or is empty."""
 
     jobs: tuple[Job, ...] = ()
     unknown: str = ""
@@ -149,7 +149,7 @@ def ask_slurm(uid: int) -> SlurmJobs:
 
 
 def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
-    """Judge a run whose lease is stale, according to Slurm's answer. Pure.
+    """Judge a run whose lease is stale, according to Slurm's answer. The function is pure.
 
     ``stale`` says why the lease is stale. ``slurm`` is None if the run is not on Slurm.
     """

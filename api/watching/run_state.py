@@ -121,8 +121,8 @@ def _is_on_excluded_node(state: State, finding: Finding) -> bool:
 def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
     """Return the state of a run.
 
-    ``slurm`` maps a uid to that user's jobs. All runs of a list share it. The jobs of a user are added when a run of
-    this user is the first to need them, because its lease is no longer renewed.
+    ``slurm`` maps a uid to that user's jobs; all listed runs share this mapping. A user's jobs are added when a run of
+    the user first needs them, because the run's lease is no longer renewed.
     """
     job, resumes, state = job_of(run), resume_pending(run), read_state(run)
     failure, liveness = "", Liveness()

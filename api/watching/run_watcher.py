@@ -116,7 +116,7 @@ class RunWatcher:
 
     @property
     def silence_s(self) -> float:
-        """Return the seconds since the manager's lease was last renewed; 0 if it was renewed recently enough."""
+        """Return the seconds since the manager's lease was last renewed; 0 while the lease is not stale."""
         silent = time.monotonic() - self._renewed_at
         patience = STALE_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
         return silent if silent > patience else 0.0

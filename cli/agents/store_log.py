@@ -1,4 +1,4 @@
-"""Read the log of a run's trajectory store, while the store may write it. Needs no manager, and writes nothing."""
+"""Read the log of a run's trajectory store, while the store may write it. This needs no manager and writes nothing."""
 
 from __future__ import annotations
 

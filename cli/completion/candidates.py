@@ -193,7 +193,7 @@ def _nodes(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 _VALUES_OF_RUN = {"replica": _replicas, "selector": _selectors, "target": _targets, "node": _nodes}
-"""For each kind of value that depends on the run: the values and their descriptions."""
+"""Functions that yield the values of each kind that depends on the run, with their descriptions."""
 
 
 # ── runs ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,7 +37,7 @@ class DoctorReport(Struct, frozen=True):
 
 
 def judge(facts: Facts) -> list[Check]:
-    """Return the checks of the facts, in the order in which they are shown. Pure.
+    """Return the checks of the facts, in the order in which they are shown. The function is pure.
 
     A check whose facts could not be read is UNKNOWN, never OK.
     """

@@ -44,7 +44,7 @@ class DoctorOptions(Struct, frozen=True):
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """The values that ``scontrol show config`` prints, by name. ``seconds`` is the time until slurmctld answered."""
+    """The values of ``scontrol show config`` by name. ``seconds`` is the time (s) until slurmctld answered."""
 
     values: dict[str, str]
     seconds: float
@@ -108,7 +108,7 @@ class Trials(Struct, frozen=True, tag=True):
     forms: dict[str, CommandResult | Unavailable]
     """Result of the smallest job of each form: ``pool``, ``replica``, ``hetjob``."""
     manager: dict[str, CommandResult | Unavailable]
-    """Result of the manager's job by partition, in the order tried, up to the first that accepts it."""
+    """Result of the manager's job by partition, in the order tried, up to the first partition that accepts the job."""
 
 
 class CgroupConf(Struct, frozen=True, tag=True):
@@ -146,9 +146,9 @@ class Storage(Struct, frozen=True, tag=True):
 
     ``root`` is the folder of all runs. ``at`` is the examined folder: ``root``, or its nearest existing parent.
 
-    ``kind`` is the type of the file system. ``free`` are its free bytes, ``inodes`` its free inodes (-1 if it does not
-    count them). ``fsync`` is the time (s) of a small write with fsync. ``trouble`` says why nothing can be written at
-    ``at``; it is empty if the write succeeded.
+    ``kind`` is the type of the file system. ``free`` are its free bytes, ``inodes`` its free inodes (-1 if the file
+    system does not count inodes). ``fsync`` is the time (s) of a small write with fsync. ``trouble`` says why nothing
+    can be written at ``at``; it is empty if the write succeeded.
     """
 
     root: str

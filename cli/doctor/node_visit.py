@@ -99,7 +99,7 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
 def _options(facts: Facts) -> tuple[str, ...] | Unavailable:
     """Return the sbatch options of a job that could start soon; Unavailable if there is none.
 
-    A job with one GPU is preferred, since the driver may hide all GPUs from a job without any.
+    A job with one GPU is preferred, since the driver may hide all GPUs from a job without GPUs.
     """
     base = (*_JOB_OPTIONS, *facts.wanted.sbatch_options())
     reason = ""

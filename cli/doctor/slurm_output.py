@@ -1,4 +1,4 @@
-"""Parse the output of Slurm's commands in text forms that all versions share. Pure.
+"""Parse the output of Slurm's commands in text forms that all versions share. The functions are pure.
 
 Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` for other output.
 """

@@ -118,7 +118,7 @@ def _gpus_to_be_freed(node: NodeName) -> tuple[str, ...]:
 
 
 def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) -> bool:
-    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs; if it does, print that."""
+    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs; print a line if so."""
     if gpus is None:
         return False
     try:
@@ -232,7 +232,7 @@ def _job_gpus(text: str) -> tuple[str, ...] | None:
 class HealthCheckResult(Struct, frozen=True):
     """The output of ``rrl health check --json``. Times are s since 1970.
 
-    A node's monotonic clock would mean nothing elsewhere.
+    The monotonic clock of a node has no meaning on other machines.
     """
 
     node: NodeName
@@ -248,7 +248,7 @@ def _result(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> He
 
 
 def _dated(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with times in s since 1970, because a node's monotonic clock means nothing elsewhere."""
+    """Return the findings with times in s since 1970, since a monotonic clock has no meaning on other machines."""
     offset, replace = time.time() - time.monotonic(), msgspec.structs.replace
     return [
         replace(

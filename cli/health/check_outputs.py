@@ -95,7 +95,7 @@ def record(history: Path, node: NodeName, findings: Sequence[Finding]) -> str:
 def _record_in_child(
     history: Path, node: NodeName, findings: Sequence[Finding], standing: Sequence[Standing] | None
 ) -> _Recorded:
-    """Write in a process of its own: a process that waits for storage cannot end, and a hook would wait for it."""
+    """Write in a child process, because a process that waits for storage cannot end, and a hook would wait for it."""
     read_end, write_end = os.pipe()
     if (child := os.fork()) == 0:
         _write_and_exit(history, node, findings, standing, write_end)

@@ -83,7 +83,7 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
 
 
 def job_toml(facts: Facts, out: Path) -> str:
-    """Return the text of the job spec. Pure."""
+    """Return the text of the job spec. The function is pure."""
     slurm = facts.slurm
     why = f"there is no Slurm here: {facts.no_slurm}" if slurm is None else _why_local(slurm, facts.wanted)
     place: dict[str, Any] = {"slurm": None, "why_local": why, "place": "this machine", "shape": _SEPARATE_SHAPES[0]}

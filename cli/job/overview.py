@@ -1,4 +1,4 @@
-"""The overview of ``rrl check``: the nodes, jobs and GPU-hours of a run, and when Slurm would start it. Pure."""
+"""Render the overview of ``rrl check``: nodes, jobs, GPU-hours and start of a run. The functions are pure."""
 
 from __future__ import annotations
 

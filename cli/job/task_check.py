@@ -37,7 +37,7 @@ class TaskReport(Struct, frozen=True):
     """The result of trying the task of a job."""
 
     problem: Problem | None = None
-    """Why a run with this task cannot work."""
+    """Why a run with this task cannot work; None if no reason was found."""
     not_tried: str = ""
     """Why the task was not tried; empty if it was tried, or if there is no task."""
     samples: tuple[Sample, ...] = ()

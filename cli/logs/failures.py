@@ -30,7 +30,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
     with_stacks: set[Incarnation | None] = set()
     """Incarnations with a finding whose evidence already contains stacks."""
     stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
-    """The newest stacks of each incarnation, after the time (s) at which they were collected."""
+    """For each incarnation, when its newest stacks were collected (s), and the event with these stacks."""
     for stamped in events:
         event = stamped.event
         for failure in timeline.apply(stamped).failures:

@@ -21,7 +21,8 @@ from rich.style import Style
 from ..common.output import Escaped
 
 MAX_EQUAL_CELLS = 6
-"""Maximum number of equal cells between two changes that are written again: moving the cursor takes as many bytes."""
+"""Maximum number of equal cells between two changes that are written again, because moving the cursor over them takes
+as many bytes."""
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[0m\x1b[?25h"
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
@@ -153,7 +154,7 @@ def _is_visible(style: Style | None) -> bool:
 
 
 def _runs(old: Line, new: Line) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of cells in ``new`` that must be written; runs with a small gap are joined."""
+    """Yield (start, end) of each group of adjacent cells in ``new`` to write; groups with a small gap are joined."""
     start = end = -1
     for index, cell in enumerate(new):
         if index < len(old) and old[index] == cell:

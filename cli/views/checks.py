@@ -1,4 +1,4 @@
-"""Render the results of node checks and ``rrl doctor``, and the drains that runs request. Pure."""
+"""Render the results of node checks and ``rrl doctor``, and the drains that runs request. The functions are pure."""
 
 from __future__ import annotations
 

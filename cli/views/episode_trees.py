@@ -1,4 +1,4 @@
-"""Episodes as values for views and JSON, from the state of the trajectory store. Pure."""
+"""Episodes as values for views and JSON, from the state of the trajectory store. The functions are pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Render the episodes of a run as a table, and one episode as a tree of turns. Pure."""
+"""Render the episodes of a run as a table, and one episode as a tree of turns. The functions are pure."""
 
 from __future__ import annotations
 

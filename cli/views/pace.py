@@ -1,4 +1,4 @@
-"""The pace of a run as text: seconds of a step, ETTR, idle shares, tokens per second, episodes of agents. Pure."""
+"""Render the pace of a run: seconds of a step, ETTR, idle shares, tokens, episodes. The functions are pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Render what each replica does, the open findings, and the recent failures and restarts. Pure.
+"""Render what each replica does, the open findings, and the recent failures and restarts. The functions are pure.
 
 Reasons wrap and are never cut off, because their ends matter.
 """

@@ -1,4 +1,4 @@
-"""Render ``State`` for a terminal. Pure: the same state and time give the same view.
+"""Render ``State`` for a terminal. The same state and time always give the same view.
 
 Every line fits 80 columns; wider terminals show more details. Texts wrap instead of being cut off.
 """

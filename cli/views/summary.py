@@ -1,4 +1,4 @@
-"""Render ``summary.json`` of one run, and the list of runs. Pure."""
+"""Render ``summary.json`` of one run, and the list of runs. The functions are pure."""
 
 from __future__ import annotations
 

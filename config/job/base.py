@@ -14,7 +14,8 @@ from ...core.units import DURATION, Duration
 class Table(BaseModel):
     """A table of job.toml.
 
-    Strict: "10" is not a number, and true is not 1. The docstring under a field is its description.
+    Values are validated strictly: "10" is not a number, and true is not 1. The docstring under a field is its
+    description.
     """
 
     model_config = ConfigDict(

@@ -72,7 +72,7 @@ class JobDocument:
         self.file = next((part for part in parts if isinstance(part, Path)), None)
         """The first file; None if there is none."""
         self.source = self.file or Path(_NO_FILE)
-        """The path at whose folder relative paths of the job start: the first file, or else a job.toml of the current
+        """Relative paths of the job start at the folder of this path: the first file, or else job.toml in the current
         folder, which need not exist."""
         self.data: dict[str, Any] = {}
         """The merged keys, as TOML values."""

@@ -40,7 +40,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 
     Args:
         job: The validated job.toml.
-        python: The interpreter that runs rrl on the nodes, unless [env] names one.
+        python: The interpreter that runs rrl on the nodes, unless [env] names another interpreter.
     """
     python = job.env.python or python
     roles = _roles(job, python)

@@ -49,11 +49,11 @@ class Role(Table):
     image: str | None = None
     """Container image, instead of [container] image."""
     slurm: SbatchOptions = {}
-    """Options of sbatch for the allocations of this role, in addition to [slurm]; not in form "pool", which has one
-    allocation for all roles."""
+    """Options of sbatch for the allocations of this role, in addition to [slurm]. Not permitted in form "pool", which
+    has one allocation for all roles."""
     walltime: OptionalTime = None
-    """Time limit of the allocations of this role, which are renewed before they end; default: the time limit of the
-    run; not in form "pool"."""
+    """Time limit of the allocations of this role, which are renewed before they end. Default: the time limit of the
+    run. Not permitted in form "pool"."""
     command: Strings | None = None
     """Your own program, which calls rrl.join(); it replaces the built-in program."""
 
@@ -189,8 +189,8 @@ class AgentsRole(Role):
     """Instead of function: an unmodified program, of which one process is started for each attempt. It gets
     OPENAI_BASE_URL, OPENAI_API_KEY and RRL_ITEM; the last line that it prints is the reward if it is a number."""
     per: Literal["attempt", "replica"] = "attempt"
-    """With command. attempt: one process for each attempt; replica: one for each replica, which calls rrl.join() and
-    me.episodes()."""
+    """Only with command. attempt: one process for each attempt; replica: one process for each replica, which calls
+    rrl.join() and me.episodes()."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Number of episodes that each replica runs at the same time."""
     timeout: Time = 1200.0
@@ -215,17 +215,17 @@ class AgentsRole(Role):
 class EndpointRole(Role):
     """Serves the OpenAI endpoint to agents outside of the run (docs/agents.md, agents outside of the run).
 
-    Each replica serves every episode; ``rrl endpoint RUN`` prints their addresses. A job may have agents of its own
-    (``[roles.agents]``) beside it.
+    Each replica serves every episode; ``rrl endpoint RUN`` prints the addresses of the replicas. The job may also have
+    agents of its own (``[roles.agents]``).
     """
 
     port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
     """TCP port on which each replica listens, at its node's address on the network of the run; 0 selects any free port,
     which changes with each restart."""
     foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
-    """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
-    ...). refuse: it gets status 400, with the name of the key. context: it is served, and its answer is context that is
-    never trained."""
+    """What happens to a call that would sample from another policy than the job's, because of its temperature,
+    penalties, seed or the like. refuse: it gets status 400, with the name of the key. context: it is served, and its
+    answer is context that is never trained."""
     timeout: OptionalTime = None
     """Longest time of one attempt at an episode; a longer attempt has failed. Default: 20 min. With [roles.agents], set
     this key in that table."""
@@ -256,7 +256,7 @@ class CommandRole(Role):
 
 
 class Roles(Table):
-    """The built-in roles, which exist if [task] does."""
+    """The built-in roles, which exist if the job has [task]."""
 
     trainer: TrainerRole = TrainerRole()
     rollout: RolloutRole = RolloutRole()

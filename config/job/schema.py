@@ -195,7 +195,7 @@ class EvalTable(Table):
     """
 
     every: Annotated[int, Field(ge=1)]
-    """Evaluate after every N training steps, and before the first and after the last one."""
+    """Evaluate after every N training steps, before the first step and after the last step."""
     count: Annotated[int, Field(ge=1, le=100_000)] = run_spec.EvalSpec(1).count
     """Number of prompts of an evaluation: the first items of its task; with a file, at most as many as it has rows."""
     samples: Annotated[int, Field(ge=1, le=1024)] = run_spec.EvalSpec(1).samples
@@ -355,7 +355,7 @@ class TrackTable(Table):
     project: str = _TRACK.project
     """Project of wandb, or experiment of MLflow; default: the name of the run ([run] name)."""
     timeout: Time = _TRACK.timeout
-    """Time without an answer after which a tracker counts as hung: its process is replaced. The run never waits for
+    """Time without an answer after which a tracker counts as hung, and its process is replaced. The run never waits for
     it."""
 
 

@@ -75,7 +75,7 @@ def _webhook(address: str) -> str:
 
 
 class NodeTable(Table):
-    """Resources that rrl uses on each node: with form "pool" on every node, else on nodes that several roles share."""
+    """Resources that rrl uses on a node: on every node with form "pool", else on the nodes that several roles share."""
 
     cpus: Annotated[int, Field(ge=1)] = 4
     """Cores."""

@@ -93,7 +93,7 @@ class Network(Struct, frozen=True, tag=True):
 
     host: str
     resolves: str
-    """The address to which the host name resolves; empty if it does not."""
+    """The address to which the host name resolves; empty if it does not resolve."""
     chosen: str
     """The address on which roles listen; empty if there is none."""
     trouble: str
@@ -111,11 +111,11 @@ class Limits(Struct, frozen=True, tag=True):
     """Soft limits of this process (-1 means unlimited), and the hard limit of open files."""
 
     memlock: int
-    """Bytes of locked memory."""
+    """Limit (bytes) of locked memory."""
     nofile: int
     nofile_hard: int
     core: int
-    """Bytes of a core dump."""
+    """Limit (bytes) of the size of a core dump."""
     core_pattern: str
     """The kernel's core_pattern, which names the destination of core dumps."""
 

@@ -171,7 +171,7 @@ class ChangeKeys:
 
 
 def _fault_target(state: State, fault: Fault) -> str:
-    """Return the target, with its present incarnation or node; a fault of a node names the node."""
+    """Return the target as text: a replica with its incarnation and node, or for a fault of a node, that node."""
     replica = state.replicas.get(ReplicaId(fault.target))
     if replica is None:
         return fault.target

@@ -1,4 +1,4 @@
-"""Render one replica and one node of a run, and the rows of the tables of both. Pure.
+"""Render one replica and one node of a run, and the rows of the tables of both. The functions are pure.
 
 ``rrl status`` shows replicas and nodes of a run together; each of these views shows everything about one replica or
 node.

@@ -1,6 +1,7 @@
 """The health report as one self-contained HTML file.
 
-Pure: the numbers of the plots are computed here, and the template (cli/views/health/health.html.j2) escapes its input.
+The functions are pure. The numbers of the plots are computed here, and the template (cli/views/health/health.html.j2)
+escapes its input.
 """
 
 from __future__ import annotations

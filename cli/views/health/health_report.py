@@ -1,4 +1,4 @@
-"""The health report as a table for people. Pure."""
+"""The health report as a table for people. The functions are pure."""
 
 from __future__ import annotations
 

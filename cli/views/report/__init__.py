@@ -1,1 +1,1 @@
-"""The report of a run as tables and as a page. Pure."""
+"""The report of a run as tables and as a page. The functions are pure."""

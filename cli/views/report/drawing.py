@@ -1,4 +1,4 @@
-"""The shapes of the report's page: lanes, curves and bars, in units of their drawings. Pure.
+"""The shapes of the report's page: lanes, curves and bars, in units of their drawings. The functions are pure.
 
 A drawing is stretched to the width of the page, so it contains no text; the labels are beside it.
 """

@@ -1,4 +1,4 @@
-"""The report of one run or two as one self-contained HTML page without scripts. Pure.
+"""The report of one run or two as one self-contained HTML page without scripts. The functions are pure.
 
 The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input.
 """

@@ -1,4 +1,4 @@
-"""The report of one run or two as tables for a terminal. Pure."""
+"""The report of one run or two as tables for a terminal. The functions are pure."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..changes import Change, ChangeRequested, injection_of
 
 
 class FaultScreen(ModalScreen[None]):
-    """Asks for kind, target, duration and amount of a fault, and then has it confirmed.
+    """Asks for kind, target, duration and amount of a fault, and then has the fault confirmed.
 
     Args:
         watched: The run.
