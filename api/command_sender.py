@@ -18,7 +18,7 @@ from ..manager.storage.space_reserve import write_from_reserve
 from .runs import job_of
 
 POLL_INTERVAL_S = 0.2
-"""Interval (s) between two looks at the run directory while a function waits for the manager."""
+"""Interval (s) between two checks of the run directory while a function waits for the manager."""
 
 
 def send(run: RunDir, command: Command) -> str:

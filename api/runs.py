@@ -184,7 +184,7 @@ def _no_access_message(run: RunDir) -> str:
 
 
 def submit_time(run: RunDir) -> float:
-    """Return when the run was submitted or last resumed (s since the epoch, the file server's clock); 0 if unreadable.
+    """Return when the run was submitted or last resumed (s since the epoch, the file server's clock); 0 if unknown.
 
     It is the modification time of resolved.json, which is written only at a submission or resume; if this file is
     missing, it is the modification time of the run directory.

@@ -1,7 +1,7 @@
-"""The file of ``[task] file``: rows with named columns, as JSON lines or parquet; checked completely before it is used.
+"""Read and check the file of ``[task] file``, whose rows have named columns, as JSON lines or parquet.
 
-A row is read when it is needed, so that a file may be larger than the memory of a process. The file must not change
-during a run: the run's journal names its rows by their numbers.
+All rows are checked before the first use. Later, a row is read when it is needed, so that a file may be larger than the
+memory of a process. The file must not change during a run: the run's journal names its rows by their numbers.
 """
 
 from __future__ import annotations

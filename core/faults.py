@@ -224,7 +224,7 @@ def validate_fault(
         amount: Parameter of the kind; 0 if it is not given.
         replicas: Number of replicas of each role.
         at: Trigger of the fault.
-        ranks: Number of ranks of each replica of a role; a role that is not listed has one.
+        ranks: Number of ranks of each replica of a role; a role that is not listed has one rank.
     """
     if wrong := _invalid_numbers(kind, seconds, amount):
         return wrong

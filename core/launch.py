@@ -33,7 +33,7 @@ class ExitReason(StrEnum):
     STOPPED = "stopped on request"
     """The manager, or a SIGTERM from any sender, requested that the step ends."""
     NOT_ADMITTED = "not admitted"
-    """The manager refused the step, for example because another step with its tag runs; or no manager replied."""
+    """The manager refused the step, for example because another step with its tag runs, or no manager replied."""
     FENCED = "fenced"
     """The incarnation is no longer current."""
     LAUNCHER_DIED = "launcher died"

@@ -62,7 +62,7 @@ class PhaseSpec(Struct, frozen=True):
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
 WAIT_DATA = "wait_data"
-"""Phase of a trainer that requests data from the store until it gets some."""
+"""Phase of a trainer that requests data from the store until it gets data."""
 WAIT_EXTERNAL = "wait_external"
 """Phase of a role that waits for a service outside of the run (``rrl.waiting``)."""
 _HOUR = 3600.0
@@ -77,7 +77,7 @@ _ALL = (
     Phase("wait_weights", waits_for="trainer", idle_cause="weights", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", idle_cause="work", useful=True, colour="bright_black"),
     Phase(WAIT_DATA, waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
-    # tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
+    # calls of tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
     # (health/detection/detectors/probing.py)
     Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     # a step with an evaluation takes far longer than the baseline
@@ -111,8 +111,8 @@ def phase(name: str) -> Phase:
 def idle_cause(name: str, waits_for: str | None) -> str:
     """Return the name, for people, of what a replica in phase ``name`` waits for; empty if it works.
 
-    ``waits_for`` is the role or replica for which the replica waits according to its own report; None if it reports
-    none.
+    ``waits_for`` is the role or replica for which the replica waits according to its own report; None if it does not
+    report any.
     """
     return phase(name).idle_cause or (waits_for or "").partition("/")[0]
 

@@ -54,7 +54,7 @@ class Process(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Return a name that is unique while the node is up; the value of :data:`STEP_ENV`."""
+        """Return the value of :data:`STEP_ENV`, a name that is unique while the node is up."""
         return f"{self.pid}.{self.started}"
 
 
@@ -99,7 +99,7 @@ def with_marks(process: Process) -> Process:
             if read_process(process.pid) is None or time.monotonic() > deadline:  # process is exiting, not in execve
                 return process
             os.sched_yield()
-    except OSError:  # gone, or not dumpable (it changed its user)
+    except OSError:  # the process is gone, or not dumpable: it changed its user
         return process
     module, launch_argument = _first_process([os.fsdecode(argument) for argument in arguments.split(b"\0")])
     return Process(

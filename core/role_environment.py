@@ -50,7 +50,7 @@ class EnvSpec(Struct, frozen=True):
     """The setup of a node before a process of a role starts there."""
 
     setup: tuple[str, ...] = ()
-    """Lines of bash."""
+    """Lines of bash, which run first."""
     modules: tuple[str, ...] = ()
     venv: str = ""
     conda: str = ""

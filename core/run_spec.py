@@ -169,8 +169,8 @@ class Limits(Struct, frozen=True):
     """Time (s) added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
     for a start)."""
     suspect: float = 60.0
-    """Time (s) without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If the
-    usual gap between tokens, times ``adaptive``, is longer, it applies instead."""
+    """Time (s) without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If
+    ``adaptive`` times the usual gap between tokens is longer, that time applies instead."""
     probe: float = 30.0
     """Time (s) within which a suspect must reply to a probe; RobustRL does not publish its value."""
     idle: float = 60.0
@@ -291,7 +291,7 @@ class TaskSpec(Struct, frozen=True):
     args: dict[str, Any] = {}  # read by the dataset or the function only
     function: str | None = None
     file: str | None = None
-    """Absolute path."""
+    """Absolute path of the prompt file; None for another source."""
     answer_column: str = "answer"
     reward: str | None = None
     prompt: str = "{question}"
@@ -300,7 +300,7 @@ class TaskSpec(Struct, frozen=True):
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """Return the columns that a row of ``file`` needs beside those of the prompt."""
+        """Return the columns that a row of ``file`` needs beside the columns of the prompt."""
         return () if self.reward is not None and not self.partial_credit else (self.answer_column,)
 
 

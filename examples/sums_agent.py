@@ -20,13 +20,13 @@ TOOLS = [
 CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
 SYSTEM = f"You answer with the result of a tool. Write the call of the tool exactly like this:\n{CALL.format('6 + 2')}"
 EXAMPLES = ("6 + 2", "9 - 5")
-"""Questions that become earlier turns of the conversation with their tool calls, whose form a small model copies."""
+"""Questions that, with their tool calls, become earlier turns of the conversation. A small model copies the form."""
 MAX_CALLS = 2
 CLIENT = openai.AsyncOpenAI(base_url="http://unset", api_key="unset")  # all episodes share its connections
 
 
 async def run(item, base_url, api_key):
-    """Let one conversation use the tool while another one guesses, and answer from the results of both."""
+    """Let one conversation use the tool while another conversation guesses, and answer from both results."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     found, guessed = await asyncio.gather(with_tool(client, item), ask(client, [user(f"{item} Think aloud.")]))
     notes = f"The calculator says {found}. A friend says: {(guessed.content or '')[:100]}"

@@ -40,7 +40,10 @@ def line_filter(lines: int | None, since: float | None, match: Callable[[bytes],
 
 
 def matcher(pattern: str, option: str) -> Callable[[bytes], object]:
-    """Return a function that searches a line for a regular expression. Raises UsageError, which names ``option``."""
+    """Return a function that searches a line for a regular expression.
+
+    Raises UsageError, which names ``option``, if the expression is not valid.
+    """
     try:
         return re.compile(pattern.encode()).search
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Check a job before its run is created: against this machine, and by having Slurm test it. Starts nothing.
+"""Check a job before its run is created: compare it with this machine, and have Slurm test it. Nothing is started.
 
 A job that cannot work raises UsageError with the key to change. A doubt is one line of text that says why the run may
 fail or wait.

@@ -33,7 +33,7 @@ class Machine(Struct, frozen=True):
 
     cores: int
     memory: int
-    """Bytes."""
+    """Bytes of memory."""
 
 
 def this_machine() -> Machine:

@@ -23,7 +23,7 @@ def notifications_text(job: Job) -> str:
 
 
 def notification_problem(job: Job, folder: Path) -> Problem | None:
-    """Return why the command of the notifications cannot be started on this machine, or None.
+    """Return why the command of the notifications cannot be started on this machine; None if it can be started.
 
     ``folder`` is the folder of job.toml, where the command runs. The problem is certain if the manager runs on this
     machine.

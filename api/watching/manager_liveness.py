@@ -47,9 +47,9 @@ UNKNOWN = "unknown"
 class Liveness(Struct, frozen=True):
     """Whether a run still has a manager.
 
-    ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` is
-    :data:`INTERRUPTED`, :data:`UNATTENDED` or :data:`UNKNOWN`. It is shown instead of the status that the journal
-    records, because no process updates the journal any more. ``standing`` is empty if a manager runs.
+    ``note`` says what is wrong with the manager, and is empty if nothing is wrong. ``advice`` says what to do.
+    ``standing`` is :data:`INTERRUPTED`, :data:`UNATTENDED` or :data:`UNKNOWN`. It is shown instead of the status that
+    the journal records, because no process updates the journal any more. ``standing`` is empty if a manager runs.
     """
 
     note: str = ""

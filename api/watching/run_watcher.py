@@ -26,7 +26,7 @@ from .manager_liveness import (
 from .start_check import NeverBegan, StartCheck
 
 POLL_INTERVAL_S = 0.5
-"""Interval (s) of polling."""
+"""Interval (s) between two polls of the run directory."""
 SUMMARY_TIMEOUT_S = 10.0
 """Time (s) to wait for the summary of an ended run, from the last renewal of the manager's lease."""
 

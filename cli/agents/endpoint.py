@@ -36,7 +36,7 @@ class EndpointAccess(Struct, frozen=True):
     run: str
     replicas: tuple[ServingReplica, ...]
     run_key: str
-    """Key with which episodes are opened. Secret."""
+    """Secret key with which episodes of the run are opened."""
 
 
 def endpoint(name: str | None, *, json: bool) -> int:

@@ -50,7 +50,7 @@ def check(
     \b
     rrl check job.toml                            nodes, jobs, GPU-hours, Slurm's estimate of the start, doubts
     rrl check job.toml --set cluster.walltime=8h  as rrl submit would merge it
-    rrl check job.toml --defaults                 every key that the job does not set, too
+    rrl check job.toml --defaults                 also every key that the job does not set
     """
     from ..job import check as command
 

@@ -44,7 +44,7 @@ def logs(
 
     \b
     rrl logs                               the end of every log of the newest run
-    rrl logs quick                         the same of the run whose id begins with "quick"
+    rrl logs quick                         the same for the run whose id begins with "quick"
     rrl logs quick rollout/0 -f            all incarnations of one replica, and later ones
     rrl logs quick rollout/0#2             one incarnation
     rrl logs quick --failed                each failure, with the lines before it

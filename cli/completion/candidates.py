@@ -86,7 +86,7 @@ class _Line:
 
     @property
     def run(self) -> str | None:
-        """Return the run that the arguments name; None stands for the newest run if they name none."""
+        """Return the run that the arguments name; None, which stands for the newest run, if they name no run."""
         kinds = self._table[self._command]["arguments"]
         return self.arguments[kinds.index("run")] if "run" in kinds[: len(self.arguments)] else None
 
@@ -146,7 +146,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 # ── values ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _values(kind: Any, line: _Line) -> Iterator[tuple[str, str]]:
-    """Yield the values of a kind: the name of a kind in ``commands.json``, or a list of values."""
+    """Yield the values of ``kind``, which is the name of a kind in ``commands.json`` or a list of values."""
     if isinstance(kind, list):
         yield from ((value, "") for value in kind)
     elif kind in ("file", "folder"):

@@ -173,7 +173,7 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 async def _reader() -> Reader:
     """Choose a reader as a manager does. Raises TimeoutError, Refused or Unanswered if Slurm cannot be read."""
     limits = SlurmLimits()
-    async with asyncio.timeout(SLURM_TIMEOUT_S):  # the choice ends its child process if it is cancelled
+    async with asyncio.timeout(SLURM_TIMEOUT_S):  # choose_reader ends its child process if it is cancelled
         choice = await choose_reader("auto", CommandReader.with_limits(limits), limits)
     await choice.reader.close()
     return Reader(choice.reason, choice.rejected)

@@ -30,7 +30,7 @@ class Check(Struct, frozen=True):
 
 
 class DoctorOptions(Struct, frozen=True):
-    """Slurm options with which the user's jobs must be submitted. For an empty option, Slurm chooses."""
+    """Slurm options with which the user's jobs must be submitted. Slurm chooses the value of an empty option."""
 
     partition: str = ""
     account: str = ""
@@ -94,7 +94,7 @@ class Nodes(Struct, frozen=True, tag=True):
 class Accounts(Struct, frozen=True, tag=True):
     """The user's entry in Slurm's accounting.
 
-    ``admin`` is ``None``, ``Operator`` or ``Administrator``; ``default`` is the account of jobs that name none.
+    ``admin`` is ``None``, ``Operator`` or ``Administrator``; ``default`` is the account of jobs that name no account.
     """
 
     admin: str

@@ -3,8 +3,8 @@
 A prolog and Slurm's HealthCheckProgram run it too. So it needs no run, no home directory and no shared file system, and
 an error of the tool itself never looks like a failed node.
 
-Exit codes as in Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog`` or
-``--epilog``: 2 for FAIL, else 0.
+The exit codes are those of Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog``
+or ``--epilog``: 2 for FAIL, else 0.
 """
 
 from __future__ import annotations

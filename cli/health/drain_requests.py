@@ -91,7 +91,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     wanted: list[DrainRequest] = []
     for one in requests:
         state = drains.get(one.node, DrainState())
-        if state.booted > one.at:  # the node was repaired, or the next run there will request the drain
+        if state.booted > one.at:  # the node was repaired, or the next run on it will request the drain
             outcomes.append((one.node, True, "was booted after the drain was requested: not drained"))
         elif state.drained:
             outcomes.append((one.node, True, f"is drained already: {state.reason}"))

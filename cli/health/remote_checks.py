@@ -29,7 +29,7 @@ CHECK_S = 20
 _SRUN_SLACK_S = 20.0
 """Time (s), beyond ``START_S`` and ``CHECK_S``, for srun to start and to end."""
 _MAX_OUTPUT_CHARACTERS = 4 * 2**20
-"""Maximum number of characters of a check's JSON. A node with 64 components gives about 100,000."""
+"""Maximum number of characters of a check's JSON. A node with 64 components gives about 100,000 characters."""
 _CHECK = "from rrl.cli.main import main; main()"
 
 

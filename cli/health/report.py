@@ -98,7 +98,7 @@ class Document(Struct, frozen=True):
     report: Report
     sources: Sources
     drains_unknown: str
-    """Why the cluster was not queried for drains; empty if it was."""
+    """Why the cluster was not queried for drains; empty if it was queried."""
 
 
 def report(since: str, nodes: str | None, format: str, history: Sequence[Path], output: Path | None) -> int:

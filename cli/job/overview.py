@@ -58,7 +58,7 @@ def _hours_text(spec: RunSpec, needs: Demand) -> str:
 
 
 def _start_text(starts: Mapping[str, str], now: datetime) -> str:
-    """Return Slurm's estimates, one for each job."""
+    """Return Slurm's estimates of the start as text, one for each job."""
     if not starts:
         return "Slurm gives no estimate"
     texts = []

@@ -61,7 +61,7 @@ class TaskProblem(Struct, frozen=True):
 
 
 class Sample(Struct, frozen=True):
-    """One item of the task: prompt, right answer, and rewards of the right answer and of a wrong one."""
+    """One item of the task: prompt, right answer, and rewards of the right answer and of a wrong answer."""
 
     item: int
     prompt: str

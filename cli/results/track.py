@@ -54,7 +54,7 @@ def track(name: str, to: Sequence[str]) -> int:
 
 
 def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
-    """Return the trackers that the user or else the job names. Raises UsageError for a tracker that cannot be used."""
+    """Return the trackers that the user names, else those of the job. Raises UsageError for an unusable tracker."""
     named = [one for text in to for one in text.split(",") if one]
     if unknown := [one for one in named if one not in NAMES]:
         raise UsageError(f'--to: no tracker "{unknown[0]}"; there are {", ".join(NAMES)}')

@@ -166,7 +166,7 @@ def _key_reader(on_return: Callable[[], None]) -> Iterator[Callable[[float], str
             on_return()
         if not select.select([fd], [], [], seconds)[0]:
             return ""
-        return os.read(fd, 1024).decode("latin-1") or _no_keys(seconds)  # nothing is read from a terminal that is gone
+        return os.read(fd, 1024).decode("latin-1") or _no_keys(seconds)  # the read is empty once the terminal is closed
 
     try:
         if _in_foreground(fd):

@@ -1,4 +1,4 @@
-"""``rrl inject``: requests a fault. A fault that the run does not allow is refused here, by its manager's rules."""
+"""``rrl inject``: requests a fault. A fault that the manager would refuse is refused here, by the same rules."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A view that is drawn twice a second would otherwise send all of its lines each time, which is too much for a slow
 connection. The lines stand where the cursor was at the first drawing. Every later drawing compares the new lines with
-those on the screen, moves the cursor to each run of cells that differ, and writes only these.
+those on the screen, moves the cursor to each group of cells that differ, and writes only these cells.
 
 After a change of the terminal's size, it is unknown where the terminal has moved the lines. The screen is then cleared,
 and everything is drawn again.

@@ -1,4 +1,4 @@
-"""``rrl resume``: continues a run that has ended from its last commit, under the same id."""
+"""``rrl resume``: continues an ended run from its last commit, under the same id."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def status(name: str | None, *, json: bool) -> int:
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
-    if reader.torn and manager_gone(run):  # a running manager may still be writing it
+    if reader.torn and manager_gone(run):  # a running manager may still be writing a record
         torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
         print(f"rrl: {torn_text}: no process has acted on this record", file=sys.stderr)
     failure = StartCheck(run).failure(state)

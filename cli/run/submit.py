@@ -98,7 +98,7 @@ def _manager_ended(run: RunDir) -> str:
 
 
 def _foreground(run: RunDir, json: bool) -> int:
-    """Run the manager in this thread, which receives the signals, and draw the status view in another."""
+    """Run the manager in this thread, which receives the signals, and draw the status view in another thread."""
     print(f"{run.id}  ({run.path}); Ctrl-C cancels it", file=sys.stderr, flush=True)
     stop = threading.Event()
     watching = threading.Thread(target=_watch, args=(run, stop), daemon=True)

@@ -29,9 +29,10 @@ def size(nbytes: int) -> str:
 
 
 def resampled(values: Sequence[float], columns: int) -> list[float]:
-    """Return ``columns`` means that cover all values evenly; each value counts by its share of a column.
+    """Return the means of ``columns`` equal sections of the values.
 
-    Values that are not finite are left out; a column without any finite value is nan.
+    A value that two sections share counts in each by its share. Values that are not finite are left out; a section
+    without any finite value is nan.
     """
     means: list[float] = []
     for column in range(columns if values else 0):

@@ -251,7 +251,7 @@ def _manager(state: State, now: float) -> str:
 
 
 def _weights(state: State) -> Iterator[Text]:
-    """Yield how the weights get to the rollouts, and how far these are behind the trainer."""
+    """Yield how the weights get to the rollouts, and how far the rollouts are behind the trainer."""
     addresses = {one.weight_address for one in workers(state) if one.is_current and one.weight_address}
     if transports := sorted({address.partition("://")[0] for address in addresses}):
         listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
@@ -315,7 +315,7 @@ def _metrics(state: State, width: int) -> str:
 
 
 def _nodes(state: State) -> Text:
-    """Return a text about the nodes: in use, spare, warm, and not usable with the reason.
+    """Return a text about the nodes: in use, spare, warm, and unusable, with the reason.
 
     While the run has no nodes, the text gives the number of requested nodes. Nodes whose agent has not started are
     listed separately.

@@ -291,7 +291,7 @@ def _read(path: Path) -> str:
 
 
 def _setting_hint(path: Path) -> str:
-    """Return a hint if the name of a missing file looks like a setting, as other programs accept it."""
+    """Return a hint if the name of a missing file looks like a setting of another program, such as ``key=value``."""
     text = str(path)
     key, sign, _ = text.lstrip("+~").partition("=")
     return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""

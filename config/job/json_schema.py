@@ -27,7 +27,7 @@ _DOCUMENTED_BY: dict[type[BaseModel], type] = {
 }
 """Tables whose keys are described by the fields of the struct that the manager reads."""
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum", "minimum", "maximum", "gt", "ge", "lt", "le", "multipleOf")
-"""Keywords about numbers, which do not apply to durations and sizes: those are text."""
+"""Keywords about numbers. They do not apply to durations and sizes, which are text."""
 
 
 def json_schema() -> dict[str, Any]:

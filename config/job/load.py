@@ -161,7 +161,7 @@ def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[
             wrong_values.setdefault(_existing(pydantic_error["loc"], data), []).append(pydantic_error)
     for path, pydantic_errors in wrong_values.items():
         if any(deeper[: len(path)] == path != deeper for deeper in wrong_values):
-            continue  # a union: the error deeper inside is the more specific one
+            continue  # the key is a union: its deepest error is the most specific
         if pydantic_errors[0]["type"] == "value_error":
             yield _Mistake(path, pydantic_errors[0]["msg"].removeprefix("Value error, "))
         else:
@@ -234,7 +234,7 @@ def _unknown(loc: KeyPath) -> str:
     if new_name := _RENAMED_KEYS.get(tuple(map(str, loc))):
         return f'was renamed; write "{new_name}" instead'
     if len(same := [path for path, _ in _tables(Job, ()) if path and path[-1] == name]) == 1:
-        return f"unknown key; did you mean {_header(same[0])}?"  # the table of this name, which is inside another one
+        return f"unknown key; did you mean {_header(same[0])}?"  # the table of this name, which is inside another table
     if near := difflib.get_close_matches(name, table.model_fields, 1):
         return f"unknown key; did you mean {_format_value(near[0])}?"
     if len(owners := [path for path, owner in _tables(Job, ()) if name in owner.model_fields]) == 1:

@@ -36,7 +36,7 @@ class Role(Table):
     """Memory of each rank of a replica."""
     ranks: Annotated[int, Field(ge=1, le=65536)] = 1
     """Processes of each replica. Several ranks form a gang, which is launched and fenced as a whole; each rank runs in
-    a step of its own with cpus, gpus and mem. Of the built-in roles only the trainer can have several."""
+    a step of its own with cpus, gpus and mem. Of the built-in roles only the trainer can have several ranks."""
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
     """Ranks of a replica that share a node; at most the value of ranks."""
     exclusive: bool = False
@@ -162,7 +162,7 @@ class RolloutRole(Role):
 
 
 class TrajectoriesRole(Role):
-    """The store: owns prompts and tokens, leases them, binds batches and keeps the one commit record."""
+    """The store, which owns prompts and tokens, leases them, binds batches and keeps the one commit record."""
 
     replicas: Literal[1] = 1
     """Always 1: there is one store."""
@@ -244,8 +244,8 @@ class CommandRole(Role):
     command: Strings
     """The program and its arguments; relative paths start at the folder of job.toml."""
     watch: Literal["api", "activity"] = "api"
-    """api: the program calls rrl.join(); activity: it does not, and is monitored by its exit, its CPU and GPU time and
-    its output."""
+    """api: the program calls rrl.join(); activity: the program does not call it, and is monitored by its exit, its CPU
+    and GPU time and its output."""
     quiet: Time = 1800.0
     """With watch = "activity": time without CPU time, GPU activity or output after which the program counts as hung."""
     service: bool = False

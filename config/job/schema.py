@@ -337,7 +337,7 @@ class TransportTable(Table):
     chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = _TRANSPORT.chunk
     """Size of a chunk, the unit in which weights are requested, verified and, if necessary, fetched again."""
     network: Network = _TRANSPORT.network
-    """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: each node chooses it."""
+    """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); if empty, each node chooses."""
     chunk_deadline: Time = _TRANSPORT.chunk_deadline
     """Maximum deadline for one chunk. UCX does not notice a hung peer (measured), so each chunk has its own
     deadline."""

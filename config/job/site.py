@@ -78,11 +78,11 @@ class NodeTable(Table):
     """Resources that rrl uses on a node: on every node with form "pool", else on the nodes that several roles share."""
 
     cpus: Annotated[int, Field(ge=1)] = 4
-    """Cores."""
+    """Cores of a node."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs."""
+    """GPUs of a node."""
     mem: Annotated[Size, Field(gt=0)] = 4 * 2**30
-    """Memory."""
+    """Memory of a node."""
 
 
 class ClusterTable(Table):

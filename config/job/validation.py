@@ -134,7 +134,7 @@ def _same_file(one: str | None, other: str | None) -> bool:
 
 _SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),
                          "size": ("dataset", "function"), "prompt": ("dataset", "file", "function")}  # fmt: skip
-"""For each key of [task]: the sources of a task for which the key is permitted."""
+"""The sources of a task for which each key of [task] is permitted."""
 
 
 def _model(job: Job) -> None:
@@ -382,7 +382,7 @@ def _one_gpu(job: Job) -> None:
 
 
 def _vllm(job: Job) -> None:
-    """Check that the arguments of vLLM contain none that rrl sets, and none that would leave GPUs idle."""
+    """Check that no argument of vLLM is one that rrl sets, or would leave GPUs idle."""
     rollout, at = job.roles.rollout, ("roles", "rollout", "vllm")
     if rollout.command is not None:
         return

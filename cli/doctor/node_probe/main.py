@@ -38,7 +38,7 @@ from .host import Host, Torch, Unavailable, read_host, read_torch, run_readers
 PROBE_TIMEOUT_S = 10.0
 """Maximum duration (s) of the probe."""
 _READ_TIMEOUT_S = 7.0
-"""Timeout (s) of the readers. Results that are missing after it are reported as unavailable."""
+"""Timeout (s) of the readers. Results that are missing after this time are reported as unavailable."""
 _MAX_LINE_BYTES = 200
 """Maximum length in bytes of a line that is accepted from the login node."""
 _CONNECT_TIMEOUT_S = 2.0

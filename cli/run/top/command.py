@@ -34,5 +34,5 @@ def top(name: str | None) -> int:
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the end of the interpreter would wait for a thread that reads from a file server that hangs
+        os._exit(code)  # at its end, the interpreter would wait for a thread that a hung file server blocks
     return code

@@ -72,7 +72,7 @@ def by_name(name: str) -> SortKey:
 
 
 def replicas_on(state: State, node: NodeName) -> list[Replica]:
-    """Return the current members of roles that run on a node, or are started there."""
+    """Return the current members of roles that run on a node, or are being started on it."""
     return [one for one in workers(state) if one.is_current and one.node == node]
 
 
@@ -137,7 +137,7 @@ def _replica_facts(state: State, replica: Replica, now: float) -> Iterator[tuple
 
 
 def _clock_text(clock: ClockReading) -> Text:
-    """Return the shares of the time of a process by phase, the largest first, as of its newest report."""
+    """Return the shares of a process's time by phase, the largest first, from its newest report."""
     total = sum(one.ns for one in clock.times) or 1
     parts = []
     for one in sorted(clock.times, key=lambda time: -time.ns):
