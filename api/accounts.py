@@ -20,6 +20,6 @@ def account_of(run: RunDir) -> Account:
     except JournalError as error:
         raise UsageError(str(error)) from None
     except NoEvents:
-        raise UsageError(f"{run.id} has not begun: its journal has no events yet") from None
+        raise UsageError(f"{run.id} has not begun: its journal has no events yet; see: rrl status {run.id}") from None
     except OSError as error:
         raise OperationFailed(f"{run.journal}: {error.strerror}") from None

@@ -71,7 +71,7 @@ def parse_rules(text: str, name: str = "health.toml") -> Rules:
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise RulesError(f"{name}: tables or arrays are nested too deeply") from None
+        raise RulesError(f"{name}: tables or arrays are nested too deeply; use fewer levels") from None
     except ValueError as error:
         raise RulesError(f"{name}: {on_one_line(error)[:MAX_MESSAGE_CHARS]}") from None
     if mistake := _unknown(Rules, data, ()) or _invalid_value(data):

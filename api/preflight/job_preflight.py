@@ -291,8 +291,8 @@ def _check_trackers_installed(job: Job) -> list[str]:
     """Return a warning for each tracker whose package is missing here, since the manager may run elsewhere."""
     missing = [name for name in job.track.to if find_spec(name) is None]
     return [
-        f"track.to: the package {name} is not installed on this machine; the manager needs it, or the steps are sent"
-        f" later by rrl track: pip install '.[{name}]' in rrl's clone"
+        f"track.to: the package {name} is not installed on this machine, and the manager needs it:"
+        f" pip install '.[{name}]' in rrl's clone, or send the steps later with rrl track"
         for name in missing
     ]
 

@@ -59,5 +59,5 @@ def _unknown(run: RunDir, number: int, found: list[Episode]) -> str:
         return f"{run.id} has no episode {number}: it has no episodes yet"
     return (
         f"the store of {run.id} has no episode {number}; list those that it has: {program()} episodes {run.id}"
-        " (older ones are deleted once they are trained or dropped)"
+        " (older episodes are deleted once they are trained or dropped)"
     )

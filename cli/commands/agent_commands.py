@@ -14,7 +14,7 @@ from .app import app
 def episodes(
     run: Run = None,
     episode: Annotated[
-        int | None, typer.Argument(metavar="EPISODE", help="Number of one episode.", show_default=False)
+        int | None, typer.Argument(metavar="EPISODE", help="Number of the episode to show.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
@@ -44,7 +44,7 @@ def endpoint(run: Run = None, json: Json = False) -> None:
 def relay(
     run: Run = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one, which is printed.")
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 selects a free port, which is printed.")
     ] = 8000,
 ) -> None:
     """Serve a relay beside an agent outside of a run; the agent uses it as its base URL.

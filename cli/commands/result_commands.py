@@ -108,7 +108,7 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
     step: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="A step whose checkpoint is kept. Default: the newest one."),
+        typer.Option(min=1, show_default=False, help="A step whose checkpoint is kept. Default: the newest such step."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -16,7 +16,7 @@ JobFiles = Annotated[
     typer.Argument(
         metavar="JOB.TOML",
         show_default=False,
-        help="The job spec. Of several files, each adds keys to those before it, or replaces their values.",
+        help="The job spec. Each of several files adds keys to those before it, or replaces their values.",
     ),
 ]
 Settings = Annotated[
@@ -25,6 +25,6 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         show_default=False,
-        help="Value of one key, which replaces that of the files; may be repeated.",
+        help="Value of one key, which replaces the value in the files; may be repeated.",
     ),
 ]

@@ -143,7 +143,7 @@ def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
     if request.ended is not None:
         print(f"{run.id} has ended already: {request.ended.outcome}")
     elif not request.command:
-        print(f"{run.id}: taken from the queue before it began")
+        print(f"{run.id}: removed from Slurm's queue before it began")
     elif not wait:
         print(f"{run.id}: its manager is asked to end it")
     else:

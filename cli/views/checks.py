@@ -102,5 +102,5 @@ def requests_view(
             users = " and ".join(one.users)
             remark = f"only records of {users}: --apply drains it only if rrl health check there confirms them"
             table.add_row("", Text("alone", "yellow"), "", "", Text(remark))
-    note = [Text(f"it is unknown which of them are drained: {unknown}", "yellow")] if unknown else []
+    note = [Text(f"it is unknown which of these nodes are drained: {unknown}", "yellow")] if unknown else []
     return Group(table, *note)

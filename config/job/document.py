@@ -152,7 +152,9 @@ class JobDocument:
         try:
             replaced = set(_merge(self.data, data, ()))
         except RecursionError:
-            raise SpecError(f"{_one_line(self.name)}: tables or arrays are nested too deeply") from None
+            raise SpecError(
+                f"{_one_line(self.name)}: tables or arrays are nested too deeply; use fewer levels"
+            ) from None
         if replaced:
             for known in (self._places, self._first_places):
                 outdated = [key for key in known if any(key[:length] in replaced for length in range(1, len(key) + 1))]
@@ -236,7 +238,7 @@ def _plain(value: Any, shown: str) -> Any:
     try:
         return _toml_value(value, (), shown)
     except RecursionError:
-        raise SpecError(f"{shown}: tables or arrays are nested too deeply") from None
+        raise SpecError(f"{shown}: tables or arrays are nested too deeply; use fewer levels") from None
 
 
 def _toml_value(value: Any, path: KeyPath, shown: str) -> Any:
@@ -302,7 +304,7 @@ def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int
     try:
         return tomllib.loads(text), lines_of(text)
     except RecursionError:
-        raise SpecError(f"{shown}: tables or arrays are nested too deeply") from None
+        raise SpecError(f"{shown}: tables or arrays are nested too deeply; use fewer levels") from None
     except ValueError as error:  # TOMLDecodeError, or the ValueError of int() for numbers with thousands of digits
         raise SpecError(_syntax(shown, text, error)) from None
 
@@ -351,11 +353,11 @@ def _value(shown: str, text: str) -> Any:
     Raises SpecError if the text is empty, or begins like a TOML list, table or string but is invalid.
     """
     if not text:
-        raise SpecError(f"{shown}: has no value; an empty text is {as_value('')!r}, quoted for the shell")
+        raise SpecError(f"{shown}: has no value; for an empty text write {as_value('')!r}, quoted for the shell")
     try:
         data = tomllib.loads(f"value = {text}")
     except RecursionError:
-        raise SpecError(f"{shown}: arrays or tables are nested too deeply") from None
+        raise SpecError(f"{shown}: arrays or tables are nested too deeply; use fewer levels") from None
     except ValueError as error:
         if text[0] in "[{\"'":
             quoted = "put the setting in single quotes, because the shell removes double quotes"

@@ -127,7 +127,7 @@ def _absolute(path: str, folder: Path) -> str:
 def _unsupported_values(value: Any, path: KeyPath) -> Iterator[_Mistake]:
     """Yield a mistake for each value that is valid TOML but not allowed in the journal, JSON or command lines."""
     if len(path) > _MAX_DEPTH:
-        yield _Mistake(path[:2], f"is nested more than {_MAX_DEPTH} levels deep")
+        yield _Mistake(path[:2], f"is nested more than {_MAX_DEPTH} levels deep; use fewer levels")
     elif isinstance(value, dict):
         for key, inner in value.items():
             if "\0" in key:
@@ -139,7 +139,7 @@ def _unsupported_values(value: Any, path: KeyPath) -> Iterator[_Mistake]:
     elif isinstance(value, str) and "\0" in value:
         yield _Mistake(path, "contains a NUL character (\\u0000)")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield _Mistake(path, "is a number beyond 64 bits")
+        yield _Mistake(path, "is a number beyond 64 bits; write a number that fits into 64 bits")
     elif isinstance(value, float) and not math.isfinite(value):
         yield _Mistake(path, f"is {value}; write a finite number")
     elif isinstance(value, datetime.date | datetime.time):

@@ -223,7 +223,7 @@ def _notify(job: Job) -> None:
     """Reject a notification of a stalled run without training, since only training steps show that a run stalls."""
     notify = job.notify
     if notify is not None and job.task is None and "on" in notify.model_fields_set and "stalled" in notify.on:
-        raise mistake(("notify", "on"), '"stalled" counts training steps, but there is no [task]; remove it')
+        raise mistake(("notify", "on"), '"stalled" counts training steps, but there is no [task]; remove "stalled"')
 
 
 def _late(job: Job) -> None:

@@ -138,4 +138,4 @@ def _interruptions(interruptions: Sequence[InterruptionReport]) -> Iterator[Rend
     if any(one.injected for one in shown):
         yield Text("* a fault was injected", "bright_black")
     if len(interruptions) > len(shown):
-        yield Text(f"{len(interruptions) - len(shown)} earlier ones are in --json and --html", "bright_black")
+        yield Text(f"{len(interruptions) - len(shown)} earlier interruptions are in --json and --html", "bright_black")

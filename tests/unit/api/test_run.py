@@ -130,7 +130,7 @@ def test_a_wrong_job_is_refused_with_its_place(
 def test_a_table_that_contains_itself_is_refused(started: list[RunDir]) -> None:
     table: dict[str, Any] = {}
     table["run"] = table
-    with pytest.raises(rrl.UsageError, match=r"^job: tables or arrays are nested too deeply$"):
+    with pytest.raises(rrl.UsageError, match=r"^job: tables or arrays are nested too deeply; use fewer levels$"):
         rrl.submit(table)
 
 

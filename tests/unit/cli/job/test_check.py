@@ -195,8 +195,8 @@ def test_missing_package_of_a_tracker_is_a_warning_since_its_steps_can_be_sent_l
     site.job.write_text(JOB + '[track]\nto = ["wandb", "tensorboard"]\n')
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert doubts_in(capsys.readouterr().out) == [
-        "track.to: the package wandb is not installed on this machine; the manager needs it, or the steps are sent"
-        " later by rrl track: pip install '.[wandb]' in rrl's clone"
+        "track.to: the package wandb is not installed on this machine, and the manager needs it:"
+        " pip install '.[wandb]' in rrl's clone, or send the steps later with rrl track"
     ]
 
 

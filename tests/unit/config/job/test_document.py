@@ -86,7 +86,7 @@ def test_value_of_a_setting_is_toml_or_text(setting: str, key: tuple[str, ...], 
         ("=5", "is not a key of job.toml; write for example --set run.steps=500"),
         ("a..b=5", "is not a key of job.toml; write for example --set run.steps=500"),
         ("a b=5", "is not a key of job.toml; write for example --set run.steps=500"),
-        ("run.name=", "has no value; an empty text is '\"\"', quoted for the shell"),
+        ("run.name=", "has no value; for an empty text write '\"\"', quoted for the shell"),
         ("env.passed=[A]", "not valid TOML: Invalid value (at line 1, column 10); put the setting in single quotes,"),
     ],
 )

@@ -114,7 +114,9 @@ def test_stall_of_a_run_without_training_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, f'on = ["stalled"]\n{HOOK}', commands)
     with pytest.raises(SpecError) as caught:
         load_job(path)
-    assert str(caught.value).endswith('notify.on: "stalled" counts training steps, but there is no [task]; remove it')
+    assert str(caught.value).endswith(
+        'notify.on: "stalled" counts training steps, but there is no [task]; remove "stalled"'
+    )
     assert load_job(written(tmp_path, HOOK, commands)).notify is not None, (
         "the default of notify.on was reported as a mistake of the user"
     )
