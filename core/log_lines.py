@@ -49,12 +49,12 @@ def stamp_of(line: bytes) -> bytes:
 
 
 def first_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the first of ``lines``, which are whole lines, or b"" if that line has none."""
+    """Return the time stamp of the first line in ``lines`` (whole lines), or b"" if this line has no time stamp."""
     return stamp_of(lines[: STAMP_BYTES + 1])
 
 
 def last_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the last of ``lines``, which are whole lines, or b"" if that line has none."""
+    """Return the time stamp of the last line in ``lines`` (whole lines), or b"" if this line has no time stamp."""
     start = lines.rfind(b"\n", 0, -1) + 1
     return stamp_of(lines[start : start + STAMP_BYTES + 1])
 

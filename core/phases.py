@@ -4,8 +4,8 @@ The worker sends the name, detectors use the traits, and views use the colour. A
 (``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may report other phases. A replica that stays in
 such a phase for long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide: a deadline that is too short restarts a healthy replica again and again, a deadline that is too
-long only delays the detection of a hang. NVRx waits 3600 s for the first heartbeat and 2700 s for each further
+The bounds are wide, since a deadline that is too short restarts a healthy replica again and again. A deadline that is
+too long only delays the detection of a hang. NVRx waits 3600 s for the first heartbeat and 2700 s for each further
 heartbeat (docs/sources.md).
 """
 

@@ -30,7 +30,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (the user's)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (of the user)."""
     replicas: int
     min_replicas: int
     per_member: Resources

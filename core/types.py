@@ -271,7 +271,8 @@ class RaisedException(Struct, frozen=True):
 class Finding(Struct, frozen=True):
     """The conclusion of a detector or check about a replica (``incarnation``), a node (``node``) or the run (neither).
 
-    ``proof`` means that this observation alone suffices to act (an exit record, Slurm reports DOWN, Xid 79).
+    ``proof`` means that this observation alone suffices to act (an exit record, a node that Slurm reports as DOWN, Xid
+    79).
     """
 
     detector: str
@@ -327,11 +328,11 @@ class Outcome(StrEnum):
 
 
 class UsageError(Exception):
-    """The request is not valid, for example the job spec or the name of a run. Exit code 2 of a command."""
+    """The request is not valid, for example the job spec or the name of a run. A command exits with code 2."""
 
 
 class OperationFailed(Exception):
-    """A valid request could not be carried out, or the run failed. Exit code 1 of a command."""
+    """A valid request could not be carried out, or the run failed. A command exits with code 1."""
 
 
 class Resources(Struct, frozen=True):

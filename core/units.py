@@ -16,7 +16,7 @@ _SIZE = rf"([0-9]{{1,19}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_BYTES)})"
 DURATION_PATTERN = rf"^\s*(?:{_WITH_UNIT}|{_AS_IN_SLURM})\s*$"
 """Regular expression of durations, in the syntax that Python and JSON Schema (ECMA-262) share."""
 SIZE_PATTERN = rf"^\s*{_SIZE}\s*$"
-"""Regular expression of sizes, in the same syntax."""
+"""Regular expression of sizes, in the syntax that Python and JSON Schema (ECMA-262) share."""
 
 
 def seconds(text: str) -> float:
@@ -95,6 +95,6 @@ def size_text(nbytes: int) -> str:
 DURATION = BeforeValidator(_duration)
 SIZE = BeforeValidator(_size)
 Duration = Annotated[float, DURATION]
-"""Seconds in Python; a string with a unit in TOML."""
+"""A duration: seconds in Python, a string with a unit in TOML."""
 Size = Annotated[int, SIZE]
-"""Bytes in Python; a string with a unit in TOML."""
+"""A size: bytes in Python, a string with a unit in TOML."""

@@ -34,7 +34,7 @@ exclude_patterns = [".*", "api", "benchmarks", "build", "cli", "config", "core",
                     "roles", "slurm_templates", "tests", "transport", "wheelhouse", "**/__pycache__"]  # fmt: skip
 highlight_language = "text"
 myst_heading_anchors = 4
-suppress_warnings = ["toc.not_included"]  # _check_navigation warns of the page instead
+suppress_warnings = ["toc.not_included"]  # _check_navigation warns of such pages, not Sphinx
 
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[[^]]+\]\(([^)#]+)\.md\)", re.MULTILINE)

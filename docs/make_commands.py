@@ -46,7 +46,7 @@ def page() -> str:
 
 
 def _command(command: Any, name: str) -> Iterator[str]:
-    """Yield the description of a command, or of those in its group."""
+    """Yield the description of a command, or of the commands in its group."""
     inner = getattr(command, "commands", {})
     if inner:
         for one in inner.values():
@@ -61,7 +61,7 @@ def _command(command: Any, name: str) -> Iterator[str]:
 
 
 def _help(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a help text. Paragraphs that typer's mark excludes from wrapping become code blocks."""
+    """Yield the paragraphs of a help text. Paragraphs that typer must not wrap become code blocks."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
             lines = [_EXPLANATION.sub(r"\1# ", line, count=1) for line in paragraph[1:].strip("\n").splitlines()]

@@ -10,7 +10,7 @@ from ..common.arguments import Json, Run
 from .app import app
 
 
-@app.command(short_help="List the episodes of a run's agents, or show one as a tree.")
+@app.command(short_help="List the episodes of a run's agents, or show one episode as a tree.")
 def episodes(
     run: Run = None,
     episode: Annotated[
@@ -18,7 +18,7 @@ def episodes(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the episodes of a run's agents that its store has, or show one as a tree of its turns.
+    """List the episodes of a run's agents that its store has, or show one episode as a tree of its turns.
 
     \b
     rrl episodes quick       state, attempt, turns, branches, tokens, versions and reward of each

@@ -86,7 +86,7 @@ class _Line:
 
     @property
     def run(self) -> str | None:
-        """Return the run that the arguments name; None, which stands for the newest run, if they name no run."""
+        """Return the run that the arguments name; None if they name no run, so that the newest run is meant."""
         kinds = self._table[self._command]["arguments"]
         return self.arguments[kinds.index("run")] if "run" in kinds[: len(self.arguments)] else None
 

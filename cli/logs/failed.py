@@ -41,7 +41,7 @@ class FailureRecord(Struct, frozen=True):
     successor: str | None
     """The incarnation that took over; None if it has not worked yet."""
     recovered_s: float | None
-    """Seconds until the successor worked."""
+    """Seconds from the failure until the successor worked; None if it has not worked yet."""
     lines: list[LogRecord]
     """The last lines of the incarnation, or of its launcher if the incarnation wrote none."""
 

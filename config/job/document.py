@@ -117,7 +117,7 @@ class JobDocument:
         """Return one line about a key: file and line, or the setting; then the key and the message.
 
         Args:
-            key: The key. If no file or setting contains it, the place is that of the table around it.
+            key: The key. If no file or setting contains it, the line names the place of the table around the key.
             message: What is wrong.
             missing: True if the key is missing, so that the first file with its table has to be completed.
         """

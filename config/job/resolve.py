@@ -159,7 +159,7 @@ def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     Args:
         nodes: Number of nodes.
         rate: Probability that a node fails on a given day.
-        quantile: Share of the days on which no more nodes fail than the result.
+        quantile: Share of the days on which at most the returned number of nodes fail.
     """
     chance = cumulated = (1 - rate) ** nodes
     failing = 0

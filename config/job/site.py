@@ -171,7 +171,7 @@ class NotifyTable(Table):
     command: Strings | None = None
     """Program that gets the message as JSON on stdin; it runs in the folder of job.toml, for at most 30 s."""
     webhook: Annotated[str, AfterValidator(_webhook)] | None = None
-    """Address to which the message is posted as JSON; its key ``text`` is the line that chat services show."""
+    """Address to which the message is posted as JSON. The key ``text`` contains the line that chat services show."""
 
     @model_validator(mode="after")
     def _one_target(self) -> NotifyTable:

@@ -26,8 +26,8 @@ MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
 (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""Bytes of the message that are reserved for the prompts, whose lengths are not known yet: one prompt per group, 4
-bytes per token."""
+"""Bytes of the message that are reserved for the prompts (one per group, 4 bytes per token). Their lengths are not
+known yet."""
 _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024

@@ -6,8 +6,8 @@ DAPO-Math-17k once, on a machine with Hugging Face's `datasets`:
     from datasets import load_dataset
     load_dataset("BytedTsinghua-SIA/DAPO-Math-17k", split="train").to_json("dapo-math-17k.jsonl")
 
-Each of its prompts asks for a last line "Answer: ...". An answer is right if the text after its last "Answer:" is the
-right number.
+Each prompt of DAPO-Math-17k asks for a last line "Answer: ...". An answer is right if the text after its last "Answer:"
+is the right number.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from ....manager.reporting.accounting.run_report import LaneReport, RunReport
 WIDTH, LANE_HEIGHT, CURVE_HEIGHT = 1000, 10, 120
 """Sizes of the drawings."""
 MAX_TITLED_SPANS = 3000
-"""Maximum number of intervals in a page for each of them to have a title; with more, only incarnations have titles."""
+"""Maximum number of intervals in a page that titles each interval. In a page with more, only incarnations have
+titles."""
 TICKS = 4
 
 
