@@ -88,7 +88,7 @@ class TaskTrial(Struct, frozen=True):
 
 
 class _Failed(BaseException):
-    """The trial has found a problem. It is no Exception, so that it differs from exceptions of the user's code."""
+    """The trial has found a problem. A BaseException, so that it differs from the exceptions of the user's code."""
 
     def __init__(self, problem: TaskProblem) -> None:
         super().__init__(problem.text)
@@ -96,7 +96,7 @@ class _Failed(BaseException):
 
 
 class _DeadlineExceeded(BaseException):
-    """The trial takes too long. ``except Exception`` in the user's code must not catch this, so it is no Exception."""
+    """The trial takes too long. A BaseException, so that ``except Exception`` in the user's code does not catch it."""
 
 
 class _Item(Struct, frozen=True):

@@ -43,7 +43,7 @@ _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
-"""``module:function``."""
+"""A function, written as ``module:function``."""
 
 
 def _format_string(text: str) -> str:
