@@ -25,8 +25,8 @@ from ...health.checks.xid_events import XidEvent
 from ...health.history.check_records import Standing, record_findings
 
 RECORD_TIMEOUT_S = 3.0
-"""Seconds that the storage of the history may take. A write over NFS takes milliseconds; the HealthCheckProgram has
-60 s for everything."""
+"""Seconds that the storage of the history may take. A write over NFS takes milliseconds, and Slurm gives a
+HealthCheckProgram 60 s."""
 
 
 METRICS_SUFFIX = ".prom"

@@ -70,7 +70,7 @@ def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
 
 
 def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
-    """Start the process of a tracker, which ends with this command; its output goes to a file of the run."""
+    """Start a tracker's process. It ends with this command, and its output goes to a file of the run."""
     environment = os.environ | {TRACKER_ENV: mark_of(run, tracker)}
     argv = [sys.executable, "-P", "-m", MODULE, str(run.path), tracker, str(os.getpid()), UNTIL_END]
     with log_file(run, tracker).open("ab") as log:

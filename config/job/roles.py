@@ -123,7 +123,7 @@ class TrainerRole(Role):
 
 
 def check_checkpoint_steps(trainer: TrainerRole, steps: int, evaluate_every: int | None) -> None:
-    """Check that each step of a run of ``steps`` steps that is exported or evaluated has a checkpoint of its own.
+    """Check that each exported or evaluated step has its own checkpoint, in a run of ``steps`` steps.
 
     Raises:
         PydanticCustomError: The first mistake, with the key at which it is reported.

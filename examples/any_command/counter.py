@@ -1,4 +1,4 @@
-"""Counts, and keeps the count in a file of the run, so that a new incarnation continues where the last one ended."""
+"""Counts, and keeps the count in a file of the run, so that a new incarnation continues the count."""
 
 from __future__ import annotations
 
