@@ -56,7 +56,7 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
 
 
 def eos_ids(folder: Path) -> Any:
-    """Return the token id (an int) or ids (a list) that end the model's output; None if the folder names none."""
+    """Return the token id (an int) or ids (a list) that end the model's output; None if the folder names no id."""
     ids = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
     return read_json(folder / CONFIG).get("eos_token_id") if ids is None else ids
 

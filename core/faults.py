@@ -213,7 +213,7 @@ def validate_fault(
     at: FaultTrigger = FaultTrigger(),
     ranks: Mapping[str, int] | None = None,
 ) -> InvalidFault | None:
-    """Return why a fault of this kind cannot be injected into that target, or None if it can.
+    """Return why a fault of this kind cannot be injected into that target; None if it can be injected.
 
     Node names are not checked, since they are unknown before the run.
 

@@ -29,7 +29,7 @@ class Line(NamedTuple):
     order: bytes
     """The time in the format of :mod:`rrl.core.log_lines`; for a line without a time, the time of a nearby line."""
     stamp: bytes
-    """The line's own time; ``b""`` if it has none."""
+    """The line's own time; ``b""`` if the line has no time."""
     text: bytes
     copied: bool = False
     """Whether the line was read from a copy of the log."""

@@ -13,7 +13,7 @@ LOOPBACK_INTERFACE = "lo"
 
 
 def network_problem(network: str) -> str:
-    """Return why this machine cannot listen on ``[transport] network``; empty if it can, or if no network is named."""
+    """Return why this machine cannot listen on ``[transport] network``; empty if it can listen or none is named."""
     if not network:
         return ""
     try:
@@ -39,7 +39,7 @@ def listens_on_loopback(cluster: str, network: str) -> bool:
 
 
 def metrics_problem(address: str) -> str:
-    """Return why ``[health] metrics`` cannot be served on this machine; empty if it can.
+    """Return why ``[health] metrics`` cannot be served on this machine; empty if they can be served.
 
     ``address`` is ``host:port``, or empty for no metrics. The port is bound for a moment, as the manager will bind it.
     """

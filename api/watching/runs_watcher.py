@@ -39,7 +39,7 @@ class WatchedRun(Struct, frozen=True):
     """State from its journal; None if there is none, or if it cannot be read."""
     liveness: Liveness = Liveness()
     trouble: str = ""
-    """Why the run cannot be read; empty if it can."""
+    """Why the run cannot be read; empty if it can be read."""
     start_failure: str = ""
     """Why no manager will ever begin or resume the run; empty if a manager may."""
 

@@ -67,7 +67,7 @@ class Sample(Struct, frozen=True):
     prompt: str
     prompt_tokens: int
     answer: str
-    """The right answer according to the task; empty if the task has none."""
+    """The right answer according to the task; empty if the task has no right answers."""
     answer_tokens: int
     scored: str
     """The right answer after it was tokenised and converted back to text, as the scorer would get it from the model."""
@@ -262,7 +262,7 @@ class _Trial:
         return ("model", "max_length") if self._job.model.path is None else ("sampling", "max_new_tokens")
 
     def _answer(self, task: Task, number: int) -> str | None:
-        """Return the right answer of an item, which only a warm start needs; None if the task has none."""
+        """Return the right answer of an item, which only a warm start needs; None if the task has no right answers."""
         try:
             return self._text(task.answer, "answer", number)
         except Exception as error:  # user code may raise anything

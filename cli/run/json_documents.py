@@ -51,7 +51,7 @@ class StatusFigures(ModelFolders, frozen=True, kw_only=True):
     standing: str
     """The standing of the run, as in ``rrl list``."""
     note: str
-    """What is wrong with the manager or the run directory, and what to do; empty if nothing is."""
+    """What is wrong with the manager or the run directory, and what to do; empty if nothing is wrong."""
     metrics_failure: str
     """Why the manager serves no metrics; empty if it serves them, or if the job requests none."""
     stream: StreamSummary

@@ -131,7 +131,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
 
 
 def storage_trouble(run: RunDir) -> str:
-    """Return why the run directory cannot be written, as far as this machine can tell; empty if it can.
+    """Return why the run directory cannot be written, as far as this machine can tell; empty if it can be written.
 
     A manager acts only on what it has written, so its journal cannot report that a write failed.
     """

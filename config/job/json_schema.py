@@ -44,7 +44,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def description_of(table: type[BaseModel], name: str) -> str:
-    """Return the description of a key, as in the code; empty if it has none."""
+    """Return the description of a key, as in the code; empty if the key has no description."""
     field = table.model_fields[name]
     struct = _DOCUMENTED_BY.get(table)
     text = (field.description if struct is None else field_docstrings(struct).get(name)) or ""

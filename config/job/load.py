@@ -297,7 +297,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _described(loc: KeyPath) -> str:
-    """Return the description of a field as part of a sentence, at most 200 characters; empty if it has none."""
+    """Return the description of a field as part of a sentence, at most 200 characters; empty without a description."""
     owner = table_at(loc[:-1])
     field = owner.model_fields.get(str(loc[-1])) if owner else None
     if field is None or not field.description:

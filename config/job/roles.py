@@ -150,7 +150,7 @@ class RolloutRole(Role):
     [cluster] form = "pool"."""
     preload: bool | None = None
     """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
-    rollout that fails on this node continues in this process. A node with less than 400 MiB beside the mem of its roles
+    rollout that fails continues in the process on its node. A node with less than 400 MiB beside the mem of its roles
     has no such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery]
     policy = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads

@@ -104,7 +104,7 @@ class Network(Struct, frozen=True, tag=True):
     rdma: tuple[str, ...] = ()
     """Names of the RDMA devices, including those that UCX cannot use."""
     filter_refused: str = ""
-    """Why the kernel does not let this user attach a packet filter to a socket; empty if it does."""
+    """Why the kernel does not let this user attach a packet filter to a socket; empty if the kernel permits it."""
 
 
 class Limits(Struct, frozen=True, tag=True):

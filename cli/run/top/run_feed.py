@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
     opened: OpenedRun | None = None
     """The run that is shown in detail; None if no run is shown in detail, or if the run is gone."""
     trouble: str = ""
-    """Why the folder of runs cannot be read; empty if it can. If it is not empty, the runs come from an earlier
+    """Why the folder of runs cannot be read; empty if it can be read. Otherwise the runs come from an earlier
     reading."""
 
 
