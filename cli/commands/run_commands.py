@@ -142,7 +142,7 @@ def remove(
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="TIME", show_default=False, help='All your runs that ended longer ago, such as "7d".'),
+        typer.Option(metavar="TIME", show_default=False, help='All your runs that ended longer ago than TIME: "7d".'),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
