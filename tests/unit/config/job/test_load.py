@@ -161,7 +161,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10", "steps = 10.0", "job.toml:3: run.steps: must be a whole number, not 10.0"),
     ("steps = 10", "steps = 0", "job.toml:3: run.steps: must be at least 1, not 0"),
     ("steps = 10", "steps = [1]", "job.toml:3: run.steps: must be a whole number, not a list"),
-    ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits"),
+    ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits;"
+     " write a number that fits into 64 bits"),
     ("replicas = 2", "replicas = 20000", "job.toml:17: roles.rollout.replicas: must be at most 4096, not 20000"),
     ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower-case"
      ' letters, digits and dashes, not "Small one"'),
