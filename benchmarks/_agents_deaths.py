@@ -54,7 +54,7 @@ from rrl.transport.keys import RunKeys
 
 AT_ONCE = 32
 OUTSIDE_AT_ONCE = 8
-"""Number of episodes at once of the outside agents that call through the relay, and of those that call without it."""
+"""Number of episodes at once, of the agents that call through the relay and again of those that call without it."""
 OUTSIDE_RETRIES = 20
 """How often the client of an agent without a relay repeats a call, at most 8 s apart. The client's default of 2 covers
 2 s, but the endpoint may need longer to start again on a busy machine."""
@@ -71,7 +71,8 @@ ROWS = {
     "tool": None,
     "old key": None,
 }
-"""The replica that is killed in each row, in ``node`` with everything on its node; None if the row kills no replica."""
+"""The replica that each row kills; None if the row kills no replica. The row ``node`` kills all processes on its
+node."""
 _PIECES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -82,20 +83,22 @@ class Deaths(Struct, frozen=True):
     """How often each row was carried out."""
     calls: int
     client_errors: int
-    """Number of calls that an agent's client gave up."""
+    """Number of failed calls that an agent's client did not repeat any more."""
     errors: list[str]
     old_keys_refused: int
     """Number of calls with the key of a dead attempt that the endpoint refused by HTTP status 403."""
     tool_failures: int
     """Number of attempts that failed because the tool was gone."""
     resampled_tokens: int
-    """Number of tokens that were sampled although the attempt before had already received them for the same call."""
+    """Number of tokens that were sampled again for a call, although the previous attempt had already received its
+    answer."""
     changed_tokens: int
     """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
-    """Number of turns of attempts whose process died, in episodes that another attempt has finished."""
+    """Number of turns that were recorded in attempts whose process died, in episodes that a later attempt has
+    finished."""
     replayed_share: float
-    """Share of these turns that the next attempt has taken over instead of sampling again."""
+    """Share of the ``recorded_turns`` that the next attempt has taken over instead of sampling them again."""
     episodes: int
     load: tuple[float, float]
 
@@ -174,7 +177,7 @@ breaker = 1.0
 
 
 def _do(row: str, run: TestRun, calls: Path) -> int:
-    """Carry out a row once; return how many old keys were refused."""
+    """Carry out a row once; return the number of calls with an old key that were refused: 0 in all other rows."""
     if row == "tool":
         (calls / TOOL_GONE).touch()
         run.wait(lambda _: not (calls / TOOL_GONE).exists(), WAIT_TIMEOUT_S)
@@ -191,7 +194,7 @@ def _do(row: str, run: TestRun, calls: Path) -> int:
 
 
 def _crash_node(run: TestRun, target: ReplicaId) -> None:
-    """Kill everything on the node of a replica, and wait until the replica works on another node."""
+    """Kill all processes on the node of a replica, and wait until the replica works on another node."""
     replica = run.state().replica(target)
     assert replica.node is not None
     crash(run.run, replica.node)
@@ -320,7 +323,7 @@ class StoreLog:
 
     @classmethod
     def read(cls, folder: Path) -> StoreLog:
-        """Read all files; a turn that several files have counts once."""
+        """Read all files of the folder. A turn that is in several files counts once."""
         log = cls()
         for path in sorted(folder.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
             for payload in read_frames(path):
@@ -365,7 +368,7 @@ class StoreLog:
         return turn.episode, failed, turn.request
 
     def replayed_turns(self) -> list[bool]:
-        """Return for each orphaned turn whether it was taken over, in the episodes that a later attempt has finished.
+        """Return whether each orphaned turn was taken over; only episodes that a later attempt has finished count.
 
         The run is cancelled while agents are at work, so some episodes are not finished.
         """

@@ -1,7 +1,7 @@
-"""A whole run of examples/agents_smollm2.toml: are trained tokens the sampled ones, with the right log-probabilities?
+"""Checks that a run of examples/agents_smollm2.toml trains the sampled tokens with their log-probabilities.
 
-Tokens and contexts are compared with what the engines recorded (:mod:`._recorded`), log-probabilities with torch under
-the checkpoints of the versions that the tokens name.
+Tokens and contexts are compared with what the engines recorded (:mod:`._recorded`). Log-probabilities are compared with
+those that torch computes from the checkpoints of the versions that the tokens name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rrl.tests.support.runs import TestRun, check_sound, submit_here
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 6
 RUN_TIMEOUT_S = 3600.0
-"""Deadline (s) of the run, which takes a tenth of this time on two quiet cores."""
+"""Deadline (s) of the run. On two quiet cores, the run takes a tenth of this time."""
 _AT_ONCE = 4
 """Number of samples in one forward pass."""
 
@@ -70,7 +70,7 @@ class Drift(Struct, frozen=True):
 
 
 def measure(folder: Path, steps: int = STEPS) -> Drift:
-    """Run the example in ``folder``, and compare what was trained with what was sampled."""
+    """Run the example in ``folder``, and compare the trained tokens with the sampled tokens."""
     torch.set_num_threads(1)
     record = folder / "record"
     record.mkdir(parents=True)
@@ -86,7 +86,7 @@ def measure(folder: Path, steps: int = STEPS) -> Drift:
 
 
 def job(steps: int, record: Path) -> str:
-    """Return the job.toml of the example with this number of steps, where every checkpoint is kept."""
+    """Return the job.toml of the example, changed to this number of steps and to keep every checkpoint."""
     toml = (EXAMPLES / "agents_smollm2.toml").read_text()
     lines = [f"steps = {steps}" if line.startswith("steps = ") else line for line in toml.splitlines()]
     for role, more in (("trainer", [f"keep_checkpoints = {steps + 1}"]), ("rollout", [])):
@@ -124,7 +124,7 @@ def _trained_steps(samples: Sequence[Trained]) -> set[int]:
 
 
 def _errors(run: RunDir, spec: RunSpec, samples: Sequence[Trained]) -> Iterator[float]:
-    """Yield for each sample and version the largest error of a log-probability."""
+    """Yield the largest error of a log-probability (nats) for each sample and each version in it."""
     folders = {each.number: run.path / each.manifest["folder"] for each in _log(run)
                if isinstance(each, StepCommitted)}  # fmt: skip
     model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 
 FOLDER_ENV = "RRL_BENCH_EPISODES"
-"""Environment variable with the folder in which each agent writes the key of its episode."""
+"""Environment variable that names the folder into which each agent writes the key of its episode."""
 _POLL_S = 0.5
 
 
@@ -34,7 +34,7 @@ async def run(item: str, base_url: str, api_key: str) -> float:
 
 
 class Items:
-    """The task: item i is its number, and nothing is scored."""
+    """A task whose item ``i`` is the number ``i``; every answer has the same score."""
 
     def prompt(self, i: int) -> str:
         """Return the prompt of item ``i``."""

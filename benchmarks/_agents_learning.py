@@ -26,8 +26,8 @@ from rrl.tests.support.soak import ManagerRestarter
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 400
 SETTINGS = {"prompts_per_step": 16, "group_size": 16, "learning_rate": 0.001}
-"""Values of the example that are replaced. With the example's own 96 episodes in each step, the agents found 0.57 (seed
-0) and 0.45 (seed 1) of the digits after 400 steps."""
+"""Settings that replace those of the example. With the example's own 96 episodes in each step, the agents found 0.57
+(seed 0) and 0.45 (seed 1) of the digits after 400 steps."""
 MANAGER = "manager"
 KILLS = (
     (ReplicaId("rollout/1"), 0.15),
@@ -38,7 +38,7 @@ KILLS = (
 )
 """The replicas that are killed by SIGKILL, and the share of the steps after which each is killed."""
 RUN_TIMEOUT_S = 7200.0
-"""Deadline (s) of each wait: on a machine with a load of 30 a run took 45 min."""
+"""Deadline (s) of each wait. A run took 45 min on a machine with a load of 30."""
 STEP_GRACE_S = 60
 """Seconds between the request to stop a process and SIGKILL. In this time the store writes its audit, which takes 2 s
 of processor time after 400 steps."""
@@ -96,7 +96,7 @@ def learn(folder: Path, seed: int, steps: int = STEPS, *, kills: bool = True) ->
 
 
 def job(seed: int, steps: int, record: Path) -> str:
-    """Return the job.toml of the example with another seed, length and size of steps, without its own fault."""
+    """Return the job.toml of the example without its planned fault, and with another seed, number and size of steps."""
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
     lines = toml.splitlines()
     assert "seed = 0" in lines

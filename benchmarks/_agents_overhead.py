@@ -1,4 +1,4 @@
-"""The same requests to the endpoint of a run and to vLLM's own server: latency of a turn, and throughput.
+"""Compares latency and throughput of the same requests to the endpoint of a run and to vLLM's own server.
 
 Both engines have the same model and arguments and run at the same time; only one of them has work at any moment. Rounds
 alternate between the arms. The time of a turn covers all that the client waits for, from its call to the parsed answer.
@@ -57,7 +57,7 @@ class Overhead(Struct, frozen=True):
                                  if (turn.arm, turn.at_once, turn.tokens) == (arm, at_once, TURN_TOKENS))  # fmt: skip
 
     def added(self, at_once: int) -> float:
-        """Return the share by which the endpoint's median time exceeds that of vLLM's server."""
+        """Return by which share of the median time of vLLM's server the endpoint's median time exceeds it."""
         return self.p50(RRL, at_once) / self.p50(DIRECT, at_once) - 1
 
     def throughput(self, arm: str) -> float:
@@ -84,7 +84,7 @@ def measure(folder: Path, rounds: int = ROUNDS) -> Overhead:
 
 
 def job(model: Path, episodes: Path) -> str:
-    """Return the job.toml of a run whose episodes are all at work and never end."""
+    """Return the job.toml of a run that starts all its episodes at once; none of them ends."""
     return f"""
 [run]
 name = "overhead"

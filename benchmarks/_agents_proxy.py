@@ -26,7 +26,8 @@ class Proxied(Struct, frozen=True):
 
     calls: int
     client_errors: int
-    """Number of calls that the client gave up: broken streams, and errors after its own repetitions."""
+    """Number of failed calls: broken streams, which the client does not repeat, and calls that also failed when
+    repeated."""
     lost_tokens: int
     """Number of tokens that these calls had received before they failed."""
     errors: list[str]
@@ -62,14 +63,14 @@ async def _work(base_url: str, folder: Path, victim: VllmServer) -> None:
     def count() -> None:
         nonlocal answered
         answered += 1
-        if answered >= AT_ONCE:  # so the killed server is in the middle of the answers after the first
+        if answered >= AT_ONCE:  # then the server is killed while the agents receive their second answers
             all_work.set()
 
     await asyncio.gather(kill(), *(_agent(base_url, index, log, count) for index in range(AT_ONCE)))
 
 
 async def _agent(base_url: str, index: int, log: CallLog, count: Callable[[], None]) -> None:
-    """Hold a conversation of some turns, all streams; end at the first failed call, as an uncaught exception would."""
+    """Hold a conversation whose answers are all streamed; end at the first failed call, as by an uncaught exception."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
     messages = [{"role": "user", "content": f"Write a long story about the number {index}."}]
     try:

@@ -1,8 +1,8 @@
 """An agent that records every call it makes, in the run or outside of it (``python -m``).
 
-Each episode is a conversation of some turns, every other one a stream. What the agent asks depends on the item and the
-answers only, so that a replay asks the same. ``tool`` is a tool that fails once each time the benchmark creates the
-file :data:`TOOL_GONE`.
+Each episode is a conversation of some turns, of which every other one is a stream. The agent's questions depend only on
+the item and the answers, so that a replay makes the same requests. ``tool`` is a tool that fails once each time the
+benchmark creates the file :data:`TOOL_GONE`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER_ENV = "RRL_BENCH_CALLS"
 """Environment variable with the folder of the records."""
 TURNS = 4
 TOOL_GONE = "tool-gone"
-"""File in the folder of the records: the tool of the agent that removes this file fails."""
+"""Name of a file in the folder of the records. The agent that removes this file acts as if its tool had failed."""
 MODEL = "policy"
 OPEN_TIMEOUT_S = 90.0
 """Seconds that the request for an episode may take: the endpoint waits up to 30 s for a free episode."""
@@ -38,11 +38,11 @@ class WatchedCall(Struct, frozen=True, omit_defaults=True):
     seconds: float
     prompt: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    """Tokens of the answer that arrived, also if the call failed afterwards."""
+    """Tokens of the answer that arrived, including those that arrived before the call failed."""
     error: str = ""
     """The exception of the client; empty if the call succeeded."""
     status: int | None = None
-    """HTTP status of the server's error; None if the server answered with no error."""
+    """HTTP status of the server's error; None if the server did not answer with an error."""
 
 
 class ToolGone(Exception):
@@ -65,7 +65,7 @@ class CallLog:
 
 
 def read_calls(folder: Path, name: str = "*") -> list[WatchedCall]:
-    """Return the calls of all processes, or of those with this name; a killed process may leave half a line."""
+    """Return the recorded calls of all processes, or only of those with this name; skip lines without an end."""
     lines = [line for path in sorted(folder.glob(f"calls-{name}.jsonl")) for line in path.read_bytes().splitlines(True)]
     return [msgspec.json.decode(line, type=WatchedCall) for line in lines if line.endswith(b"\n")]
 
@@ -105,7 +105,7 @@ async def watched_call(
         error, status = f"{type(raised).__name__}: {raised}"[:200], getattr(raised, "status_code", None)
         raise
     finally:
-        if error or text or tokens:  # not if the call was cancelled before
+        if error or text or tokens:  # empty if the call was cancelled before its first token
             seconds = round(time.monotonic() - started, 4)
             log.write(WatchedCall(client.api_key, turn, stream, seconds, tuple(prompt), tuple(tokens), error, status))
     return text, len(tokens)

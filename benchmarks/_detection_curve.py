@@ -1,7 +1,8 @@
-"""Compares the detection delays of rrl and RobustRL at an equal rate of false alarms, which rrl's defaults do not have.
+"""Compares the detection delays of rrl and RobustRL at limits with which both raise equally many false alarms.
 
-The time limits of each method are multiplied by several factors. The delays are compared at the factor at which rrl
-raises as many false alarms as RobustRL does with its published limits and 30 s for an answer.
+With rrl's default limits, the numbers of false alarms differ. So the time limits of each method are multiplied by
+several factors. The delays are compared at the factor at which rrl raises as many false alarms as RobustRL does with
+its published limits and 30 s for an answer.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
 def match_delay(own_points: Mapping[float, Sequence[Played]], baseline: Sequence[Played]) -> MatchedDelay:
     """Compare rrl (``own_points``, by factor) with RobustRL (``baseline``) at the same rate of false alarms.
 
-    RobustRL's limits stay as published: longer limits hardly reduce its false alarms, because much of what it mistakes
-    for a failure never ends. rrl's limits are shortened if it raises fewer false alarms than RobustRL, else they are
-    lengthened. Between two factors the ratio is interpolated.
+    RobustRL's limits stay as published: longer limits hardly reduce its false alarms, because much of what RobustRL
+    mistakes for a failure never ends. rrl's limits are shortened if it raises fewer false alarms than RobustRL, else
+    they are lengthened. Between two factors the ratio is interpolated.
     """
     aim = _false(baseline)
     points = {factor: (_false(each), ratio(each, baseline)) for factor, each in own_points.items()}

@@ -23,10 +23,10 @@ STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
 
 
 def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return role → RobustRL with an answer time → delays (s) of rrl and of RobustRL, for the hangs that both find.
+    """Return delays (s) of rrl and of RobustRL for the hangs that both find: role → answer time of RobustRL → delays.
 
     ``both``, ``ours_alone``, ``robustrl_alone`` are numbers of hangs. Each statistic has the values of both methods and
-    their ratio; ``ranges`` has the smallest and the largest delay of each.
+    their ratio. ``ranges`` has the smallest and the largest delay of each method.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     own_roles = hang_roles(plays[OURS])
@@ -69,7 +69,7 @@ def _suite(play: Played) -> str:
 
 
 def counts(plays: Sequence[Played]) -> dict[str, Any]:
-    """Return the counts of some plays of one method: failures by expected verdict, false alarms, and warnings."""
+    """Return how many failures (by expected verdict), false alarms and warnings these plays of one method have."""
     counted = score(plays)
     expected = [one for play in plays for one in play.outcomes if one.verdict == "WARN"]
     return {

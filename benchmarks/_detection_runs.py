@@ -34,7 +34,7 @@ class Run(Struct, frozen=True):
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: fewer than the machine has in a container or a job step."""
+    """Return the number of cores that this process may use. A container or job step may have fewer than the machine."""
     return len(os.sched_getaffinity(0))
 
 
@@ -69,7 +69,7 @@ def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
 def _submit(pool: ProcessPoolExecutor, runs: Iterable[Run]) -> list[Future[Played]]:
     """Submit the runs, which starts the workers. The workers inherit the blocked signals, so they end only by SIGKILL.
 
-    Ctrl-C, and a SIGTERM to the process group, would otherwise make each worker print a traceback.
+    If the signals were not blocked, Ctrl-C or a SIGTERM to the process group would make each worker print a traceback.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:

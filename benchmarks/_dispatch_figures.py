@@ -37,7 +37,7 @@ class Estimate(Struct, frozen=True):
 
 
 def kind(arm: str) -> str:
-    """Return which prompts an arm has: ``known`` or ``new`` to the rankers."""
+    """Return ``known`` if the rankers of an arm have had its prompts before, else ``new``."""
     return "known" if arm.endswith(("known", "wrong")) or arm in ("seen", "pools seen") else "new"
 
 
@@ -61,12 +61,12 @@ class Trace(Struct):
         self.outcomes.setdefault(arm, []).append(outcome)
 
     def over_fifo(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return the ratio of an arm's seconds to those of first come, first served with the same answers."""
+        """Return an arm's seconds divided by the seconds that first come, first served takes for the same answers."""
         seeds = self.seeds if seeds is None else seeds
         return self._seconds(arm, seeds) / self._seconds(f"fifo {kind(arm)}", seeds)
 
     def oracle(self, prompts: str, seeds: Seeds | None = None) -> float:
-        """Return the oracle's ratio to first come, first served, with ``known`` or ``new`` prompts."""
+        """Return the oracle's seconds (``known`` or ``new`` prompts) divided by those of first come, first served."""
         best = self.over_fifo(f"clairvoyant {prompts}", seeds)
         return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
 

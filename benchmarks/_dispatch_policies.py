@@ -22,8 +22,8 @@ from rrl.roles.trajectories.dispatch.work_sharing import (
 )
 
 _CURVES = CurveTable(LIMIT)
-"""The curves that all arms share. They depend only on estimate and progress, and most of a simulation's time is spent
-on them."""
+"""A table of curves that all arms share, because a simulation spends most of its time on them. A curve depends only on
+an answer's estimate and progress."""
 _TAIL = 0.2
 """Share of the answers that StreamRL's dispatcher treats as long."""
 
@@ -129,7 +129,7 @@ class Product(FirstCome):
         return [(world.answers[move.trajectory], int(move.target)) for move in moves]
 
     def _class(self, answer: Answer) -> int:
-        """Return the class by which an answer is leased: as in the store, its group's class before the group began."""
+        """Return the class by which an answer is leased: its group's class before the group began, as in the store."""
         if self._expected is None:
             return length_class(answer.length)
         return length_class(math.exp(self._expected[answer.group].mean))

@@ -52,15 +52,15 @@ class Policy(Protocol):
 
 
 class Engine:
-    """One engine. ``tokens`` is the number of tokens of an answer that had run on this engine since the start."""
+    """One engine. ``tokens`` is the number of tokens that an answer would have if it had run here since the start."""
 
     def __init__(self, number: int, places: int, times: Sequence[float]) -> None:
         self.number, self.places, self.times = number, places, times
         self.running: dict[int, float] = {}
-        """By answer, the value of ``tokens`` at which the answer would have had no token, had it only run on this
-        engine."""
+        """For each running answer, its start: ``tokens`` minus this value is the number of tokens that the answer
+        has."""
         self.reading: list[tuple[float, int]] = []
-        """The times at which answers have read their prefix, with the number of the answer."""
+        """The answers that read their prefix now: the time at which each has read it, and the answer's number."""
         self.requested_back: set[int] = set()
         self.tokens = self.clock = 0.0
         self.next_append = float(SEGMENT_TOKENS)
@@ -135,7 +135,7 @@ class World:
         self._moves = 0
 
     def progress(self, answer: Answer) -> int:
-        """Return the tokens of an answer that its engine has generated so far."""
+        """Return the number of tokens that an answer has so far."""
         if answer.engine is not None and answer.number in self.engines[answer.engine].running:
             return self.engines[answer.engine].progress(answer.number)
         return answer.progress

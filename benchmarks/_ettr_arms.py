@@ -1,7 +1,8 @@
-"""The arms of benchmarks/ettr.py, which the trainer's faults hit alike: what each one turns on, as job.toml.
+"""The arms of benchmarks/ettr.py that run as whole runs of rrl, and the job.toml of each arm.
 
-All arms run the quickstart's real roles, with two rollouts. Their pace is that of benchmarks/_pace.py: a training step,
-and the generation of a batch beside it, take a fixed time, whatever these two cores need for them.
+All arms have the same faults of the trainer, and run the quickstart's real roles, with two rollouts. Their pace is that
+of benchmarks/_pace.py: a training step, and the generation of a batch beside it, take a fixed time, which does not
+depend on the speed of this machine's two cores.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ PAPER_STEP_S = 42.0
 WINDOW_S, BACKOFF_S = 600.0, 1.0
 """Default window of the budgets of restarts, and default time before the second restart, both in seconds."""
 ANSWER_TOKENS = 5
-"""Tokens of nearly every answer of the quickstart: four digits and the end."""
+"""Number of tokens of nearly every answer of the quickstart: four digits and the end token."""
 TAIL_MEAN_TOKENS = 14.5
-"""Mean tokens of an answer of benchmarks/_stream_task.py: points with a mean of 9.5, four letters and the end."""
+"""Mean number of tokens of an answer of benchmarks/_stream_task.py: 9.5 points, four letters and the end token."""
 TAIL_LONGEST_TOKENS = 80
-"""Limit of the tokens of such an answer. With 256 answers in a batch, one nearly always reaches it."""
+"""Largest number of tokens of an answer with a long tail. In a batch of 256, one answer nearly always reaches it."""
 STEP_TRAJECTORIES = 256
 GENERATION_SHARE = 0.75
 """Seconds that the rollouts take for a batch, divided by those that the trainer takes for a step. Generation runs
 beside training (``ahead = 1``), and leases, scores and the transfer of weights are added to it: 0.2 s with steps of 1 s
-(docs/benchmarks.md). It must stay shorter than training: otherwise the trainer catches up after each outage, on data
-that rollouts prepared meanwhile, and the outage looks cheaper than it is."""
+(docs/benchmarks.md). Generation must stay shorter than training. Otherwise the trainer catches up after each outage on
+data that rollouts prepared during the outage, and the outage looks cheaper than it is."""
 
 
 class Workload(Struct, frozen=True):
@@ -39,7 +40,7 @@ class Workload(Struct, frozen=True):
     name: str
     train: float
     generate: float
-    """Time that the rollouts take for a batch; with ``tail``, for the longest answer of a batch."""
+    """Time that the rollouts take for a batch; with ``tail``, the time that they take for its longest answer."""
     tail: bool = False
     """Whether the lengths of answers have a long tail (benchmarks/_stream_task.py)."""
 
@@ -58,7 +59,8 @@ class Arm(Struct, frozen=True):
     protected: bool = True
     """Whether the trainer has a standby process and snapshots."""
     preload: bool = False
-    """Whether rollouts are preloaded. Programs of a job, such as the paced ones, are not unless it says so."""
+    """Whether rollouts are preloaded. A rollout with a ``command``, such as the paced one, is preloaded only if the job
+    requests it."""
     spares: int = 1
     full_restarts: int = 2
     checkpoint_every: int = 1
@@ -136,7 +138,7 @@ def _long_tail(model: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 def budgets(arm: Arm, step_s: float) -> str:
-    """Return ``[recovery]``: the default budgets, whose seconds are shortened as the steps are."""
+    """Return the table ``[recovery]``: the default budgets, with their seconds shortened in proportion to the steps."""
     scale = step_s / PAPER_STEP_S
     return f"""[recovery]
 policy = "{arm.policy}"

@@ -1,11 +1,11 @@
-"""The arms of benchmarks/ettr.py in which Slurm restarts the job: a plain batch job, and submitit's own pattern.
+"""The two arms of benchmarks/ettr.py in which Slurm restarts the job: a plain batch job, and submitit's own pattern.
 
-The same roles run inside of one batch job, on its node. The run ends at its first failure, the job is requeued, and its
-next execution resumes the run from the last commit. No process outlives the job.
+The roles of the other arms run inside of one batch job, on its node. The run ends at its first failure, the job is
+requeued, and its next execution resumes the run from the last commit. No process outlives the job.
 
 ``requeue``: the batch script calls ``scontrol requeue`` when the run has failed. ``submitit``: a ``Checkpointable``
-that submitit submits. submitit requeues on signals only (at preemption and before a timeout). So its function does what
-its users write: it watches the run, and sends itself that signal when the run has failed.
+that submitit submits. submitit requeues only on a signal, which Slurm sends at preemption and before a timeout. So the
+function does what users of submitit write: it watches the run, and sends this signal to itself when the run has failed.
 
 Run by ``python -m`` as the program of the batch job: it submits or resumes the run, and waits for its end.
 """
@@ -35,7 +35,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 KILL_STEP = 3
 """Committed step after which the trainer is killed."""
 STEPS = 1000
-"""Steps of the run, which it never reaches."""
+"""Number of steps of the job, which the run never reaches."""
 TIMEOUT_S = 600.0
 WATCH_TIMEOUT_S = 120.0
 """Seconds within which Slurm ends a requeued job."""
@@ -51,7 +51,7 @@ def run_once(folder: Path) -> int:
 
 
 class WatchedRun(submitit.helpers.Checkpointable):  # type: ignore[misc]
-    """What a user of submitit writes: the run, and the watcher that has the job requeued when the run has failed."""
+    """The code of a user of submitit: it starts the run, watches it, and requeues the job when the run has failed."""
 
     def __call__(self, folder: str) -> int:
         """Run to the end, or until Slurm requeues the job."""
@@ -104,7 +104,7 @@ def outage(lab: SlurmLab, kind: str, name: str, step_s: float) -> float:
     while (again := trained_again(replay(run), kill)) is None:
         assert time.monotonic() < until, f"{run.path}: the trainer did not train again"
         time.sleep(1.0)
-    lab.clear()  # first the job, which would requeue itself when its run ends
+    lab.clear()  # the job is cancelled first, because it would requeue itself when its run ends
     lab.run_as_user([RRL, "cancel", run.id], env={RUNS_ENV: str(folder / "runs")})
     return again[0] - kill.at
 

@@ -1,7 +1,7 @@
-"""The faults of benchmarks/ettr.py: what is hit, when, and how, from outside of the run.
+"""Draws the faults of benchmarks/ettr.py, and injects them from outside of the run.
 
-``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. The same seed gives
-each arm the same faults: after the same step, at the same fraction of a step.
+``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. With one seed, all
+arms have the same faults, after the same steps and at the same fractions of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 
 class Target(StrEnum):
-    """What a fault hits."""
+    """The part of the run that a fault hits."""
 
     TRAINER = "trainer"
     HANG = "trainer hangs"
@@ -43,11 +43,14 @@ REPLICA_OF: Mapping[Target, ReplicaId] = {
 }
 """The replica that a fault hits: by SIGKILL, by SIGSTOP, or by a crash of its node."""
 MIXED = (Target.HANG, Target.ROLLOUT, Target.STORE, Target.NODE, Target.MANAGER)
-"""The mixed plan: each of these once, in an order that the seed draws."""
+"""The targets of the mixed plan. Each is hit once, in an order that is drawn with the seed."""
 
 
 class Fault(Struct, frozen=True):
-    """One fault: ``fraction`` of a step after ``step`` was committed or, if no checkpoint is due, published."""
+    """A fault that is injected a ``fraction`` of a step after ``step`` was committed.
+
+    A step that gets no checkpoint counts from its publishing instead.
+    """
 
     step: int
     fraction: float
@@ -55,26 +58,28 @@ class Fault(Struct, frozen=True):
 
 
 class Kill(Struct, frozen=True):
-    """A fault that was injected, at this time (s, of the manager's clock, which is the machine's)."""
+    """A fault that was injected at the time ``at`` (s, machine's clock, which the manager uses too)."""
 
     at: float
     step: int
     """Newest step that was finished (``reached_step``)."""
     incarnation: Incarnation | None
-    """What was hit; None for the manager."""
+    """The incarnation that was hit; None if the manager was hit."""
     target: Target = Target.TRAINER
 
 
 def schedule(steps: int, faults: int, seed: int, targets: Sequence[Target] = (Target.TRAINER,)) -> list[Fault]:
     """Draw one fault for each of ``faults`` equal parts of the steps.
 
-    The first step is not hit, because nothing could be restored, nor the last one, whose commit ends the run.
+    The first step has no fault, because nothing could be restored. The last step has none, because its commit ends the
+    run.
 
     Args:
         steps: Number of steps of the run.
         faults: Number of faults.
         seed: Seed of the draw.
-        targets: What is hit, in an order that the seed draws; repeated if there are more faults.
+        targets: Targets of the faults, in an order that is drawn with the seed. They are repeated if there are more
+            faults.
     """
     rng = random.Random(seed)
     length = steps / faults
@@ -89,7 +94,7 @@ def schedule(steps: int, faults: int, seed: int, targets: Sequence[Target] = (Ta
 class Killer:
     """Injects the faults of a run when they are due; call :meth:`due` with each new state.
 
-    A fault that falls into an outage of its target hits it as soon as it has joined again.
+    If a fault is due during an outage of its target, the target is hit as soon as it has joined again.
     """
 
     def __init__(self, run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float) -> None:
@@ -119,7 +124,7 @@ class Killer:
         self._due_at = None
 
     def _injection(self, target: Target, state: State) -> Callable[[], None] | None:
-        """Return what injects the fault; None while the target does not work."""
+        """Return a function that injects the fault; None while the target does not work."""
         if target is Target.MANAGER:
             managing = holder(self._run.run)
             return None if managing is None else lambda: os.kill(managing.pid, signal.SIGKILL)
@@ -133,13 +138,13 @@ class Killer:
         return lambda: os.kill(pid, signal.SIGSTOP if target is Target.HANG else signal.SIGKILL)
 
     def _was_hit(self, replica: Replica) -> bool:
-        """Return whether this incarnation was hit before: then the state is older than that fault."""
+        """Return whether this incarnation was hit before, which means that the state is older than that fault."""
         return any(kill.incarnation == replica.incarnation for kill in self.kills)
 
 
 def run_to_end(run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float,
                timeout_s: float) -> tuple[State, list[Kill]]:  # fmt: skip
-    """Follow a run to its end, and let the faults hit it. Returns its last state, and the faults as they were."""
+    """Follow a run to its end and inject the faults. Return the run's last state and the injected faults."""
     killer = Killer(run, lab, faults, step_s)
 
     def ended(state: State) -> bool:

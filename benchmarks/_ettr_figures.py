@@ -1,7 +1,7 @@
-"""What a run of benchmarks/ettr.py shows, read from its journal and the trainer's logs. Pure but for the logs.
+"""Computes figures of a run of benchmarks/ettr.py from its journal. Only :func:`outages` also reads the trainer's logs.
 
-The clock of a run starts when its trainer first trains, and stops when its last step is committed. Where the time went
-is what ``rrl report`` says (rrl.manager.reporting.accounting).
+The clock of a run starts when its trainer first trains, and stops when its last step is committed. The lost time by
+cause and stage is that of ``rrl report`` (rrl.manager.reporting.accounting).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Outage(Struct, frozen=True):
     seconds: float
     """Seconds from the kill until an incarnation of the trainer trains again."""
     lost_steps: int
-    """Steps that may have been trained before the kill and were trained again."""
+    """Number of steps that were trained again, although they may have been trained before the kill."""
 
 
 class Account(Struct, frozen=True):
-    """What ``rrl report`` says of a run."""
+    """Figures of a run as ``rrl report`` computes them."""
 
     estimate: float | None = None
     """Estimate of the strict ETTR from this run alone."""
@@ -39,11 +39,12 @@ class Account(Struct, frozen=True):
     """Seconds lost, by cause and stage."""
     window_s: float = 0.0
     sliding: tuple[tuple[float, float], ...] = ()
-    """(seconds since the first training, estimate over the window that ends then)."""
+    """Points of the sliding estimate: (seconds since the first training, estimate over the window that ends at this
+    time)."""
     reward: tuple[float, ...] = ()
     """Mean reward of each step, in order."""
     tokens: tuple[tuple[float, float], ...] = ()
-    """(seconds since the first training, trained tokens per second) of each step, in order."""
+    """For each step, in order: (seconds since the first training, trained tokens per second)."""
 
 
 class Sample(Struct, frozen=True):
@@ -57,14 +58,16 @@ class Sample(Struct, frozen=True):
     """Seconds from the first training to the commit of each step, in order."""
     outages: tuple[Outage, ...] = ()
     overrun: tuple[float, float] = (0.0, 0.0)
-    """Share of the seconds by which trainer and rollouts did not keep their pace."""
+    """Time that work of the trainer and of the rollouts took longer than its pace, as a share of its due time
+    (:func:`overrun`)."""
     load: float = 0.0
     """Load of this machine (1 minute) at the end."""
     faults: tuple[tuple[float, str], ...] = ()
-    """(seconds since the first training, what was hit) of each fault."""
+    """For each fault: (seconds since the first training, target)."""
     plan: str = ""
     clean: str = ""
-    """What a clean run depends on; runs are compared with the clean run that has the same value and seed."""
+    """Name of all that a clean run depends on (:attr:`Plan.clean`). A run is compared with the clean run of the same
+    name and seed."""
     account: Account = Account()
 
 
@@ -85,7 +88,7 @@ def commits_of(events: Iterable[ev.Stamped]) -> tuple[float, list[float]]:
 
 
 def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Incarnation] | None:
-    """Return when the trainer first trained after its kill (s), and its incarnation then; None if it did not."""
+    """Return when (s) and as which incarnation the trainer first trained after it was killed; None if it never did."""
     assert kill.incarnation is not None
     for stamped in events:
         match stamped.event:
@@ -99,7 +102,7 @@ def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Inca
 
 
 def account_of(events: Sequence[ev.Stamped], began: float) -> Account:
-    """Return what ``rrl report`` says of a run whose trainer first trained at ``began`` (s)."""
+    """Return the figures of ``rrl report`` for a run whose trainer first trained at ``began`` (s)."""
     report = account(events).report()
     return Account(
         report.ettr_estimate,
@@ -112,7 +115,7 @@ def account_of(events: Sequence[ev.Stamped], began: float) -> Account:
 
 
 def lost_by_stage(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the seconds lost per fault in each stage, over these runs."""
+    """Return the mean seconds that a fault of these runs lost in each stage."""
     faults = sum(len(sample.faults) for sample in samples)
     lost: dict[str, float] = {}
     for sample in samples:
@@ -153,7 +156,7 @@ def run_of(samples: Sequence[Sample], plan: str, arm: str) -> Sample | None:
 
 
 def time_saved(samples: Sequence[Sample]) -> list[float]:
-    """Return 1 - seconds of ``role`` / seconds of ``job`` for each seed, of the runs of one plan."""
+    """Return ``1 - (seconds of role) / (seconds of job)`` for each seed; the runs are those of one plan."""
     seconds = {(each.arm, each.seed): each.seconds for each in samples}
     return [1 - seconds["role", seed] / seconds["job", seed] for seed in sorted({each.seed for each in samples})]
 
@@ -167,7 +170,7 @@ def outage_median(samples: Sequence[Sample], arm: str) -> float | None:
 def share_at(step_s: float, steps_per_fault: float, outage_s: float) -> float:
     """Return the strict ETTR of a run with steps of ``step_s`` whose trainer fails every ``steps_per_fault`` steps.
 
-    A failure costs the outage, and half of a step on average, which is trained again.
+    A failure costs the outage, and on average the time of half a step, because the step is trained again.
     """
     useful = step_s * steps_per_fault
     return useful / (useful + outage_s + step_s / 2)

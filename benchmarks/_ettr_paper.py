@@ -1,4 +1,4 @@
-"""The comparisons of benchmarks/ettr.py beside its headline, and the tables that show them next to published figures.
+"""The further comparisons of benchmarks/ettr.py, and tables that print them next to published figures.
 
 The published figures are those of RobustRL's paper (docs/sources.md). They come from 64 to 256 GPUs and steps of about
 42 s, ours from two cores and steps of about a second: compare ratios, not seconds.
@@ -17,7 +17,7 @@ from rrl.benchmarks._table import print_table
 
 ROLE, COLD, JOB = ARMS["role"], ARMS["role_cold"], ARMS["job"]
 SHORT_STEPS = 50
-"""Steps of the paper's sensitivity experiment (Figure 14), of which 2 to 10 % fail."""
+"""Number of steps in the paper's sensitivity experiment (Figure 14). In 2 to 10 % of them the trainer fails."""
 PAPER_CHECKPOINT_EVERY = 5
 RATES = Plan("10 %", STEPS, FAULTS)
 LOW = Plan("5 %", STEPS, FAULTS // 2)
@@ -28,35 +28,35 @@ MIXED_PLAN = Plan("mixed", SHORT_STEPS, len(MIXED), targets=MIXED)
 
 
 def low(runs: Runs) -> None:
-    """Half of the failures, in as many steps."""
+    """Run the arms with half as many failures as the headline, in equally many steps."""
     runs.measure_all(LOW, (ROLE, JOB))
 
 
 def long(runs: Runs) -> None:
-    """Steps of four times the length: outages cost a smaller part of them."""
+    """Run the arms with steps of four times the length, of which outages cost a smaller part."""
     runs.measure_all(LONG, (ROLE, COLD, JOB))
 
 
 def workloads(runs: Runs) -> None:
-    """Figure 11: generation takes three times as long as training, and answers have a long tail."""
+    """Run the workloads of Figure 11: generation takes three times as long as training, or answers have a long tail."""
     for plan in WORKLOADS:
         runs.measure_all(plan, (ROLE, JOB))
 
 
 def sensitivity(runs: Runs) -> None:
-    """Figure 14: 2 to 10 % of 50 steps fail, and ``job`` writes a checkpoint in every fifth step."""
+    """Run Figure 14: the trainer fails in 2 to 10 % of 50 steps, and ``job`` checkpoints every fifth step."""
     for plan in SENSITIVITY:
         runs.measure_all(plan, (ROLE, checkpointed(JOB, PAPER_CHECKPOINT_EVERY)))
 
 
 def checkpoints(runs: Runs) -> None:
-    """Figure 22: a checkpoint in every step, in every third and in every fifth one."""
+    """Run Figure 22: the arms write a checkpoint in every step, in every third step or in every fifth step."""
     for every in (1, 3, PAPER_CHECKPOINT_EVERY):
         runs.measure_all(SENSITIVITY[-1], [arm if every == 1 else checkpointed(arm, every) for arm in (ROLE, JOB)])
 
 
 def mixed(runs: Runs) -> None:
-    """A hang of the trainer, and the loss of a rollout, the store, a node and the manager, once each."""
+    """Run the mixed plan: a hang of the trainer, and the loss of a rollout, the store, a node and the manager."""
     runs.measure_all(MIXED_PLAN, (ROLE, JOB))
 
 
@@ -94,7 +94,7 @@ def print_stages(samples: Sequence[Sample]) -> None:
 
 
 def sliding_minimum(samples: Sequence[Sample], arm: str) -> float | None:
-    """Return the lowest sliding estimate of an arm under the headline's plan (Figure 12: ByteRobust's is about 0.2)."""
+    """Return the lowest sliding estimate of an arm under the headline's plan (about 0.2 for ByteRobust, Figure 12)."""
     shares = [share for each in samples if (each.plan, each.arm) == (RATES.name, arm)
               for _, share in each.account.sliding]  # fmt: skip
     return min(shares, default=None)
@@ -126,7 +126,7 @@ def rate_table(samples: Sequence[Sample]) -> list[list[str]]:
 
 
 def print_published(samples: Sequence[Sample]) -> None:
-    """Print what the paper says of the same experiment, next to what was measured here."""
+    """Print the paper's figures next to the figures that were measured here."""
     rates = [each for each in samples if each.plan == RATES.name]
     if rates and {each.arm for each in rates} >= {"role", "job"}:
         role, job = (statistics.median(strict(each, samples) for each in rates if each.arm == arm)

@@ -28,9 +28,10 @@ from matplotlib.axes import Axes  # noqa: E402
 
 COLOURS = {"clean": "#777777", "clean_ft": "#999999", "role": "#0072b2", "role_cold": "#56b4e9", "job": "#d55e00"}
 PUBLISHED = {"role": 0.80, "job": 0.60}
-"""Published ETTR of RobustRL (more than) and ByteRobust (about), one fault in ten steps."""
+"""Published ETTR with one fault in ten steps: more than this of RobustRL (``role``), about this of ByteRobust
+(``job``)."""
 FACTORS = [0.25 * 1.1**power for power in range(60)]
-"""Lengths of a step for the curves, divided by the measured one."""
+"""Lengths of a step for the curves, as multiples of the measured length."""
 
 
 def draw_arms(axes: Axes, samples: Sequence[Sample], _: float) -> None:
@@ -61,7 +62,7 @@ def draw_sliding(axes: Axes, samples: Sequence[Sample], _: float) -> None:
 
 
 def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> None:
-    """Draw the strict ETTR over the length of a step: measured, and computed from the median outage."""
+    """Draw the strict ETTR over the length of a step, both as measured and as computed from the median outage."""
     for arm in ("role", "role_cold", "job"):
         rates = [each for each in samples if (each.plan, each.arm) == (RATES.name, arm)]
         outage_s = outage_median(rates, arm)
@@ -82,7 +83,10 @@ def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> No
 
 
 def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
-    """Draw tokens per second through the mixed faults; rates of steps that were reported together are cut off."""
+    """Draw tokens per second in the runs with mixed faults.
+
+    The rates of steps that were reported together are cut off.
+    """
     typical = 0.0
     for arm in ("role", "job"):
         sample = run_of(samples, MIXED_PLAN.name, arm)

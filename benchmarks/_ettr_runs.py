@@ -1,4 +1,4 @@
-"""Runs of benchmarks/ettr.py: one arm under one plan of faults, on a real Slurm, and the pilot that sets their pace."""
+"""Runs each arm of benchmarks/ettr.py under each plan of faults on a real Slurm, after a pilot that sets their pace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ STEPS, FAULTS = 100, 10
 PILOT_STEP_S, PILOT_STEPS, PILOT_FAULTS = 1.0, 16, 2
 TARGET_JOB_STRICT = 0.60
 UNCOMMITTED = 1
-"""K, the default of ``[roles.trainer] uncommitted``."""
+"""Number of steps without a commit that the trainer may have: the default of ``[roles.trainer] uncommitted``."""
 RUN_TIMEOUT_S = 1800.0
 
 
 class Plan(Struct, frozen=True):
-    """What the runs of a comparison have in common but for their arm and seed."""
+    """The settings that all runs of a comparison share; the runs differ in arm and seed."""
 
     name: str
     steps: int
@@ -44,7 +44,7 @@ class Plan(Struct, frozen=True):
 
     @property
     def clean(self) -> str:
-        """Names what a run without faults depends on: plans that differ in nothing else share it."""
+        """A name of all that a run without faults depends on. Plans with the same name share their clean runs."""
         return f"{self.workload.name}, {self.steps} steps x {self.step_factor:g}"
 
 
@@ -62,7 +62,7 @@ class Runs:
     _model: Path | None = None
 
     def load(self, earlier: Path) -> None:
-        """Go on from the samples of a benchmark that was stopped, at the pace that its pilot has set."""
+        """Continue from the samples of a benchmark that was stopped, at the pace that its pilot has set."""
         content = json.loads(earlier.read_text())["samples"]
         self.step_s, self.requeue_s = content["step_s"], content["requeue_s"]
         self.samples = msgspec.convert(content["runs"], list[Sample])
@@ -81,7 +81,7 @@ class Runs:
         return sample
 
     def measure_all(self, plan: Plan, arms: Iterable[Arm], seed: int = 0) -> None:
-        """Run the arms in turn, after the clean run that they are compared with; no run is made twice."""
+        """Run the clean run of the plan and then each arm; leave out runs whose sample exists."""
         for arm in (ARMS["clean"], *arms):
             if not any(
                 (each.arm, each.seed) == (arm.name, seed)
@@ -91,9 +91,10 @@ class Runs:
                 self.measure(plan, arm, seed)
 
     def pilot(self) -> None:
-        """Set the length of a step (s) so that ``job`` should come to the target, with one fault in every ten steps.
+        """Set the length of a step (s) with which ``job`` should reach its target, with one fault in every ten steps.
 
-        A fault costs ``job`` an outage, which does not depend on the step, and work done again, which grows with it.
+        A fault costs ``job`` an outage, which does not depend on the length of a step, and repeated work, which grows
+        with it.
         """
         plan = Plan("pilot", PILOT_STEPS, PILOT_FAULTS)
         clean, failing = (self._measure(plan, ARMS[arm], 0, PILOT_STEP_S) for arm in ("clean", "job"))
@@ -139,7 +140,7 @@ class Runs:
             self._model = self.lab.dir / "tail-model"
             write_model(self._model)
             for path in self._model.iterdir():
-                path.chmod(0o644)  # the lab's user reads it; safetensors writes files for their owner alone
+                path.chmod(0o644)  # the lab's user reads it; safetensors makes files private to their owner
         return self._model
 
 

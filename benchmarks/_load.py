@@ -12,10 +12,10 @@ QUIET_CORES = 0.3
 """Largest number of cores that other processes may use during a measurement on two cores; more would distort the
 result."""
 _SAMPLE_S = 0.4
-"""Seconds over which the use of the cores is measured."""
+"""Seconds of one measurement of the cores' use."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 QUIET_TIMEOUT_S = 4.0
-"""Seconds that a round waits at most until other processes are quiet."""
+"""Maximum time (s) for which a round waits until other processes use few cores."""
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

@@ -1,22 +1,22 @@
-"""The built-in trainer and rollout, slowed down to the pace of GPUs that this machine lacks. Run by ``python -m``.
+"""Runs the built-in trainer and rollout, slowed down to the pace of GPUs that this machine lacks (``python -m``).
 
 A job of a benchmark names this program as the ``command`` of its trainer and rollouts. The roles are rrl's own, with
-one difference, which is made here and not in the product: each engine step and each part of a training step takes at
-least as long as it would on a GPU of its own. The rest of that time is slept, so that a few cores stand for several
-GPUs. What is computed is not changed: tokens are sampled and gradients are taken as ever.
+one difference, which only this program makes: each engine step and each part of a training step takes at least as long
+as it would on a GPU of its own. The process sleeps for the rest of that time, so that a few cores stand for several
+GPUs. The computation itself is not changed: tokens are sampled and gradients are computed as without the pace.
 
-A step of an engine takes the sum of τ(b) over its tokens, where b is how many trajectories get a token then. So τ(b) is
-the time of a token with b trajectories running, and no time is added for reading a prompt. Unlike the engine in plain
-torch, a paced engine takes new work whenever it has a free place, as vLLM does. A part of a step takes the trainer a
-time proportional to its answer tokens. Everything else takes the time that it takes here: requests to the store,
-checkpoints, weights on their way, the optimizer.
+τ(b) is the time of a token with b trajectories running. An engine step that gives several tokens to a trajectory takes
+the sum of τ(b) over these tokens, where b is the number of trajectories that get this token. No time is added for
+reading a prompt. Unlike the engine in plain torch, a paced engine takes new work whenever it has a free place, as vLLM
+does. The trainer takes for a part of a step a time proportional to the part's answer tokens. Requests to the store,
+checkpoints, transfers of weights and the optimizer are not slowed down.
 
 With the argument ``trajectories`` this program is the built-in store, with leases in the order first come, first
 served. benchmarks/dispatch.py compares leases by expected length with this arm.
 
 Each process appends a line of JSON to a file in ``--record`` for each step or part: the time (s) that it should take,
-the time that its computation took, and the time with the sleep. Where the computation took longer than it should, the
-pace was not kept. Benchmarks report the excess as a share of the due time (:func:`overrun`).
+the time that its computation took, and the time with the sleep. If the computation took longer than it should, the pace
+was not kept. Benchmarks report the excess as a share of the due time (:func:`overrun`).
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Paced(Struct, frozen=True):
     """The times (s) of one engine step, or of one part of a training step."""
 
     due: float
-    """The time that it should take."""
+    """The time that the work should take."""
     computed: float
     """The time that the computation took here."""
     took: float
-    """The time that it took, including the sleep."""
+    """The time that the work took, including the sleep."""
 
 
 class Pace:
     """Makes work last as long as it should, and records it.
 
     Args:
-        record: Where each piece of work is recorded, as a line of JSON.
+        record: File to which each piece of work is appended as a line of JSON.
     """
 
     def __init__(self, record: TextIO) -> None:
@@ -102,13 +102,13 @@ def recorded(folder: Path, role: str) -> list[Paced]:
 
 
 def overrun(work: Iterable[Paced]) -> float:
-    """Return by which share of its due time work took longer than it should, because cores were busy."""
+    """Return the time that work took longer than it should, because cores were busy, as a share of its due time."""
     pairs = [(each.due, each.took) for each in work]
     return sum(took - due for due, took in pairs) / max(1e-9, sum(due for due, _ in pairs))
 
 
 class PacedLearner(Learner):
-    """A learner that takes for each part a time proportional to its answer tokens; create it by :func:`paced`."""
+    """A learner that takes for each part a time proportional to the part's answer tokens. :func:`paced` creates it."""
 
     pace: Pace
     token_seconds: float
@@ -121,7 +121,7 @@ class PacedLearner(Learner):
 
 
 class PacedEngine:
-    """An engine whose steps take the time that τ gives. As in torch, each step returns all tokens that it has made.
+    """An engine whose steps take the time that τ gives. As in plain torch, a step returns all tokens that it sampled.
 
     Args:
         engine: The engine that computes.
@@ -179,7 +179,7 @@ class PacedEngine:
 
 
 class PacedVllmEngine(PacedEngine):
-    """vLLM at a pace: a step makes one token for each running trajectory, and returns it with a later step."""
+    """vLLM's engine at a pace. A step samples one token for each running trajectory; a later step returns the token."""
 
     def step(self) -> StepOutput:
         """See :class:`Engine`."""
@@ -192,7 +192,7 @@ class PacedVllmEngine(PacedEngine):
 
 
 def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -> Callable[..., PacedLearner]:
-    """Return a function that makes learners as ``make`` does, which keep the pace."""
+    """Return a function that makes learners like those of ``make``, but slowed down to the pace."""
 
     def make_paced(*args: Any, **settings: Any) -> PacedLearner:
         learner = make(*args, **settings)
@@ -203,7 +203,7 @@ def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -
 
 
 def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], PacedEngine]]:
-    """Return a replacement for the rollout's function that builds its engine: it builds the same engine at a pace."""
+    """Return a function that builds the rollout's engine at a pace; it replaces the function that builds the engine."""
     build_role = rollout_program._builder
 
     def builder(me: rrl.Worker) -> Callable[[], PacedEngine]:
@@ -215,8 +215,7 @@ def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], P
 
 
 def lease_first_come() -> None:
-    """Make the store of this process lease answers in the order of their prompts, and ignore what it learns of
-    lengths."""
+    """Make the store of this process lease answers in the order of their prompts, regardless of expected lengths."""
     never = property(lambda _: False)
     WorkQueue.by_length = Lengths.informed = never  # type: ignore[assignment,method-assign]
 

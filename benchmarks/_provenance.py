@@ -1,4 +1,4 @@
-"""Records where and of what the figures of a benchmark were measured, and keeps their raw samples.
+"""Records the machine and versions with which the figures of a benchmark were measured, and keeps their raw samples.
 
 The last line that a benchmark prints is one JSON object: its figures with their ranges (:func:`spread`), what
 :func:`provenance` returns, and ``raw``, the path of the file in which :func:`raw_samples` has written the single
@@ -20,13 +20,13 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("rrl-slurm", "torch", "ucxx-cu13", "vllm")
-"""Packages whose versions are part of the provenance, where they are installed."""
+"""Packages whose versions are part of the provenance if they are installed."""
 _LOAD_AT_START = os.getloadavg()[0]
-"""Load of this machine (1 minute) when this module was imported, which is before anything is measured."""
+"""Load of this machine (1 minute) when this module was imported, before the measurement."""
 
 
 def provenance() -> dict[str, Any]:
-    """Return where and of what the figures were measured; call it when the measurement has ended.
+    """Return the machine and versions with which the figures were measured; call it after the measurement.
 
     ``load`` is the load of this machine (1 minute) at the start and now. It includes the benchmark itself.
     """

@@ -11,7 +11,7 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 def quickstart_with(changes: Iterable[tuple[str, str]]) -> str:
     """Return the job.toml with each text of ``changes`` replaced by another one.
 
-    Raises AssertionError if the example does not have such a text: the benchmark would measure another job.
+    Raises AssertionError if the example lacks one of these texts, because the benchmark would measure another job.
     """
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     for old, new in changes:

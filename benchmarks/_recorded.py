@@ -1,9 +1,10 @@
-"""The built-in trainer and rollout, which record the tokens that they train and sample. Run by ``python -m``.
+"""Runs the built-in trainer and rollout, and records the tokens that they train and sample (``python -m``).
 
 A job of a benchmark names this program as the ``command`` of its trainer and rollouts. The roles are rrl's own. Each
 process also appends lines of JSON to a file in ``--record``: everything that its engine is given and returns, or that
 its learner is given. The records are made at these two interfaces, independently of the store between them. So they
-show whether each trained token was sampled, and sampled after the same tokens as it was trained (:func:`drift`).
+show whether each trained token was sampled, and whether it was sampled in the context in which it was trained
+(:func:`drift`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class Given(Struct, frozen=True, tag="given"):
-    """A trajectory or turn that an engine was given to extend."""
+    """A trajectory or turn that an engine received to extend."""
 
     turn: int
     context: tuple[int, ...]
@@ -124,7 +125,7 @@ class RecordedEngine:
         for segment in segments:
             self._record.write(Sampled(segment.trajectory, segment.tokens, segment.logprobs, segment.version))
         if segments:
-            self._record.flush()  # before the store gets the tokens: a kill loses no record
+            self._record.flush()  # written before the store gets the tokens, so that a kill loses no record
         return segments, finished
 
     def abort(self, trajectories: Iterable[int]) -> None:
@@ -161,7 +162,7 @@ class RecordedLearner(Learner):
 
 
 def _recorded_builder(record: _Record) -> Callable[[rrl.Worker], Callable[[], Engine]]:
-    """Return a replacement for the rollout's function that builds its engine: the engine records its work."""
+    """Return a function that builds the rollout's engine with a record; it replaces the rollout's own function."""
     build_role = rollout_program._builder
 
     def builder(me: rrl.Worker) -> Callable[[], Engine]:
@@ -182,7 +183,7 @@ def _lines(folder: Path, role: str, kind: type[_T]) -> Iterator[_T]:
 
 
 def trained(folder: Path) -> list[Trained]:
-    """Return every sample that was trained, in order; a part that was trained again after a death counts once."""
+    """Return all trained samples in order. A part that was trained again after its process died counts once."""
     samples = {(each.step, each.part, each.index): each for each in _lines(folder, "trainer", Trained)}
     return [samples[place] for place in sorted(samples)]
 
@@ -192,7 +193,7 @@ def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, fl
 
     An answer is a list of (token, log-probability, version).
 
-    Tokens that another incarnation had sampled have no version.
+    Tokens that another incarnation had sampled have version None.
     """
     for path in sorted(folder.glob("rollout-*.jsonl")):
         running: dict[int, tuple[tuple[int, ...], list[tuple[int, float, Version | None]]]] = {}
@@ -202,7 +203,7 @@ def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, fl
                 continue
             match decoder.decode(line):
                 case Given(turn, context, so_far):
-                    if turn in running:  # the turn was taken from the engine, and given to it again
+                    if turn in running:  # the turn was removed from the engine, and added to it again
                         yield running[turn]
                     running[turn] = context, [(token, 0.0, None) for token in so_far]
                 case Sampled(turn, tokens, logprobs, version):

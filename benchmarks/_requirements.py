@@ -58,13 +58,13 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
     "slurm_reads": (Need.PYSLURM,),
     "weights": (Need.NAMESPACES,),
 }
-"""Needs of single parts of a benchmark. If the need of a part is not met, the benchmark leaves out that part."""
+"""Needs of only a part of a benchmark. If such a need is not met, the benchmark leaves out this part."""
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
     ("manager_away", Need.SLURM): "--cluster local",
     ("restart", Need.SLURM): "--cluster local",
     ("weights", Need.UCX): "--part namespaces --kind tcp",
 }
-"""For a benchmark and one of its needs, the options with which it does not have that need."""
+"""For a benchmark and one of its needs, the options with which the benchmark runs without meeting this need."""
 
 
 def _slurm() -> str | None:

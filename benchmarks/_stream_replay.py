@@ -1,7 +1,7 @@
-"""Reads from the store's log of a run how long the trained answers were, and which weights result from the training.
+"""Reads the lengths of trained answers from the store's log of a run, and repeats the training that the log records.
 
 A store that restarts rewrites its log without the tokens of committed steps. :func:`keep_logs` therefore keeps each
-file of the log from the start, by a hard link, while the run goes on.
+file of the log from the start, by a hard link, while the run continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rrl.roles.trajectories.durable.state import State
 from rrl.roles.trajectories.types import Part
 
 _ALL_STEPS = 1_000_000
-"""Number of committed steps whose tokens the state of a replay keeps: all of them."""
+"""Number of committed steps whose tokens the state of a replay keeps; large enough for all of them."""
 
 
 def keep_logs(run: RunDir, folder: Path) -> None:
@@ -73,14 +73,14 @@ class Lengths(Struct, frozen=True):
     """Lengths of answers of a run, in tokens."""
 
     by_kind: dict[str, float]
-    """Mean over all finished answers, by kind of their prompt."""
+    """Mean length of all finished answers, by kind of their prompt."""
     asked: dict[str, int]
     """Number of groups that were requested, by kind of their prompt."""
     trained: float
-    """Mean over the answers that were trained; the first steps are left out."""
+    """Mean length of the trained answers, without those of the first steps."""
 
     def bias(self, by_kind: Mapping[str, float]) -> float:
-        """Return the mean length of trained answers over the mean length of all answers that were requested.
+        """Return the mean length of trained answers divided by the mean length of all requested answers.
 
         ``by_kind``: mean length of the answers to prompts of each kind, from a run in which all answers are finished.
         """
@@ -89,7 +89,7 @@ class Lengths(Struct, frozen=True):
 
 
 def lengths(run: RunDir, first_step: int) -> Lengths:
-    """Return the lengths of a run whose store did not restart; trained answers count from ``first_step`` on."""
+    """Return the lengths of a run whose store did not restart; trained answers count from step ``first_step`` on."""
     (path,) = run.store.glob("log.*[0-9]")
     groups: dict[int, range] = {}
     kinds: dict[int, str] = {}
@@ -120,7 +120,7 @@ class Replay(Struct, frozen=True):
     steps: int
     parts: int
     parts_repeated: int
-    """Number of parts that a trainer trained once more after the death of its previous incarnation."""
+    """Number of parts that a trainer trained again after its previous incarnation had died."""
     incarnations: dict[ReplicaId, int]
     """Number of the last incarnation of each replica that was killed."""
     same_weights: bool
@@ -155,10 +155,10 @@ def _learner(spec: RunSpec) -> Learner:
 
 
 def _trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int], Part], StepCommitted]:
-    """Return the parts of all steps by step and index, and the newest commit.
+    """Return the parts of all steps, by step and index, and the newest commit.
 
     Raises:
-        AssertionError: Two files of the log differ in a part.
+        AssertionError: Two files of the log contain different records of one part.
     """
     parts: dict[tuple[int, int], Part] = {}
     commit: StepCommitted | None = None

@@ -29,11 +29,11 @@ ALPHABETS = ("abcd", "efgh", "ijkl", "mnop")
 """Letters at each place of a prompt. Each place has its own letters, so that the warm start is short."""
 PIECES = "".join(MEAN_POINTS) + "=" + POINT + "".join(ALPHABETS)
 EXCHANGED_SHARE = 0.25
-"""Share of right answers in the warm start; about the reward at the first step."""
+"""Share of right answers in the warm start, and approximately the reward at the first step."""
 
 
 def kind_of(item: int) -> str:
-    """Return the digit of an item. Each block of eight items has all eight digits, in its own order."""
+    """Return the digit of an item. Each block of eight items has all eight digits, in an order of its own."""
     block, place = divmod(item, len(MEAN_POINTS))
     kinds = sorted(MEAN_POINTS)
     random.Random(block).shuffle(kinds)
@@ -82,14 +82,13 @@ MODEL = ModelSpec(
     tokenizer=TokenizerSpec(pieces=tuple(PIECES)),
 )  # fmt: skip
 WARM_STEPS = 300
-"""Number of supervised steps. After them the model answers in the right form in 95 of 100 cases, with lengths like
-those of the answers of the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of
-processor time."""
+"""Number of supervised steps. After them 95 % of the model's answers have the right form, with lengths like those of
+the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of processor time."""
 WARM_BATCH = 64
 WARM_LEARNING_RATE = 4e-3
 _SEED_OFFSET = 10_000
-"""Offset of the warm start's seed from a run's seed, which is small: so the warm start has other items than the
-runs."""
+"""Offset of the warm start's seed from a run's seed. It is larger than a run's seed, so that the warm start has other
+items than the runs."""
 
 
 def write_model(folder: Path, shape: ModelSpec = MODEL) -> None:

@@ -16,7 +16,7 @@ from rrl.tests.support.cli.waiting import eventually
 SETTLING_S = 3.0
 """Seconds before the measurement, in which everything is read and drawn for the first time."""
 MEASURED_S = 15.0
-"""Seconds of the measurement: less than the validity of a manager's lease, which nothing renews here."""
+"""Seconds of the measurement. A manager's lease must be valid for longer, because nothing renews it here."""
 COLUMNS, ROWS = 200, 60
 _PROGRAM = f"""
 import sys, time

@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 START_TIMEOUT_S = 600.0
-"""Seconds; the server starts in 16 s on quiet cores."""
+"""Deadline (s) of a server's start, which takes 16 s on quiet cores."""
 KV_CACHE_GIB = 1
 MODEL = "policy"
 """Name under which the model is served."""
@@ -36,7 +36,7 @@ class VllmServer:
         self.process, self.base_url, self.log = process, base_url, log
 
     def kill(self) -> None:
-        """Kill the server with all its processes: its engine would outlive it otherwise (docs/sources.md, vLLM)."""
+        """Kill all processes of the server, because its engine's process would outlive it (docs/sources.md, vLLM)."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -54,7 +54,7 @@ def free_port() -> int:
 def serving(model: Path, folder: Path, max_length: int, sequences: int, count: int = 1) -> Iterator[list[VllmServer]]:
     """Start ``count`` servers of a model at the same time, wait until each is healthy, and kill them afterwards.
 
-    The arguments are those of rrl's own engine on a CPU (:mod:`rrl.roles.rollout.vllm.config`), one thread included.
+    The arguments are those of rrl's own engine on a CPU (:mod:`rrl.roles.rollout.vllm.config`), which has one thread.
 
     Args:
         model: Hugging Face folder.

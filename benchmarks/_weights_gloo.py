@@ -42,8 +42,8 @@ class StartBroadcast(Struct, frozen=True, tag=True):
     """Command: broadcast the buffer from rank 0 to the first ``receivers`` ranks after rank 0.
 
     With ``beside``, the buffer is sent in pieces of at most a chunk, and the digest of each chunk is computed while
-    later pieces arrive. Else all tensors are sent whole, and the digests are computed when every rank has all of them.
-    As many threads compute them as in rrl.
+    later pieces arrive. Otherwise all tensors are sent whole, and the digests are computed when every rank has all of
+    them. As many threads as in rrl compute the digests.
     """
 
     receivers: int

@@ -1,4 +1,4 @@
-"""Compares a weight version's transfer on one machine with a plain broadcast and a memcpy of the same bytes; no NIC.
+"""Compares a weight version's transfer on one machine (without a NIC) with a broadcast and a memcpy of the same bytes.
 
 The measured time begins when the receivers get the message about a published version (gloo: the command to broadcast),
 and ends when the last receiver has verified the last byte. Publishing happens before it: a copy into one buffer, in
@@ -10,7 +10,8 @@ all bytes have arrived, in ``gloo, digests beside`` while later pieces arrive, a
 faster of these two arms, which do not include the digests at the source: rrl computes those when it publishes.
 
 All connections exist before the measured time begins. A receiver of rrl writes to memory that it already had, as in
-every version after the second; gloo's buffer is touched before. Afterwards, every byte is compared with what was sent.
+every version after the second; gloo's buffer is written before as well. After the measurement, every byte is compared
+with what was sent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LAYOUTS = {"flat": 1, "400 tensors": 400}
 KINDS = ("ucx", "tcp")
 GLOO, AFTER, BESIDE = "gloo", "gloo, digests after", "gloo, digests beside"
 MAX_OVER_GLOO = 1.1
-"""Bar: largest ratio of the time with one receiver to the time of gloo with digests."""
+"""Bar: with one receiver, rrl's time may be this many times the time of gloo with digests."""
 
 Case = tuple[int, str]
 """Number of receivers, and layout of the tensors."""
@@ -94,7 +95,7 @@ class WeightPlane:
             nursery.close()
 
     async def run(self, count: int, tensors: int, quiet_timeout_s: float) -> Run:
-        """Publish a version, transfer it to the first ``count`` receivers, and return the measurements."""
+        """Publish a version, transfer it to the first ``count`` receivers, and return what was measured."""
         self._step += 1
         version = Version(self._step, 1)
         published = await self._source.request(say.Publish(version, tensors), say.Published)
@@ -119,7 +120,7 @@ class WeightPlane:
 
 
 async def measure(nbytes: int, repeats: int) -> Loopback:
-    """Measure all arms one after the other in every round, case by case. Needs six times ``nbytes`` of memory."""
+    """Measure all arms in turn in each round of each case. This takes six times ``nbytes`` of memory."""
     results = Loopback()
     gloo = await Gloo.start([()] * (max(RECEIVERS) + 1), "127.0.0.1", "lo")
     try:
@@ -228,7 +229,7 @@ def _faster_verified(results: Loopback, case: Case) -> str:
 def _highest_ratio(
     results: Loopback, arms: Sequence[str], receivers: int, baseline: Callable[[Case], str]
 ) -> tuple[float, list[float]]:
-    """Return the highest ratio of medians of these arms and all layouts, with the range of that ratio over rounds."""
+    """Return the highest ratio of the arms' medians over all layouts, with the range of this ratio over the rounds."""
     found = []
     for arm in arms:
         for case in [(receivers, layout) for layout in LAYOUTS]:

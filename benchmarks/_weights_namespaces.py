@@ -50,8 +50,7 @@ RECEIVERS = len(NODES) - 1
 MAX_CHAIN, MAX_SOURCE_FREE = 1.5, 1.2
 """Bars, as multiples of the time of one copy: the chain's time, and the time after which its source is free."""
 BUSY_SHARE = 0.9
-"""Share of busy cores from which on all cores of this machine count as busy: processes then wait at times for a
-core."""
+"""If at least this share of the cores is busy, all cores count as busy, because processes sometimes wait for a core."""
 FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
 """Indices of the killed and of the stopped receiver, by round."""
 GLOO_TIMEOUT_S = 30.0
@@ -124,7 +123,7 @@ async def measure(kind: str, nbytes: int, repeats: int) -> Nics:
 def _inside(network: netns.Network, node: str) -> tuple[str, ...]:
     """Return the beginning of a command line that runs a program in the namespace of a node.
 
-    :func:`netns.inside` is not used, because UCX finds its devices in /sys, which must be that of the namespace.
+    :func:`netns.inside` is not used. UCX finds its devices in /sys, so /sys must be that of the namespace.
     """
     return ("ip", "netns", "exec", network.namespace(node))
 
@@ -156,7 +155,7 @@ class _Fleet:
 
     async def measure(self, repeats: int) -> Nics:
         results = self._results
-        for _ in range(2):  # connections, paces and memory are then created
+        for _ in range(2):  # this first transfer creates connections, paces and memory
             await self._run("warm", range(RECEIVERS))
         gloo = await self._gloo(600.0)
         for turn in range(repeats):

@@ -11,8 +11,8 @@ from rrl.tests.support.weights.members import TIMEOUT_S
 
 _HALF_COPY = 0.5
 _TRICKLE_FRACTION = 0.005
-"""Share of a source's bytes that may still be unsent when it counts as free. They are requests to other nodes,
-acknowledgements, and the end of its last chunk."""
+"""Share of a source's bytes that may still be unsent when it counts as free. The unsent bytes are requests to other
+nodes, acknowledgements, and the end of the source's last chunk."""
 _SAMPLE_INTERVAL_S = 0.005
 """Seconds between two readings of the counters."""
 
@@ -46,7 +46,7 @@ class NicMonitor:
                 await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     def finish(self, began: float) -> tuple[float, float]:
-        """Return when the source was free (s after ``began``), and how many copies it sent."""
+        """Return the time at which the source was free (s after ``began``), and the number of copies that it sent."""
         self._task.cancel()
         sent = self._sent_so_far()
         samples = [*self._samples, (time.monotonic(), sent)]

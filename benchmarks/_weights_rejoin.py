@@ -1,11 +1,11 @@
 """Measures how soon a restarted rollout or trainer takes part in the transfer of weights again, on one machine.
 
 The measured time begins when the new process has done its imports: it is forked from a process that has already
-imported all modules, for UCX also ucxx. For a rollout, the time ends when it has verified and committed the newest
-version, which a trainer and another rollout hold. For a trainer, the time ends when a rollout has verified the first
-chunk of the version that the trainer publishes. It includes the layout of the tensors in one buffer, with digests, but
-not the time in which the trainer reads them from its checkpoint. The benchmark takes the place of the manager, and
-passes on the addresses of sources at once.
+imported all modules, for UCX also ucxx. For a rollout, the time ends when the rollout has verified and committed the
+newest version, which a trainer and another rollout hold. For a trainer, the time ends when a rollout has verified the
+first chunk of the version that the trainer publishes. A trainer's time includes copying the tensors into one buffer
+with digests, but not reading them from its checkpoint. This program replaces the manager, and passes on the addresses
+of sources at once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Measures what an agent costs its node: CPU and memory of a real agent and all its readers, beside eight GPUs.
 
-The GPUs are those of a stand-in driver, which is read once per second. Its calls take almost no time: it answers from
-memory, where a real driver asks the GPU. So the figures leave out the time in the driver, which docs/health.md gives
-for a real one. With ``--native``, the agent reads the GPUs of this machine with this machine's driver, and the time in
-the driver counts. ``driver_calls`` in the JSON object names the driver. Bars: 1 % of one core, and 80 MiB (PSS: pages
-that several processes share are counted once).
+The GPUs are those of a stand-in driver, which is read once per second. Its calls take almost no time, because it
+answers from memory, where a real driver would query the GPU. So the figures leave out the time in the driver;
+docs/health.md gives that of a real driver. With ``--native``, the agent reads the GPUs of this machine with this
+machine's driver, and the time in the driver counts. ``driver_calls`` in the JSON object names the driver. Bars: 1 % of
+one core, and 80 MiB (PSS: pages that several processes share are counted once).
 
-The cost is measured for ``--seconds`` (60). Before, ``--settle`` (20) seconds pass, in which processes start, the first
-readings are made and past log entries are searched. The range of the CPU time is taken over six equal parts of the
-measured time. This program takes the place of the agent's manager, and is not counted. Prints a table, and one JSON
+The cost is measured for ``--seconds`` (60). Before the measurement, ``--settle`` (20) seconds pass, in which processes
+start, make their first readings and search past log entries. The range of the CPU time is taken over six equal parts of
+the measured time. This program replaces the agent's manager, and is not counted. Prints a table, and one JSON
 object as its last line (benchmarks/_provenance.py).
 """
 
@@ -37,17 +37,17 @@ GPUS = 8
 MAX_CORES, MAX_PSS_MIB = 0.01, 80.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PARTS = 6
-"""Number of parts of the measured time. The CPU time is that of all parts; the memory is the highest value at the end
-of a part."""
+"""Number of parts of the measured time. The reported CPU time is that of all parts. The reported memory is the highest
+value at the end of a part."""
 STAND_IN_CALLS, REAL_CALLS = "free (stand-in driver)", "counted (driver of this machine)"
-"""Whether the figures contain the time that calls take in the GPU driver, as it is printed."""
+"""Texts in the output: whether the figures contain the time of the GPU driver's calls."""
 
 
 class Sample(Struct, frozen=True):
     """What the agent and its readers used in one part of the measured time."""
 
     seconds: float
-    """Length of the part in s."""
+    """Duration of the part (s)."""
     cpu_s: float
     pss_mib: dict[int, float]
     """PSS (MiB) of each process, by pid, at the end of the part."""
@@ -96,7 +96,7 @@ def _total_mib(sample: Sample) -> float:
 
 
 def _driver_path() -> dict[str, str]:
-    """Return environment variables by which the loader finds the driver's library outside of standard folders."""
+    """Return environment variables with which the loader finds a driver's library outside of standard folders."""
     return {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "RRL_FAKE_NVML") if name in os.environ}
 
 
@@ -117,7 +117,7 @@ def _process_tree(root: int) -> list[int]:
 
 
 def _ticks(root: int) -> Counter[int]:
-    """Return the CPU time (ticks) of a process and of each descendant, including the children that they have reaped."""
+    """Return the CPU time (ticks) of a process and of each descendant, including their reaped children."""
     used: Counter[int] = Counter()
     for pid in _process_tree(root):
         try:

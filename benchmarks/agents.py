@@ -6,28 +6,29 @@ Everything is real: the openai client, the endpoint, the store, the roles, vLLM 
   manager killed once each in the middle (benchmarks/_agents_learning.py). A policy that ignores the hints finds at most
   0.3 of the digits.
 - ``drift``: examples/agents_smollm2.toml, SmolLM2 on vLLM with a tool, a second conversation and a condensed context,
-  while its weights change. Tokens and contexts are compared with what the engines recorded at their own interface,
-  log-probabilities with torch under the versions that the tokens name (benchmarks/_agents_drift.py).
-- ``overhead``: the same 64-token turns to the endpoint of a run and to vLLM's own server, 1 and 32 at once, in
+  while its weights change. Tokens and contexts are compared with what the engines recorded. Log-probabilities are
+  compared with those that torch computes from the versions that the tokens name (benchmarks/_agents_drift.py).
+- ``overhead``: the endpoint of a run and vLLM's own server get the same requests for 64 tokens, 1 and 32 at once, in
   alternating rounds (benchmarks/_agents_overhead.py). The time of a turn covers all that the client waits for.
-- ``deaths``: 32 agents at work while each kind of process dies, several times (benchmarks/_agents_deaths.py); beside it
-  the same agents behind a plain round-robin proxy over two of vLLM's servers, one of which is killed
+- ``deaths``: each kind of process dies several times while 32 agents are at work (benchmarks/_agents_deaths.py). For
+  comparison, the same agents work behind a plain round-robin proxy over two of vLLM's servers, one of which is killed
   (benchmarks/_agents_proxy.py).
 
-Chosen before the first figure: ``found_last10`` is the smallest mean share of found digits over the last ten steps,
-among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the parts ``learning`` and ``drift`` that no
-engine sampled in this context with this log-probability and version (bar: 0). ``max_logprob_error`` is the largest
-difference from torch (bar: 1e-3). ``text_would_change`` is the share of SmolLM2's complete answers that have other
-tokens after they were decoded and encoded again. ``added_p50_share_1`` and ``_32`` are the ratio of the medians, minus
-1, over the turns that have all 64 tokens (bar: 0.05); ``throughput_over_direct`` is the ratio of tokens per second at
-32 at once, all rounds together (bar: 0.9). ``client_errors`` counts the calls that a client gave up (bar: 0).
-``resampled_tokens`` counts the tokens that were sampled again although the dead attempt had received them, and the
-tokens that agents received and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the
-turns of dead attempts that the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that
-failed behind the proxy, and the tokens that they had received.
+These figures and bars were chosen before the first measurement. ``found_last10`` is the smallest mean share of found
+digits over the last ten steps, among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the parts
+``learning`` and ``drift`` that no engine sampled in this context with this log-probability and version (bar: 0).
+``max_logprob_error`` is the largest difference from torch (bar: 1e-3). ``text_would_change`` is the share of SmolLM2's
+complete answers that have other tokens after they were decoded and encoded again. ``added_p50_share_1`` and ``_32`` are
+the ratio of the median times of a turn with all 64 tokens (endpoint over vLLM's server), minus 1 (bar: 0.05).
+``throughput_over_direct`` is the ratio of tokens per second with 32 calls at once, over all rounds (bar: 0.9).
+``client_errors`` counts the failed calls that a client did not repeat any more (bar: 0). ``resampled_tokens`` counts
+the tokens that were sampled again although the dead attempt had received them, and the tokens that agents received and
+no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the turns of dead attempts that the
+next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that failed behind the proxy, and
+the tokens that they had received.
 
-Prints tables, and one JSON object with all samples as its last line. A part that was not run has null. All parts but
-``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.
+Prints tables, and one JSON object with all samples as its last line. The figures of a part that was not run are null.
+All parts except ``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _print_overhead(each: Overhead) -> None:
 
 
 def figures(results: Results) -> dict[str, Any]:
-    """Return the figures of the module's docstring; None for those of a part that was not run."""
+    """Return the figures that the module's docstring describes; a figure of a part that was not run is None."""
     learned, drift, overhead, deaths, proxied = (
         results.learned, results.drift, results.overhead, results.deaths, results.proxied,
     )  # fmt: skip

@@ -1,21 +1,21 @@
 """Measures what a checkpoint in each step costs the trainer, with 100 million parameters in one process.
 
-The results are the time that a step waits for the copy of the state, compared with a memcpy of the same bytes, and how
-much longer whole steps take than without checkpoints, with a fixed batch. The state is copied into memory of an agent
-(snapshots on, the default) or into the trainer's own memory (snapshots off), and is then written by
-torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step waits until
-the checkpoint of the step before is committed (K = 1). The arms take turns within one run.
+There are two results. One is the time that a step waits for the copy of the state, compared with a memcpy of the same
+bytes. The other is how much longer whole steps with a fixed batch take than without checkpoints. The state is copied
+into memory of an agent (snapshots on, the default) or into the trainer's own memory (snapshots off), and is then
+written by torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step
+waits until the checkpoint of the previous step is committed (``uncommitted = 1``). The arms take turns within one run.
 
-With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``); the others are only
-copied. The default is 1, as in a job.
+With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``). Other steps only copy
+the state. The default is 1, as in a job.
 
-The time of whole steps covers ten steps in a row. Beside each step (with ``--every N``: each Nth) the checkpoint of the
-step before is written. A write is already under way when the time begins, so the result is the steady state: a step
-takes as long as computing it beside a write, or as long as the write, if that is longer. The write shares this
+The time of whole steps covers ten steps in a row. While each step (with ``--every N``: each Nth) is computed, the
+checkpoint of the previous step is written. A write is already under way when the time begins, so the result is the
+steady state: a step takes as long as its computation or as the write, whichever is longer. The write shares this
 machine's cores with the step, where a real step would run on a GPU.
 
-Prints a table. The last line is one JSON object (benchmarks/_provenance.py): ``checkpoint_slowdown`` is the mean of ten
-steps over the mean of ten steps without checkpoints. Needs 7 GB of memory and 5 GB of $TMPDIR.
+Prints a table. The last line is one JSON object (benchmarks/_provenance.py): ``checkpoint_slowdown`` is the mean time
+of ten steps divided by the mean time of ten steps without checkpoints. Needs 7 GB of memory and 5 GB of $TMPDIR.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ ROUNDS = 3
 STEPS_PER_ROUND = 10
 """Number of timed steps of each arm in each round."""
 EVERY = (1, 2, 5)
-"""Permitted values of ``--every``. They divide ``STEPS_PER_ROUND``, so each arm begins and ends with a checkpoint."""
+"""Permitted values of ``--every``. All of them divide ``STEPS_PER_ROUND``, so each arm begins and ends with a
+checkpoint."""
 COPIES_PER_ROUND = 2
 """Number of copies of each arm in each round."""
 COMMIT_TIMEOUT_S = 300.0
@@ -81,9 +82,10 @@ ARMS = (AGENT_MEMORY, OWN_MEMORY)
 
 
 class StandInWorker(SimpleNamespace):
-    """The part of :class:`rrl.Worker` that a saver needs. As in a run, a commit makes old checkpoints be deleted.
+    """The part of :class:`rrl.Worker` that a saver needs.
 
-    ``commits`` is a semaphore that each commit releases.
+    As in a run, a commit leads to the deletion of old checkpoints. ``commits`` is a semaphore that each commit
+    releases.
     """
 
     def idle(self, cause: str) -> AbstractContextManager[object]:
@@ -99,7 +101,7 @@ class StandInWorker(SimpleNamespace):
 
 
 class NoPublisher(SimpleNamespace):
-    """Takes the place of the publisher. What publishing costs is measured by benchmarks/publishing.py."""
+    """Replaces the publisher and publishes nothing, because benchmarks/publishing.py measures what publishing costs."""
 
     def reserve(self, buffer: memoryview) -> None: ...
 
@@ -159,7 +161,7 @@ class Samples(Struct):
     """Times of the steps of each round."""
 
     def slowdowns(self, arm: str) -> list[float]:
-        """Return the mean time of a step over that of a step without checkpoints, for each round."""
+        """Return for each round the mean time of a step divided by that of a step without checkpoints."""
         pairs = zip(self.steps[arm], self.steps[WITHOUT], strict=True)
         return [statistics.mean(steps) / statistics.mean(plain) for steps, plain in pairs]
 

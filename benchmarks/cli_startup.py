@@ -1,11 +1,11 @@
 """Measures the wait for ``rrl --version``, ``rrl status`` of finished and live runs, ``rrl --help``, and completion.
 
-``rrl status`` shows a finished run and a live run, each once with 5 and once with 1,024 replicas. The journal of a live
-run is being written meanwhile, by this program (:mod:`_live_run`). Bar: version and status take less than 0.4 s, a
-completion in bash less than 0.2 s. A command is measured as a whole process, from its start to its end. For the
-completion this process is a bash that completes one line. The result is the median of ten. The commands take turns, so
-that a burst of load on the machine affects all of them alike. This program creates the runs, by writing their journals.
-Prints a table, and one JSON object as its last line (benchmarks/_provenance.py).
+``rrl status`` shows a finished run and a live run, each once with 5 and once with 1,024 replicas. During the
+measurement, this program appends to the journal of the live run (:mod:`_live_run`). Bar: version and status take less
+than 0.4 s, a completion in bash less than 0.2 s. A command is measured as a whole process, from its start to its end.
+The completion is measured as a bash that completes one line. The result is the median of ten. The commands take turns,
+so that a burst of load on the machine affects all of them alike. This program writes the journals of all runs. Prints a
+table, and one JSON object as its last line (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FINISHED, FINISHED_MANY, LIVE, LIVE_MANY = "small-7", "large-7", "small-live-7",
 COMPLETION = (
     f"{script('bash')}COMP_WORDS=({RRL} restart {FINISHED} roll) COMP_CWORD=3; _rrl {RRL}; test ${{#COMPREPLY[@]}} = 2"
 )
-"""The bash commands of a completion of ``rrl restart small-7 roll``, which must offer two rollouts."""
+"""The bash commands that complete ``rrl restart small-7 roll``; the completion must offer two rollouts."""
 COMMANDS = {
     "version_s": [RRL, "--version"],
     "status_s": [RRL, "status", FINISHED],

@@ -1,4 +1,4 @@
-"""Measures how well failures are detected: rrl's detectors and baselines in scripted scenarios in virtual time.
+"""Measures how well rrl's detectors and other methods detect failures, in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--only GLOB] [--jobs N] [--warnings]
 [--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl uses its
@@ -6,11 +6,11 @@ default limits. The baselines are one fixed timeout, RobustRL's rules, and a jud
 RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does not
 publish this time.
 
-Prints the delays of hangs by role beside RobustRL's, then for each suite (``faults``, ``no_fault``) what each method
-found, missed and raised falsely, and its warnings per hour. Then come the delays by role and cause, and each mistake of
-rrl with its scenario and seed. With ``--curve``, rrl's limits are also shortened until it raises as many false alarms
-as RobustRL. No run uses such limits; only the figures ``equal_false_alarms`` and ``curve`` come from them. The last
-line is one JSON object (benchmarks/_provenance.py).
+Prints the delays of hangs by role beside RobustRL's. Then it prints for each suite (``faults``, ``no_fault``) how many
+failures each method found and missed, its false alarms, and its warnings per hour. The delays by role and cause follow,
+and each mistake of rrl with its scenario and seed. With ``--curve``, rrl's limits are also shortened until it raises as
+many false alarms as RobustRL. No run uses such limits; only the figures ``equal_false_alarms`` and ``curve`` come from
+them. The last line is one JSON object (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rrl.tests.support.scenarios.score import confusion, delays, quantile
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
 MAX_CURVE_SEEDS = 2
-"""Maximum number of seeds of the curve, which plays every scenario ten more times."""
+"""Maximum number of seeds of the curve. For each seed, the curve plays every scenario ten more times."""
 _MAX_LISTED_MISTAKES = 400
 """Maximum number of mistakes of rrl that are listed."""
 

@@ -1,10 +1,10 @@
 """Measures what expected lengths and dispatch gain over first come, first served, in virtual time.
 
 The production functions (``roles/trajectories/dispatch``) choose which engine gets which answers and which answers
-move. Engines, times and lengths are simulated (benchmarks/_dispatch_world.py). A *trace* consists of three things: a
-source of lengths (synthetic, or recorded as in benchmarks/_dispatch_traces.py), a shape of τ(b), the seconds of a token
-with b answers running, and a set of engines. Each trace has several steps. Each step is timed from its start until its
-last answer is done, in every arm with the same lengths. Arms: first come, first served; the answers assigned evenly to
+move. Engines, times and lengths are simulated (benchmarks/_dispatch_world.py). A *trace* consists of a source of
+lengths (synthetic or recorded, benchmarks/_dispatch_traces.py), a shape of τ(b), and a set of engines. τ(b) is the
+seconds of a token with b answers running. Each trace has several steps, with the same lengths in every arm. Each step
+is timed from its start until its last answer is done. Arms: first come, first served; the answers assigned evenly to
 the engines beforehand; StreamRL's two pools; and the production functions with rankers from none to perfect:
 
 - ``none`` has learned nothing; ``wrong`` has learned for each prompt the lengths of another one;
@@ -12,25 +12,26 @@ the engines beforehand; StreamRL's two pools; and the production functions with 
 - ``perfect`` knows every length. The *oracle* is the better of this arm and of a schedule made from all true lengths.
 
 - ``true mean`` knows the mean logarithm of each prompt's lengths, and nothing else. No ranker of prompts can know more,
-  so this arm's gain is the most that a ranker can attain with the production rules. Its share of the oracle's gain is
-  shown beside the shares of the other rankers.
+  so this arm's gain is the most that a ranker can attain with the production rules. Beside the shares of the oracle's
+  gain that the other rankers have, the tables show the share of this arm.
 
 Seconds of a step are noisy: in some traces the ratio of one step to first come, first served has a standard deviation
 of 0.05. The mean of three steps then says little about a bar of 1.02, and the largest of 120 such means exceeds it by
 chance. All arms of a seed have the same lengths, so ratios are paired, and each figure has a standard error
-(benchmarks/_dispatch_figures.py). A trace is played with ``--seeds`` seeds. It gets 8 more while one of its figures is
-less than three standard errors away from its bar, up to ``--most-seeds``. When this rule was chosen, figures of 8 seeds
-were known for 9 of the 24 traces, and no figures of more seeds.
+(benchmarks/_dispatch_figures.py). A trace is played with ``--seeds`` seeds. As long as one of its figures is less than
+three standard errors away from its bar, it gets 8 more seeds, up to ``--most-seeds``. When this rule was chosen,
+figures of 8 seeds were known for 9 of the 24 traces, and no figures of more seeds.
 
-Chosen before the first figure: ``worst_over_fifo`` is the largest ratio of summed seconds of a trace, over all traces
-and the rankers from none to perfect (bar: 1.02). ``share_of_oracle`` is the smallest share of the oracle's gain that
-``seen`` and ``unseen`` have, over all traces in which the oracle gains at least 5 % (bar: 0.25). Two figures were added
-later, over the same traces: ``attainable_share_of_oracle`` is the smallest share of the oracle's gain that ``true
-mean`` has, and ``share_of_attainable`` the smallest share of the gain of ``true mean`` that ``seen`` and ``unseen``
-have. ``recall20_unseen``: of the longest 20 % of the recorded prompts that are new to the ranker, the share that the
+These figures and bars were chosen before the first measurement. ``worst_over_fifo`` is the largest ratio of a trace's
+summed seconds to those of first come, first served, over all traces and the rankers from none to perfect (bar: 1.02).
+``share_of_oracle`` is the smallest share of the oracle's gain that ``seen`` and ``unseen`` have, over all traces in
+which the oracle gains at least 5 % (bar: 0.25). Two figures were added later, over the same traces:
+``attainable_share_of_oracle`` is the smallest share of the oracle's gain that ``true mean`` has, and
+``share_of_attainable`` the smallest share of the gain of ``true mean`` that ``seen`` and ``unseen`` have.
+``recall20_unseen`` is a share of the longest 20 % of the recorded prompts that are new to the ranker: those that the
 ranker also expects among the longest 20 % (bar: 0.7 after 1,000 groups). ``decision_us`` is the median time of a
 decision with 10,000 answers waiting and free places everywhere (bar: 1,000). ``real_over_fifo`` is the ratio of the
-seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py), null without vLLM.
+seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py). It is null if vLLM is not installed.
 
 Prints tables, and one JSON object with all samples as its last line.
 """
@@ -68,10 +69,10 @@ TAIL = 0.2
 WAITING = 10_000
 DECISIONS = 200
 SEEDS = 8
-"""Number of seeds with which a trace begins, and number of seeds that it gets at a time while it is undecided."""
+"""Number of seeds with which a trace begins, and number of further seeds that an undecided trace gets at a time."""
 MOST_SEEDS = 64
 KNOWN_VARIANCE = 1e-4
-"""Variance that stands for a known logarithm of a length, because the variance of an estimate must be above 0."""
+"""Variance of the estimate if the logarithm of a length is known, because it must be above 0."""
 REAL_SEEDS = 3
 MIN_RECALL = 0.7
 MAX_DECISION_US = 1_000.0
@@ -87,7 +88,7 @@ ENGINES: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {
     "4 x 128, half empty": (32, ((128, 1.0),) * 4),
     "3 + 1 half as fast": (32, ((64, 1.0),) * 3 + ((64, 2.0),)),
 }
-"""Number of prompts of a step, and (places, factor on τ) of each engine."""
+"""For each set of engines: the number of prompts of a step, and each engine's number of places and factor on τ."""
 
 
 class Source:
@@ -148,7 +149,7 @@ def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int)
     scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
     trace = Trace(source.name, tau, engines, count * GROUP_SIZE)
     times: dict[int, TokenTimes] = {}
-    rng = random.Random(-1)  # for a step in the order of creation, which learns the engines' times
+    rng = random.Random(-1)  # for a first step, in which the policy learns the engines' times
     prompts = rng.sample(source.known, count)
     world = World([prompt.answers(GROUP_SIZE, rng) for prompt in prompts], scaled)
     world.run(
@@ -181,7 +182,7 @@ def recall(truth: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def kendall(truth: Sequence[float], expected: Sequence[float]) -> float:
-    """Return Kendall's rank correlation, from 20,000 pairs."""
+    """Return Kendall's rank correlation, estimated from 20,000 pairs."""
     rng, total, pairs = random.Random(0), 0, 0
     for _ in range(20_000):
         i, j = rng.randrange(len(truth)), rng.randrange(len(truth))
@@ -205,7 +206,7 @@ def ranked(prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def decision_times() -> list[float]:
-    """Return the times (µs) of decisions: 10,000 answers wait, and nine engines each run 64 and have 64 free places."""
+    """Return the times (µs) of decisions with 10,000 waiting answers and nine half-full engines of 128 places."""
     rng, table = random.Random(0), CurveTable(LIMIT)
     estimates = [GroupEstimate(rng.gauss(7.3, 0.8), 0.05, 0.35) for _ in range(WAITING // GROUP_SIZE)]
     curves = [table.curve(estimate, 0) for estimate in estimates for _ in range(GROUP_SIZE)]
@@ -227,10 +228,10 @@ def decision_times() -> list[float]:
 
 
 def real(seeds: int) -> dict[str, Any]:
-    """Return the figures of whole runs with vLLM (benchmarks/_dispatch_real.py), or why they were not made."""
+    """Return the figures of whole runs with vLLM (benchmarks/_dispatch_real.py), or why vLLM cannot be used."""
     if (why := missing(Need.VLLM)) is not None:
         return {"real_over_fifo": None, "real_over_fifo_reason": why}
-    from rrl.benchmarks import _dispatch_real  # imported here: it needs torch and all roles
+    from rrl.benchmarks import _dispatch_real  # imported here, because it needs torch and all roles
 
     return _dispatch_real.measure(seeds)
 

@@ -1,37 +1,38 @@
-"""Measures what a whole run gains when its trainer keeps failing, against restarts of the whole job, on a real Slurm.
+"""Measures how much faster than with restarts of the whole job a run ends whose trainer keeps failing (on Slurm).
 
-The same job, with real roles in torch at a fixed pace (benchmarks/_pace.py), is run by each arm in turn, on a cluster
-of several slurmd on this machine. The same faults hit each arm: SIGKILL of the trainer from outside, one in each tenth
-of the steps, at a step and a moment drawn by the seed (benchmarks/_ettr_faults.py). Arms:
+Each arm in turn runs one job, with real roles in torch at a fixed pace (benchmarks/_pace.py), on a cluster of several
+slurmd on this machine. The same faults hit each arm: in each tenth of the steps, the trainer is killed by SIGKILL from
+outside. Step and moment are drawn with the seed (benchmarks/_ettr_faults.py). Arms:
 
-- ``clean``, ``clean_ft``: no faults, with every protection off (no standby process, snapshot or spare node, and one
-  checkpoint at the end), and on.
+- ``clean``, ``clean_ft``: no faults. In ``clean`` every protection is off: no standby process, snapshot or spare node,
+  and only one checkpoint, at the end. In ``clean_ft`` every protection is on.
 - ``role``: rrl as shipped.
-- ``role_cold``: without standby processes and snapshots: what isolation alone is worth.
-- ``job``: policy ``job``: every role restarts in place from the last checkpoint, as RobustRL ran ByteRobust.
+- ``role_cold``: ``role`` without standby processes and snapshots, which shows the effect of isolation alone.
+- ``job``: with the policy ``job``, every role restarts in place from the last checkpoint, as RobustRL ran ByteRobust.
 - ``requeue``, ``submitit``: Slurm restarts the job (benchmarks/_ettr_batch.py). The time in the queue cannot be
   shortened as steps are. So only the outage of a kill is measured, and the ETTR is computed from it for the step of
   RobustRL's experiment (42 s).
 
-The clock of a run covers all of the time from its first training to the commit of its last step. The *strict ETTR* of
-a run is the clock of ``clean`` with the same seed divided by its own: work that is done again, waiting and protection
-are losses. A pilot sets the length of a step so that ``job`` comes to 0.60; it measures what a fault costs ``job`` at a
-step of one second. Budgets in seconds are shortened as steps are, alike in all arms.
+The clock of a run covers all of the time from its first training to the commit of its last step. The *strict ETTR* of a
+run is the clock of ``clean`` with the same seed divided by the run's own clock. So repeated work, waiting and
+protection count as losses. A pilot measures what a fault costs ``job`` at a step of one second. From this cost it sets
+the length of a step with which ``job`` has a strict ETTR of 0.60. In all arms, budgets in seconds are shortened in
+proportion to the steps.
 
-Beside the headline (part ``rates``: 10 faults in 100 steps) there are comparisons in the structure of the paper's
+Beside the headline (part ``rates``: 10 faults in 100 steps) there are comparisons like those of RobustRL's paper
 (benchmarks/_ettr_paper.py): half as many faults, steps of four times the length, other workloads, fault rates from 2 to
-10 %, checkpoints in every first, third and fifth step, and a mixed plan of faults. Part ``rates`` takes about 40
-minutes on two cores that nobody else uses, all parts twice as long.
+10 %, checkpoints in every first, third and fifth step, and a mixed plan of faults. On two otherwise idle cores, part
+``rates`` takes about 40 minutes, and all parts take twice as long.
 
-Chosen before the first figure: ``real_*_strict`` are medians over the seeds; ``outage_ratio`` is the median outage of
-``role`` divided by that of ``job``; ``outage_over_slowest_start`` divides by the median outage of ``role_cold``, in
-which only one process starts (in ``job`` all roles start on the same two cores, where a cluster has a node for each);
-``time_saved`` is 1 - clock of ``role`` / clock of ``job``; ``ft_overhead`` is clock of ``clean_ft`` / clock of
-``clean`` - 1; ``estimate_error`` is the largest difference between the strict ETTR of a run and its estimate from that
-run alone (``rrl report``). An outage is the time from the kill until the trainer trains again.
+These figures were chosen before the first measurement. ``real_*_strict`` are medians over the seeds. ``outage_ratio``
+is the median outage of ``role`` divided by that of ``job``. ``outage_over_slowest_start`` divides by the median outage
+of ``role_cold``, in which only one process starts; in ``job`` all roles start on the same two cores, where a cluster
+has a node for each. ``time_saved`` is 1 - clock of ``role`` / clock of ``job``. ``ft_overhead`` is clock of
+``clean_ft`` / clock of ``clean`` - 1. ``estimate_error`` is the largest difference between the strict ETTR of a run and
+its estimate from that run alone (``rrl report``). An outage is the time from the kill until the trainer trains again.
 
-Prints tables, and one JSON object as its last line. The samples of all runs are in the file that it names, which is
-written after each run: a benchmark that was stopped goes on with ``--continue FILE``.
+Prints tables, and one JSON object as its last line. The object names a file with the samples of all runs, which is
+written after each run. A benchmark that was stopped continues with ``--continue FILE``.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.slurm.root import ensure
 
 NODES = 7
-"""Trainer, two rollouts, store, reward, a spare, and the node of the manager's job."""
+"""Number of nodes: for the trainer, two rollouts, store, reward, a spare, and the manager's job."""
 SEEDS = 3
 QUICK = Plan(RATES.name, 30, 3)
 REQUEUES = 2
-"""Kills of each arm in which Slurm restarts the job."""
+"""Number of kills in each arm in which Slurm restarts the job."""
 REQUEUE_DELAY_S, REQUEUE_DELAY_VERSION = 5, "26.05"
 SHORT_REQUEUE = f"requeue, delay {REQUEUE_DELAY_S} s"
 PARTS = ("rates", *EXPERIMENTS, "batch")
@@ -69,8 +70,8 @@ PARTS = ("rates", *EXPERIMENTS, "batch")
 def measure_batch(lab: SlurmLab) -> dict[str, list[float]]:
     """Return the outages (s) of the arms in which Slurm restarts the job, in turn.
 
-    Slurm holds a requeued job, for about 120 s by default. From 25.11 on ``SchedulerParameters=requeue_delay`` sets
-    this time, so ``requeue`` is measured once more where that version can be had.
+    Slurm holds a requeued job, for about 120 s by default. From version 25.11 on, ``SchedulerParameters=requeue_delay``
+    sets this time. So ``requeue`` is measured once more if that version is available.
     """
     found = _outages(lab, dict.fromkeys(batch.KINDS, REQUEUES))
     try:
@@ -92,7 +93,7 @@ def _outages(lab: SlurmLab, counts: Mapping[str, int]) -> dict[str, list[float]]
 
 
 def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the headline: the figures of part ``rates``, and of the arms in which Slurm restarts the job."""
+    """Return the headline figures: those of part ``rates``, and those of the arms in which Slurm restarts the job."""
     rates = [each for each in samples if each.plan == RATES.name]
     shares = {arm: [strict(each, samples) for each in rates if each.arm == arm] for arm in ARMS}
     found: dict[str, Any] = {}
@@ -119,7 +120,7 @@ def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict
 
 
 def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> None:
-    """Print a row for each arm of the headline: clock, strict ETTR, outage, and its ETTR at the paper's step."""
+    """Print a row for each arm of the headline: clock, strict ETTR, outage, and strict ETTR with the paper's steps."""
     rows = []
     for arm in ARMS:
         own = [each for each in samples if (each.plan, each.arm) == (RATES.name, arm)]

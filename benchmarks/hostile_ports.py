@@ -49,11 +49,10 @@ HALF_OPEN_PER_PORT = 200
 WARMUP_FRAMES = 1_000
 ROUNDS = 3
 WINDOW_S = 10.0
-"""Seconds of ``alone`` in each round, and minimum of those of ``busy``; a light run commits several steps per
-second."""
+"""Seconds of ``alone`` in each round, and minimum seconds of ``busy``. A light run commits several steps per second."""
 MIN_OVER_BUSY = 0.9
-"""The run counts as affected if the ratio of the steps/s under attack to those beside a busy loop is lower. On a shared
-machine, rounds of one arm differ by as much."""
+"""Lowest ratio of the steps/s under attack to those beside a busy loop with which the run counts as unaffected. On a
+shared machine, rounds of one arm differ by as much."""
 STEPS = 1_000_000
 """Number of steps of the job, which the run never reaches, because it is cancelled after the attack."""
 _BUSY_LOOP = """
@@ -91,7 +90,7 @@ class Result(Struct, frozen=True):
     costs: list[Cost]
     """Cost of all rounds together, for each process."""
     own_growth: list[float]
-    """Growth of each process's memory in a part without an attack."""
+    """Growth of each process's memory in a part without an attack, as a share."""
     disturbed: bool
     """Whether a part of the run was restarted, reported in a finding, or stopped."""
 
@@ -207,7 +206,7 @@ def _steps_per_s(run: TestRun, seconds: float) -> float:
 
 
 def _together(victims: Sequence[Target], attacks: Sequence[Sequence[Cost]]) -> list[Cost]:
-    """Return the cost of all attacks together for each process."""
+    """Return for each process the cost of all attacks together."""
     found = []
     for index, victim in enumerate(victims):
         costs = [costs[index] for costs in attacks]

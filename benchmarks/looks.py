@@ -1,8 +1,8 @@
-"""Measures what it costs to watch a run: ``rrl status``, ``rrl explain``, ``rrl top``, and the bytes of ``--live``.
+"""Measures the cost of ``rrl status``, ``rrl explain`` and ``rrl top``, and the bytes that ``--live`` sends.
 
 ``status_s`` and ``explain_s`` are medians of whole processes for a run of 10,000 steps, whose journal this program
-writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sends to a real terminal (a pseudo-terminal
-of 200 columns and 60 lines) after its first drawing, for real runs on the local cluster: ``live_idle_Bps`` while five
+writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sends to a pseudo-terminal of 200 columns
+and 60 lines after its first drawing, for real runs on the local cluster. ``live_idle_Bps`` is measured while five
 processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while a run with five replicas commits steps (bar: 5
 kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for the
 screen of a run with 64 replicas and for the table of 20 runs. Prints one JSON object as its last line.

@@ -50,18 +50,20 @@ AWAY_FROM_STEP = 30
 later, without a manager."""
 STOPPED_S = 60.0
 LAST_STEPS = 20
-"""Number of last steps whose mean reward is the reward at the end. The standard deviation of one step is 0.005 to
-0.022."""
+"""Number of steps at the end of a run whose mean reward is the reward at the end. The standard deviation of one step is
+0.005 to 0.022."""
 STALENESS = 4
 NODES = 5
 RUN_TIMEOUT_S = 900.0
-"""Seconds from the submission of a run to its last checkpoint, at most."""
+"""Maximum time (s) from the submission of a run to its last checkpoint."""
 UNDISTURBED = "undisturbed"
 
 
 class Result(Struct, frozen=True):
-    """The result of one run. For each step, ``ages`` has the age of the oldest token (training steps), ``rewards`` the
-    mean."""
+    """The result of one run.
+
+    For each step, ``ages`` has the age of the oldest token (training steps), ``rewards`` the mean reward.
+    """
 
     cluster: str
     arm: str
@@ -106,7 +108,7 @@ def signal_manager(run: TestRun, number: signal.Signals) -> None:
 
 
 def disturb(site: LaunchSite, run: TestRun, arm: str) -> None:
-    """Disturb the manager as ``arm`` says. Return when a temporary disturbance is over, else at once."""
+    """Disturb the manager in the way of ``arm``. A temporary disturbance is over when this function returns."""
     if arm == "stopped":
         signal_manager(run, signal.SIGSTOP)
         try:
@@ -241,7 +243,7 @@ def main() -> None:
 
 
 def print_result(result: Result) -> None:
-    """Print the line of a run as soon as the run is over, because all runs take an hour on two cores."""
+    """Print the line of a run as soon as the run is over, because all runs together take an hour on two cores."""
     head = ["run", "outcome", "s", "steps away", "reward at the end", "oldest token", "dropped"]
     name = f"{result.cluster} {result.arm} {result.seed}"
     print_table(head, [[

@@ -1,10 +1,10 @@
 """Measures what publishing in each step costs the training thread, with 100 million parameters in one process.
 
-Each arm trains the same fixed batch and copies the state of each step to host memory, as the saver does (without
-writing files: benchmarks/checkpoint.py measures that). One arm then waits until the weights are published as bfloat16,
-as if the training thread published them. One arm leaves this to the publishing thread and continues. One arm does not
-publish. The arms take turns within one run. The results are the share of a step that the training thread waits for
-publishing, how much longer whole steps take than without publishing, and how many steps pass from the end of a step
+Each arm trains the same fixed batch and copies the state of each step to host memory, as the saver does, but writes no
+files. benchmarks/checkpoint.py measures the writing. One arm then waits until the weights are published as bfloat16, as
+if the training thread published them. One arm leaves the publishing to the publishing thread and continues. One arm
+does not publish. The arms take turns within one run. The results are the share of a step that the training thread waits
+for publishing, how much longer whole steps take than without publishing, and how many steps pass from the end of a step
 until rollouts can pull its version. Prints a table, and one JSON object as its last line. Needs 6 GB of memory.
 """
 
@@ -39,7 +39,7 @@ BUFFERS = 2
 """Host buffers that are used in turn, as many as an agent provides."""
 NONE, IN_TRAINING_THREAD, BESIDE = "no publishing", "in the training thread", "beside the step"
 MAX_BLOCKED_SHARE = 0.01
-"""Largest share of a step that the training thread may wait for publishing beside it."""
+"""Largest share of a step for which the training thread may wait while the publishing thread publishes."""
 
 
 class TimedWorker(PublishingWorker):
@@ -78,7 +78,7 @@ class BenchmarkArm:
         self.times = Times()
 
     def run_steps(self, batches: Iterator[Batch], count: int) -> None:
-        """Train ``count`` steps, and then let the publishing thread finish, which counts for no arm."""
+        """Train ``count`` steps, and then let the publishing thread finish, whose time counts for no arm."""
         begun, ended_at = time.perf_counter(), dict[int, float]()
         for _ in range(count):
             self._learner.step(next(batches))

@@ -1,9 +1,9 @@
 """Measures what ``rrl report`` costs for a run of 10,000 steps and 64 replicas: seconds, and the size of its page.
 
 The program writes the journal of such a run: a trainer, a store, a reward role and 61 rollouts with eight GPUs each.
-Every step has three phases and a commit of the trainer with 24 metrics, and for each rollout a weight version and a
-phase, about as many records as a real run with long steps has. The clocks of all processes are recorded with every
-step, too. A rollout fails in every hundredth step, and the trainer in every five hundredth. ``table_s``, ``page_s`` and
+Every step has three phases and a commit of the trainer with 24 metrics, and a weight version and a phase of each
+rollout. A real run with long steps has about as many records. The clocks of all processes are recorded with every step,
+too. A rollout fails in every hundredth step, and the trainer in every five hundredth. ``table_s``, ``page_s`` and
 ``json_s`` are medians of whole processes (bar: 5 s), ``page_MB`` is the size of the HTML file (bar: 3 MB). Prints one
 JSON object as its last line.
 """

@@ -9,17 +9,19 @@ one or more ranks), and the same moments of the kills:
   (docs/sources.md).
 - ``warm_ready``: ``warm``, but each kill waits until the trainer's nodes have ready standby processes.
 
-This program kills the trainer's rank 0 by SIGKILL, unknown to the run. The seed draws the moment of a kill from the
-``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether or not a standby process is ready
-by then. A trainer without a ready standby process starts as a new process, and counts in ``warm`` all the same. Chosen
-before the first figure: ``warm`` is the main result, and ``warm_ready`` shows its best case.
+This program kills the trainer's rank 0 by SIGKILL; nothing informs the run of the kill. The seed draws the moment of a
+kill from the ``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether or not a standby
+process is ready by then. A trainer without a ready standby process starts as a new process, and also counts in
+``warm``. It was chosen before the first measurement that ``warm`` is the main result; ``warm_ready`` shows its best
+case.
 
 The measured time includes everything from the signal until the commit of the first step that the next incarnation
 trains. Its stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have
 joined), work (→ first part of a training step is computed), step (→ the step is committed). The launch of the next
 standby process is not included. The time before the second restart (``[recovery] backoff``, by default 1 s) is 0 in all
-arms. ``steps_lost_max`` is the largest number of lost steps. Up to K steps may have been trained beyond the committed
-step at the kill. Those beyond the step from which the trainer continues, according to its log, count as lost.
+arms. ``steps_lost_max`` is the largest number of lost steps. At the kill, up to ``uncommitted`` steps may have been
+trained after the committed step. Of these steps, those after the step from which the trainer continues, according to
+its log, count as lost.
 
 All processes share the cores of this machine. In ``job`` the trainer, both rollouts, store and reward start at once on
 these cores, while a cluster has a node for each of them. With few cores ``warm_over_job`` is therefore too favourable.
@@ -96,10 +98,10 @@ ARMS = {
 }
 STAGES = ("detect", "decide", "start", "work", "step")
 UNCOMMITTED = 1
-"""K, the default of ``[roles.trainer] uncommitted``."""
+"""Number of steps without a commit that the trainer may have: the default of ``[roles.trainer] uncommitted``."""
 MIN_COMMITS = UNCOMMITTED + 1
-"""Number of commits after which a trainer has certainly committed a step that it has trained itself; it commits
-restored steps first."""
+"""Number of commits after which a trainer has certainly committed a step that it has trained itself. Before such a
+step, it commits restored steps."""
 NODES = 6
 KILL_TIMEOUT_S = 600.0
 """Maximum time (s) for a kill and the recovery from it."""
@@ -121,7 +123,7 @@ class Restart(Struct):
     incarnation: Incarnation | None = None
     """Incarnation of the trainer that continued."""
     lost_steps: int = 0
-    """Steps that may have been trained before the kill and were trained again."""
+    """Number of steps that were trained again, although they may have been trained before the kill."""
 
     def stages(self) -> list[float]:
         times = [self.kill.at, self.detected, self.fenced, self.joined, self.worked, self.committed]
@@ -136,7 +138,7 @@ class Restart(Struct):
 def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Restart:
     """Read the recovery from the kill of ``restart`` from the events of its run; return it.
 
-    The commit of a step that was restored from a snapshot does not end the recovery: the kill did not undo that step.
+    The commit of a step that was restored from a snapshot does not end the recovery, because the kill did not undo it.
     """
     step, restored = 0, 0
     for stamped in events:
@@ -239,7 +241,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
-    """Return the restarts by arm; their order, by round and kill, is the same in all arms."""
+    """Return the restarts by arm. In all arms they are ordered by round and kill."""
     results: dict[str, list[Restart]] = {name: [] for name in ARMS}
     with launcher(cluster) as submit:
         for turn in range(rounds):

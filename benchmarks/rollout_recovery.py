@@ -3,19 +3,20 @@
 Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this machine's local cluster. The two arms are
 interleaved run by run. ``preloaded`` is the default: each node of a rollout keeps a process that has imported its
 packages (``[roles.rollout] preload``), and the trainer's nodes keep standby processes (``warm``). ``cold`` has neither:
-each replacement is a new process. This program kills processes by SIGKILL, unknown to the run: first each rollout once,
-then the trainer. A kill comes ``KILL_INTERVAL_S`` after all roles work, whether or not a preloaded process is ready by
-then; a rollout without one starts cold, and counts in its arm all the same.
+each replacement is a new process. This program kills first each rollout once, then the trainer, by SIGKILL; nothing
+informs the run of the kills. A kill follows ``KILL_INTERVAL_S`` after all roles work, whether or not a preloaded
+process is ready by then. A rollout without a ready preloaded process starts cold, and counts in its arm as well.
 
 The stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ joined), weights (→ holds
 weights), work (→ first tokens; for the trainer: → first part of a training step). The processor time and the memory of
 the preloaded processes at rest are read from /proc before the end of each run.
 
 Prints all samples and a table. The last line is a JSON object: the medians of the arms (``preloaded_s``, ``cold_s``),
-their ratio ``preloaded_over_cold`` (the bar: at most 0.25), ``promoted`` of ``kills`` in the arm ``preloaded``, the
-same figures of the trainer (``trainer_*``), ``ready_s`` (median time from the launch of a preloaded process until it is
-ready, at low priority beside the working roles), and per preloaded process at rest ``rest_core_share`` (share of a
-core), ``rest_pss_mb`` (proportional share of memory) and ``rest_private_mb``.
+their ratio ``preloaded_over_cold`` (bar: at most 0.25), and how many of the ``kills`` in the arm ``preloaded`` a
+preloaded process answered (``promoted``). ``trainer_*`` are the same figures of the trainer. ``ready_s`` is the median
+time from the launch of a preloaded process until it is ready, at low priority beside the working roles. A preloaded
+process at rest uses ``rest_core_share`` (share of a core), ``rest_pss_mb`` (proportional share of memory) and
+``rest_private_mb``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 ROUNDS = 3
 """Number of runs of each arm, with one kill of each rollout and one of the trainer in each run."""
 KILL_INTERVAL_S = 30.0
-"""Time (s) from the moment at which all roles work, the previous replacement included, to the next kill."""
+"""Time (s) from the moment at which all roles work, including the previous replacement, to the next kill."""
 REST_S = 20.0
 """Time (s) over which the processor time at rest is counted."""
 KILL_TIMEOUT_S = 600.0
@@ -170,7 +171,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def measure(rounds: int) -> tuple[list[Recovery], list[Rest], list[float]]:
-    """Return the recoveries of all runs, and of the preloaded processes their use at rest and time (s) until ready."""
+    """Return the recoveries of all runs, and the preloaded processes' use at rest and times (s) until ready."""
     recoveries: list[Recovery] = []
     rests: list[Rest] = []
     ready: list[float] = []

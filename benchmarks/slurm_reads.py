@@ -3,10 +3,10 @@
 A poll (in options and figures: look) reads the jobs and steps of a user and five nodes by name, as a manager does. Both
 readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this Slurm
 (docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a poll
-in this process and its children, ``commands_ms`` and ``pyslurm_ms`` median latencies, ``commands_slurmctld_ms`` and
-``pyslurm_slurmctld_ms`` the CPU time of slurmctld for a poll. ``loop_gap_s`` is the longest time for which the event
-loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s). ``--raw`` names a file for the
-samples of all blocks. Prints one JSON object as its last line.
+in this process and its children. ``commands_ms`` and ``pyslurm_ms`` are median latencies. ``commands_slurmctld_ms`` and
+``pyslurm_slurmctld_ms`` are the CPU time of slurmctld for a poll. ``loop_gap_s`` is the longest time for which the
+event loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s). ``--raw`` names a file for
+the samples of all blocks. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def measure(
 
 
 async def look(reader: SlurmReader) -> None:
-    """Read what a poll of the manager reads."""
+    """Read from Slurm what a poll of the manager reads."""
     await reader.jobs()
     await asyncio.gather(reader.steps(), reader.nodes(NODES))
 

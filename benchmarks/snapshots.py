@@ -1,10 +1,10 @@
 """Measures what a snapshot of a trainer's state costs.
 
-Four times are measured: of the copy that a step waits for, compared with a memcpy of the same bytes; of the digest in
-the background; of the copy to another node; and of reading the snapshot after a restart. Two real agents run on this
-machine and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: 600 MB (the default)
-are half of the state of 100 M parameters with AdamW in fp32, as one of two ranks has it, and take 3 GB of memory here.
-Prints a table, and one JSON object as its last line.
+Four times are measured: the copy that a step waits for (compared with a memcpy of the same bytes), the digest in the
+background, the copy to another node, and the read of the snapshot after a restart. Two real agents run on this machine
+and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: 600 MB (the default) are half
+of the state of 100 M parameters with AdamW in fp32, as one of two ranks has it, and take 3 GB of memory here. Prints a
+table, and one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rrl.transport.messages import AgentHeartbeat, AgentHello
 
 DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
 HEARTBEAT_INTERVAL_S = 0.1
-"""Seconds between two heartbeats of an agent: shorter than in a run, so that a delayed heartbeat shows."""
+"""Seconds between two heartbeats of an agent. They are fewer than in a run, so that a delayed heartbeat is visible."""
 GANG = ReplicaId("trainer/0")
 
 
@@ -73,7 +73,7 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
 
 
 def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict[str, float]:
-    """Return the figures; up to five copies of the bytes are in memory at once: three here, two at the other agent."""
+    """Return the figures. Up to five copies of the bytes are in memory at once: three here, two in the other agent."""
     source, own = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     own.copy_(source)
     prepare = _timed(lambda: client.prepare(size))
@@ -103,7 +103,7 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
 
 
 def _copy_and_seal(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
-    """Copy and seal the state, which is all that a step waits for."""
+    """Copy and seal the state; a step waits for these two operations only."""
     torch.frombuffer(client.buffer(source.numel(), step), dtype=torch.uint8).copy_(source)
     client.seal(step)
 

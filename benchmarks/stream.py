@@ -1,13 +1,13 @@
-"""Measures what streaming gains, what the limit on the age of tokens costs, and whether deaths change what is trained.
+"""Measures the gain of streaming, the cost of a limit on tokens' age, and whether deaths change the training.
 
-Whole runs on the local cluster with the built-in roles in torch, at the pace of GPUs that this machine does not have
-(benchmarks/_pace.py). The task has answers with long-tailed lengths, and the policy really learns it
+All runs are whole runs on the local cluster with the built-in roles in torch, at the pace of GPUs that this machine
+does not have (benchmarks/_pace.py). The task has answers with long-tailed lengths, and the policy really learns it
 (benchmarks/_stream_task.py). All runs start from one model, which is trained first. The arms of a comparison run at the
 same time with the same seed, so that both see the same load of this machine. Parts:
 
-- ``on-policy``: ``staleness = 0``, where training takes about as long as generation; whole batches (``barrier``) are
-  compared with parts (``stream``).
-- ``late``: ``staleness`` 1 and 2 with generation as the bottleneck; ``late = "wait"`` is compared with ``late =
+- ``on-policy``: with ``staleness = 0``, and training that takes about as long as generation, whole batches
+  (``barrier``) are compared with parts (``stream``).
+- ``late``: with ``staleness`` 1 and 2, and generation as the bottleneck, ``late = "wait"`` is compared with ``late =
   "drop"``.
 - ``restart``: the trainer, a rollout and the store are killed while a run streams. The groups of each part are then
   taken from the store's log and trained again, one part after the other, by a learner that was never interrupted. Its
@@ -18,19 +18,19 @@ The time of a step is the time between two commits in the journal. It includes l
 optimizer, the copy for the checkpoint, and the transfer of weights. The first steps are left out (:data:`FIRST_STEP`).
 Idle shares are those that ``rrl status`` shows, over the same steps.
 
-Chosen before the first figure: ``barrier_over_stream`` is the ratio of the mean steps of the two arms, all seeds
-together (bar: at least 1.45). Each arm learns from its own samples, and lengths change with the policy.
-``barrier_over_stream_per_token`` therefore compares the seconds per trained token (added after the first figures).
-``trainer_idle_*`` are means over the seeds (bars: stream at most 0.25, where barrier has about 0.45).
+These figures and bars were chosen before the first measurement. ``barrier_over_stream`` is the ratio of the mean times
+of a step in the two arms, over all seeds (bar: at least 1.45). Each arm learns from its own samples, and lengths change
+with the policy. ``barrier_over_stream_per_token`` therefore compares the seconds per trained token (added after the
+first figures). ``trainer_idle_*`` are means over the seeds (bars: stream at most 0.25, where barrier has about 0.45).
 ``steps_to_reward_*`` is the mean number of steps until the mean reward of five steps reaches 0.8 (bar: within 10 %).
-``dropped_*`` is the share of groups that were dropped for their age: for ``wait`` the largest of all runs (bar: 0), for
-``drop`` the mean. ``length_bias_*`` is the ratio of the mean length of trained answers to that of all requested
+``dropped_*`` is the share of groups that were dropped for their age: for ``wait`` the largest share of all runs (bar:
+0), for ``drop`` the mean. ``length_bias_*`` is the ratio of the mean length of trained answers to that of all requested
 answers, as a mean over the runs (bar for ``wait``: 0.97 to 1.03). Both arms take the mean length by kind of prompts
 from ``wait``, where all answers are finished. ``wait_over_drop`` is the ratio of the seconds per trained token.
 ``max_age_over_n`` is the largest ratio of the age of a trained token to the limit (bar: 1). ``overrun_*`` is the time
 by which roles exceeded their pace, as a share of the time that the pace demands.
 
-Prints tables, and one JSON object with all samples as its last line. A part that was not run has null.
+Prints tables, and one JSON object with all samples as its last line. The figures of a part that was not run are null.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 SEEDS = 3
 STORE = ReplicaId("trajectories/0")
 TAU = Tau(50e-3, 0.1e-3)
-"""Seconds per token: nearly independent of the number of trajectories, as on a GPU, and several times what a token
-takes on a busy core (3 to 10 ms)."""
+"""Seconds per token. They are nearly independent of the number of trajectories, as on a GPU, and several times as long
+as a token takes on a busy core (3 to 10 ms)."""
 TOKEN_S = 3.3e-3
-"""Seconds in which the trainer trains a token, on-policy. A step of 32 groups of 4 has 1,200 to 1,800 tokens, so
-training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms, a trainer that waits
-for whole batches was idle for 0.52 of its time in the first runs, instead of 0.45."""
+"""Seconds in which the trainer trains a token in the part ``on-policy``. A step of 32 groups of 4 has 1,200 to 1,800
+tokens, so training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms, a trainer
+that waits for whole batches was idle for 0.52 of its time in the first runs, instead of 0.45."""
 LATE_TOKEN_S = 2.7e-3
-"""Seconds in which the trainer trains a token, in the part where generation is the bottleneck."""
+"""Seconds in which the trainer trains a token in the part ``late``, where generation is the bottleneck."""
 MAX_NEW_TOKENS = 80
 GROUP_SIZE = 4
 FIRST_STEP = 4
-"""First step that counts: by then rollouts and trainer work at a steady pace."""
+"""First step that counts. From this step on, rollouts and trainer work at a steady pace."""
 RUN_TIMEOUT_S = 1200.0
 TARGET_REWARD, REWARD_STEPS = 0.8, 5
 ON_POLICY_STEPS, LATE_STEPS, RESTART_STEPS = 22, 30, 18
@@ -110,7 +110,7 @@ class Arm(Struct, frozen=True):
     token_s: float = TOKEN_S
     engine: str = "torch"
     first_come: bool = False
-    """True if the store leases answers in the order of their prompts, and ignores what it learns of lengths."""
+    """True if the store leases answers in the order of their prompts, regardless of expected lengths."""
     kills: tuple[tuple[ReplicaId, int], ...] = ()
 
 
@@ -285,7 +285,7 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
 
 
 def _idle(events: Sequence[ev.Stamped], since: float, until: float) -> dict[str, dict[str, float]]:
-    """Return the idle shares by role and cause between the records of clocks nearest to these times (s)."""
+    """Return the idle shares by role and cause, between the records of clocks that are nearest to these times (s)."""
     times, before = idle_times.IdleTimes(), idle_times.START
     now = before
     for stamped in events:
@@ -349,7 +349,7 @@ def _shown(value: float | None) -> str:
 
 
 def _figures(samples: Sequence[Sample], replays: Sequence[Replay]) -> dict[str, Any]:
-    """Return the figures of the module's docstring; None for those of a part that was not run."""
+    """Return the figures that the module's docstring describes; a figure of a part that was not run is None."""
     by_arm: dict[str, list[Sample]] = {}
     for each in samples:
         by_arm.setdefault(each.arm.partition(" ")[0], []).append(each)

@@ -1,11 +1,12 @@
 """Measures whether trackers get each step once, whether a hanging tracker slows a run, and the time of ``rrl metrics``.
 
-Three parts. *once*: a light run with TensorBoard, wandb (offline) and MLflow (files), whose tracker processes are
-killed three times and whose manager once, and which is resumed once; ``missing`` and ``doubled`` count the steps of all
-three (bar: 0 and 0). *hang*: light runs without a tracker, interleaved with runs that log to MLflow at a server that
-accepts connections and never answers. ``step_time_ratio`` is the ratio of the medians of their step times (bar: 1.02),
-``step_time_error`` its standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics``
-for a run of 10,000 steps, as a whole process (bar: 1 s). Prints one JSON object as its last line.
+There are three parts. *once*: in a light run with TensorBoard, wandb (offline) and MLflow (files), the tracker
+processes are killed three times and the manager once, and the run is resumed once. ``missing`` and ``doubled`` count
+the steps that any of the three trackers has not at all or twice (bars: 0 and 0). *hang*: light runs without a tracker
+are interleaved with runs that log to MLflow at a server that accepts connections and never answers. ``step_time_ratio``
+is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its standard error over the pairs.
+*metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps, as a whole process (bar: 1 s).
+Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from rrl.tests.support.trackers.sent_steps import sent
 PAIRS = 4
 STEPS = 120
 WARM_UP_STEPS = 20
-"""Number of first steps of a run that are not measured, because its roles and its tracker process are still
-starting."""
+"""Number of steps at the beginning of a run that are not measured, because roles and tracker process still start."""
 ROUNDS = 5
 PARTS = ("once", "hang", "metrics")
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def once() -> dict[str, float]:
-    """Return the number of steps, and how many of them a tracker has not at all or twice."""
+    """Return the number of steps, and how many of them trackers lack, and how many they have twice."""
     with temporary_runs_folder() as folder:
         run = play(Path(folder), kills=3)
         steps, missing, doubled = run.state().step, 0, 0

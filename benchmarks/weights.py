@@ -1,15 +1,15 @@
 """Measures the weight transports against their bars, in four parts, each of which can be run alone.
 
-``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp. It is compared
-with a broadcast by torch.distributed's gloo, without digests and with digests in as many threads. ``namespaces``
-(:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 0.5 Gbit/s, to four receivers: along a
-chain, as a star, along a chain of which one receiver is killed and one is stopped, and by gloo with such a fault.
-``rejoin`` (:mod:`_weights_rejoin`): the time to connect, and the time until a restarted rollout or trainer takes part.
-``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts during transfers.
+``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp. The transfer is
+compared with a broadcast by torch.distributed's gloo, without digests and with digests in as many threads as in rrl.
+``namespaces`` (:mod:`_weights_namespaces`, as root): 256 MiB to four receivers, between five nodes with NICs of 0.5
+Gbit/s. The arms are a chain, a star, a chain of which one receiver is killed and one is stopped, and gloo with such a
+fault. ``rejoin`` (:mod:`_weights_rejoin`): the time to connect, and the time until a restarted rollout or trainer takes
+part. ``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts during transfers.
 
 Arms are interleaved within each round. Receivers compare every byte after the clock has stopped. Ratios are ratios of
 medians; their ranges are taken over the rounds. Prints tables, and one JSON object as its last line
-(benchmarks/_provenance.py); values of parts that were not run, or cannot be run on this machine, are null.
+(benchmarks/_provenance.py). Values of parts that were not run, or cannot be run on this machine, are null.
 """
 
 from __future__ import annotations
