@@ -1,4 +1,4 @@
-"""The actors of a scenario: nodes with their agents, and gangs whose members go through the rhythm of their role."""
+"""The actors of a scenario: nodes with their agents, and gangs whose members follow the rhythm of their role."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rrl.tests.support.scenarios.values import fixed
 STORE = ReplicaId("trajectories/0")
 STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))
 STORE_PHASES = frozenset({"generate", "wait_work", "wait_data", "score"})
-"""Phases that stop while the store stands still; heartbeats then report that the replica waits for the store."""
+"""Phases that stop while the store makes no progress. Heartbeats then report that the replica waits for the store."""
 COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
 _MAX_PROBE_ANSWER_S = 2.0
 """Longest time that a healthy worker takes to answer a probe."""
@@ -67,24 +67,24 @@ class Member:
     incarnation: Incarnation
     node: Node
     gpus: int
-    """Number of its GPUs."""
+    """Number of the process's GPUs."""
     probed: bool = True
-    """Whether it answers probes for work."""
+    """Whether the process answers probes for work."""
     gpu_indices: tuple[int, ...] = ()
-    """Indices of its GPUs, known since its launch."""
+    """Indices of the process's GPUs, which are known from its launch on."""
     ended: bool = False
     welcomed: bool = False
+    """Whether this incarnation has sent a Hello to the current manager."""
     greeted: bool = False
     """Whether this incarnation has sent its first Hello."""
-    """Whether this incarnation has sent a Hello to the current manager."""
     stuck: float = 0.0
-    """Time (s) until which its work makes no progress."""
+    """Time (s) until which the work of the process makes no progress."""
     stuck_how: str = ""
     """The way in which the actor is stuck: ``hang``, ``wedge``, ``quiet`` or ``freeze``."""
     false_progress_until: float = 0.0
-    """Time (s) until which its progress counter rises although it does nothing."""
+    """Time (s) until which the progress counter increases although the process does not work."""
     loads: Loads | None = None
-    """Load while it is stuck or reports false progress; with None it has the load of an idle process."""
+    """Load while the process is stuck or reports false progress; None means the load of an idle process."""
     slow: float = 1.0
     slow_until: float = 0.0
     muted_until: float = 0.0
@@ -96,12 +96,12 @@ class Member:
     sent_goodbye: bool = False
     """Whether the process has sent a Goodbye."""
     end: tuple[str, int | None, int | None, str] | None = None
-    """The end of the actor: ``exit`` or ``vanish``, exit code, signal, last line of output."""
+    """How the actor ended: ``exit`` or ``vanish``, exit code, signal, last line of output; None while it runs."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
     """Messages in transit: due time, method of the judge, arguments."""
 
     def runs(self, now: float) -> bool:
-        """Return whether the process is scheduled: neither it nor its node has ended or been stopped."""
+        """Return whether the process can run: neither the process nor its node has ended or is stopped."""
         return not self.ended and not self.is_frozen(now) and self.node.is_running(now)
 
     def is_frozen(self, now: float) -> bool:
@@ -115,7 +115,7 @@ class Member:
         return self.slow if now < self.slow_until else 1.0
 
     def reply(self, now: float, random: Random, work: bool) -> tuple[float, bool] | None:
-        """Return when a request that arrives now is answered, and whether with success; None if it is never answered.
+        """Return the time (s) of the answer to a request that arrives now, and its success; None if there is no answer.
 
         With ``work`` the request is a probe for work, which a dead engine cannot answer. Otherwise it is a liveness
         request, which a stuck main thread cannot answer.
@@ -145,15 +145,15 @@ class Gang:
     joins_at: float = inf
     joined: bool = False
     launch_at: float = inf
-    """Time of the launch of its next incarnation."""
+    """Time (s) at which the gang's next incarnation is launched; inf if no launch is planned."""
     round: list[RhythmPhase] = field(default_factory=list)
     """Phases of this round that have not begun."""
     rhythm_phase: RhythmPhase = STARTING
     entered_at: float = 0.0
     remaining: float = 0.0
     data_arrives_in: float = 0.0
-    """Seconds that other replicas must work until a replica in ``wait_data`` could continue, also while it is stuck
-    itself."""
+    """Seconds that other replicas must work until the data arrives for which a replica in ``wait_data`` waits. They
+    count even while this replica is stuck."""
     compiles_until: float = 0.0
     work: float = 0.0
     reported_progress: int = 0
@@ -176,7 +176,7 @@ class Gang:
     """For each of the next starts: its duration (s), and a function that is called with the number of the
     incarnation."""
     waits: bool = False
-    """Whether it stands still, or proceeds more slowly, because it waits for another role."""
+    """Whether the replica stops or is slower because it waits for another role."""
     restarts: list[tuple[float, NodeName]] = field(default_factory=list)
 
     @property
@@ -184,19 +184,18 @@ class Gang:
         return self.joined and not any(member.ended for member in self.members)
 
     def productive(self, now: float) -> bool:
-        """Return whether the replica produces what other roles wait for."""
+        """Return whether the replica now produces the work for which other roles wait."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
     def join(self, first: RhythmPhase, lasts: float, now: float) -> None:
-        """Begin an incarnation with the phase ``first`` for ``lasts`` s; the phases before the first round follow."""
+        """Begin an incarnation with the phase ``first`` of ``lasts`` s; the phases before the first round follow."""
         self.joined, self.rhythm_phase, self.entered_at, self.remaining = True, first, now, lasts
         self.round, self.passed, self.in_rhythm, self.held = list(self.table.once or ()), set(), False, False
         self.work, self.reported_progress = 0.0, 0
 
     @property
     def round_number(self) -> int:
-        """Return the number of the current round, or of the next round if none has begun; the first round has number
-        1."""
+        """Return the number (from 1) of the current round, or of the next round if no round has begun."""
         return self.rounds_ended + 1
 
     def _end_phase(self) -> None:
@@ -230,8 +229,10 @@ class Gang:
             self.stretched[phase] = (lasts, loads)
 
     def advance(self, now: float, dt: float, share: float) -> None:
-        """Advance by ``dt`` s. ``share`` is the working share of the role that the replica waits for, and limits its
-        own speed."""
+        """Advance by ``dt`` s.
+
+        ``share`` limits the speed: it is the share of the replicas that work, of the role that this one waits for.
+        """
         speed = share * min(member.speed(now) for member in self.members)
         self.waits = share < 1.0
         if self.rhythm_phase.rate is not None and now >= self.compiles_until:
@@ -242,9 +243,9 @@ class Gang:
         self.remaining -= dt * speed
 
     def common_stack(self, now: float) -> str | None:
-        """Return a text for the stacks of all members, which changes while they work; None if the stacks differ.
+        """Return a text that stands for the common stack of all members; None if their stacks differ.
 
-        Stacks also count as different while an agent does not answer.
+        The text changes while the members work. Stacks also count as different while an agent does not answer.
         """
         if not all(member.node.agent_is_running(now) and now >= member.node.cut for member in self.members):
             return None
@@ -254,7 +255,7 @@ class Gang:
         return f"{self.rhythm_phase.phase} since {self.entered_at:g} s" if any(stuck) else f"at {now:g} s"
 
     def is_stuck_taking_data(self, now: float) -> bool:
-        """Return whether it is in ``wait_data`` and one of its processes is stuck, so that it takes no data."""
+        """Return whether the replica is in ``wait_data`` but takes no data, because one of its processes is stuck."""
         in_phase = self.alive and self.rhythm_phase.phase == WAIT_DATA
         return in_phase and any(now < member.stuck and member.stuck_how != "quiet" for member in self.members)
 
@@ -301,7 +302,7 @@ class Gang:
 
     @property
     def waits_for_role(self) -> str:
-        """Return the role that the current phase waits for; of several roles in ``until``, the first."""
+        """Return the role that the current phase waits for; if ``until`` has several roles, the first one."""
         return self.rhythm_phase.waits or next(iter(self.rhythm_phase.until), "")
 
 

@@ -31,19 +31,18 @@ from rrl.tests.support.scenarios.judge import CurrentIncarnations
 from rrl.tests.support.scenarios.rhythms import Loads
 
 TIMEOUT_S = 600.0
-"""Default timeout (s) of torch.distributed and NCCL."""
+"""Default timeout (s) of process groups in torch.distributed and NCCL."""
 ZERO_TENSOR_S = 300.0
-"""Seconds without working tensor cores until a trainer fails (RobustRL)."""
+"""Seconds without busy tensor cores after which RobustRL fails a trainer."""
 ZERO_TOKENS_S = 60.0
-"""Seconds without a token until a rollout is probed (RobustRL)."""
+"""Seconds without a token after which RobustRL probes a rollout."""
 TRAINS = frozenset({"train", "score"})
-"""RobustRL's training phases: forward passes of reference, critic and reward, and the actor's forward and backward
-pass."""
+"""RobustRL's training phases: the forward passes of reference, critic and reward, and both passes of the actor."""
 
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """The state of one incarnation, as a baseline knows it."""
+    """What a baseline knows about one incarnation."""
 
     node: NodeName
     since: float
@@ -196,8 +195,10 @@ class FixedTimeout:
 
 
 class RobustRL:
-    """RobustRL's rules. ``answer_timeout`` is the time (s) that a suspected rollout has to answer; the paper does not
-    give it."""
+    """RobustRL's rules.
+
+    ``answer_timeout`` is the time (s) that a suspected rollout has to answer, which the paper does not publish.
+    """
 
     def __init__(self, answer_timeout: float, factor: float = 1.0) -> None:
         self._tensor, self._tokens, self._answer = (
@@ -213,8 +214,10 @@ class RobustRL:
         return role == "rollout" and one.probed_at is not None and now - one.probed_at >= self._answer
 
     def needs_probe(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
-        """Return whether to probe a rollout without tokens now. After an answer, the next probe follows after
-        :data:`ZERO_TOKENS_S`."""
+        """Return whether to probe a rollout without tokens now.
+
+        The next probe follows :data:`ZERO_TOKENS_S` after an answer.
+        """
         if role_of(incarnation.replica) != "rollout":
             return False
         if one.probed_at is not None and one.tokens_at > one.probed_at:
@@ -226,8 +229,10 @@ class RobustRL:
 
 
 class WarnsOfAll(Baseline):
-    """Warns of each replica and node from its start on. It reports FAIL only with the proof that all methods
-    receive."""
+    """Warns of each replica and node from its start on.
+
+    It reports FAIL only with the proof that all methods receive.
+    """
 
     def __init__(self) -> None:
         super().__init__(FixedTimeout(inf))

@@ -1,4 +1,4 @@
-"""The manager's decisions about the failures that a scenario's detectors find, and their explanations."""
+"""Checks the manager's decisions about the failures that a scenario's detectors find, and their explanations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordingDetectors(RrlDetectors):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self.failures: dict[tuple[str, str], Finding] = {}
-        """Failures by detector and role, or by detector for failures of nodes."""
+        """Failures by (detector, role); the role of a failure of a node is empty."""
 
     def findings(self, now: float) -> list[Finding]:
         found = super().findings(now)
@@ -56,7 +56,7 @@ def decided_about(failure: Finding) -> list[Explanation]:
 
 
 def _placed(world: World, failure: Finding) -> Finding:
-    """Return the failure of a replica of the same role, or of a node, of the virtual run."""
+    """Return the failure, moved to a replica of its role or to a node of the virtual run."""
     node = world.node_of(ROLLOUTS[0])
     if failure.incarnation is None:
         return msgspec.structs.replace(failure, node=node if failure.node is not None else None, since=world.now)

@@ -33,26 +33,26 @@ class ScenarioEvent:
         named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
         sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
         self._awaited = event.phase is not None or named or sole
-        """Whether the event is a failure or a pause of its own. Otherwise it is a consequence of another failure, and
-        ends with the incarnation that it affects."""
+        """Whether the event is an independent failure or pause. Otherwise it is a consequence of another failure, and
+        its effect ends with the incarnation that it affects."""
         self.name = event.name or event.do
         random = world.chance(f"event {index}")
         at = event.at.draw(random)
         self._wait = at if event.after else inf
-        """Seconds from the event that it follows to this event."""
+        """Seconds between this event and the event that it follows; inf if it follows none."""
         self.due = inf if event.after else shifted(at, shift)
         self._draw: Callable[[], float] = lambda: event.lasts.draw(random) if event.lasts is not None else inf
         self._random = random
         self.struck_at: float | None = None
         self.incarnations: dict[str, int] = {}
-        """Incarnation number of every replica when the event first took effect; 0 for nodes."""
+        """Number of each affected replica's incarnation when the event first took effect; 0 for nodes."""
         self.places: dict[str, str] = {}
-        """Replica → its node when the event first took effect."""
+        """Node of each affected replica when the event first took effect."""
         self._struck: set[str] = set()
         self._meant: dict[str, int] = {}
-        """Replica → the incarnation that the event is meant for: the one that existed when the event was due. Later
-        incarnations are not affected. If the replica was being replaced at that time, the event is meant for the
-        next incarnation if it is awaited, else for none."""
+        """The incarnation of each replica that the event may affect. It is the incarnation that existed when the event
+        was due. If the replica was being replaced at that time, it is the next incarnation for an independent event
+        (``_awaited``), and none for another event."""
 
     def follows(self, other: ScenarioEvent) -> None:
         """Set the due time if this event follows ``other`` (key ``after``)."""
@@ -61,7 +61,7 @@ class ScenarioEvent:
 
     @property
     def never_struck(self) -> bool:
-        """Return whether the event had no effect, and not because a repair had replaced its target."""
+        """Return whether the event had no effect; False if the reason is that a repair had replaced its target."""
         return self.struck_at is None and not self._struck
 
     @property
@@ -91,7 +91,7 @@ class ScenarioEvent:
                 self._to_member(member)
 
     def _times(self) -> list[float]:
-        """Draw the times (s after the event) of its ``times`` occurrences."""
+        """Draw the time (s after the event's beginning) of each occurrence; the key ``times`` has their number."""
         gaps = (self.event.every.draw(self._random) for _ in range(self.event.times - 1))
         return list(accumulate(gaps, initial=0.0))
 
@@ -104,7 +104,7 @@ class ScenarioEvent:
         )  # fmt: skip
 
     def concerns(self, node: NodeName) -> bool:
-        """Return whether the event changes what readers read on this node."""
+        """Return whether the event changes the values that readers read on this node."""
         return self.event.do in HARDWARE and any(one.name == node for one in self._world.nodes_of(self.event.who))
 
     def _strikes(self, whom: str, incarnation: int) -> None:
@@ -171,7 +171,7 @@ class ScenarioEvent:
         starts = member.ended or (not gang.joined and gang.incarnation > 1)
         if starts and event.do != "start_takes" and name not in self._meant:
             if self._awaited and member.ended:
-                return  # it waits for the next incarnation
+                return  # the event waits for the next incarnation
             self._meant[name] = gang.incarnation if self._awaited else _NO_INCARNATION
         if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
             self._struck.add(name)

@@ -60,15 +60,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "cluster_away": ("for",),
     "clock_jumps": ("forward", "back"),
 }
-"""Key of the file → kinds of events that may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are allowed
-for all."""
+"""For each key of the file, the kinds of events that may have it. All kinds may have ``at``, ``after``, ``do``, ``who``
+and ``name``."""
 PROCESS_STATES = {"hang": ("S", "D"), "freeze": ("T", "t")}
-"""Event → states in /proc/PID/stat that its process may have; the first one is the default."""
+"""For each event, the states in /proc/PID/stat that its process may have. The first one is the default."""
 NEEDED: dict[str, str] = {
     "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
     "xid": "xid",
 }  # fmt: skip
-"""Kind of event → key that it requires."""
+"""The key that each kind of event requires."""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})
 """Kinds of events that need ``set``, ``grow`` or ``unread``."""
 

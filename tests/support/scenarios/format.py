@@ -1,4 +1,4 @@
-"""The tables of a scenario file. Every key has a default, so a scenario states only what differs from it."""
+"""The tables of a scenario file. Most keys have defaults, so that a scenario only states the other values."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def _many(value: object) -> object:
 
 
 def _gpus(value: object) -> object:
-    """Parse ``2``, ``[0, 3]`` or ``"*"``. For ``"*"`` return None, because the file does not say how many GPUs the node
-    has."""
+    """Parse ``2``, ``[0, 3]`` or ``"*"``.
+
+    Return None for ``"*"``, because the file does not give the number of GPUs of the node.
+    """
     if value == "*":
         return None
     several = value if isinstance(value, list | tuple) else [value]
@@ -76,27 +78,28 @@ class RhythmPhase(_Table):
     first: Length = fixed(0.0)
     """Seconds that are added to the first pass of an incarnation."""
     rate: float | None = Field(default=None, gt=0)
-    """Units of work (tokens, samples) per s; with None the phase shows no progress."""
+    """Units of work (tokens, samples) per s; None if the phase reports no progress."""
     every: Length = fixed(0.0)
-    """Seconds between two increases of the progress counter; with 0 it increases at each heartbeat."""
+    """Seconds between two increases of the progress counter; 0 means that it increases at each heartbeat."""
     waits: str = ""
-    """Role whose work this phase waits for: the speed of the phase is the share of that role's replicas that work."""
+    """Role whose work this phase waits for. The speed of the phase is the share of the role's replicas that work."""
     reports_waits_for: bool = False
     """Whether heartbeats name the role that the replica waits for (``waits_for``)."""
     cpu: Cpu | None = None
     """CPU cores that the process uses during the phase."""
     gpu: Share | None = None
-    """Share of the time in which a kernel runs on its GPUs; also written ``gpu_use``, as in events."""
+    """Share of the time in which a kernel runs on the process's GPUs; the key may also be ``gpu_use``, as in events."""
     tensor: Share | None = None
     """Share of the time in which tensor cores work (RobustRL's signal)."""
     every_rounds: int = Field(default=1, ge=1)
     """With the value N, the phase takes place only in rounds N, 2 N, 3 N ...; the first round has number 1."""
     until: dict[str, str] = {}
-    """Role → phase: this phase ends when every replica of the role has also ended that phase of the same round."""
+    """A phase of each named role. This phase ends when every replica of these roles has ended the named phase of this
+    round."""
     puts: dict[str, Count] = {}
-    """Queue → units that the replica adds when the phase ends; it waits until there is space for all of them."""
+    """Units that the replica adds to each queue when the phase ends. It waits until there is space for all of them."""
     takes: dict[str, Count] = {}
-    """Queue → units that the replica takes when the phase ends; it waits until all of them are there."""
+    """Units that the replica takes from each queue when the phase ends. It waits until the queue has all of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,17 +111,17 @@ class RhythmPhase(_Table):
 
 class RoleTable(_Table):
     replicas: int = Field(default=1, ge=0, le=1024)
-    """Number of replicas; by default the number of the default role with this name."""
+    """Number of replicas; by default the number that the default role with this name has."""
     ranks: int = Field(default=1, ge=1, le=512)
     """Number of processes of each replica: a gang, with one process on each node."""
     gpus: int | None = Field(default=None, ge=0, le=16)
     """GPUs of each process; None means 8 for trainer and rollout, and 0 for other roles."""
     probed: bool | None = None
-    """Whether it answers probes for work; with None rollouts answer, and other roles reply that they have no
+    """Whether the role answers probes for work. None means that rollouts answer and other roles reply that they have no
     handler."""
     on: tuple[str, ...] = ()
-    """Nodes, one for each process. If empty, each process has a node of its own, in order; roles without GPUs share
-    one."""
+    """Nodes, one for each process. If empty, each process has a node of its own, in order, and roles without GPUs share
+    one node."""
     starts: Length | None = None
     """Time from the launch to the Hello; None means the time of the default role with this name."""
     rhythm: tuple[RhythmPhase, ...] = ()
@@ -148,7 +151,7 @@ class ClusterTable(_Table):
         "nvml", "dcgm", "kernel", "fabric", "host"
     )  # fmt: skip
     """Readers whose source exists; the other readers report their source as absent. Without dcgm, rrl has no
-    information about tensor cores, while RobustRL has it from its own profiler."""
+    information about tensor cores; RobustRL always has this information from its own profiler."""
     loads: bool = True
     """Whether agents report the CPU and GPU load of the roles."""
 
@@ -165,7 +168,7 @@ class Event(_Table):
     """Targets: replicas (``rollout/1``, ``trainer/0.2``, ``rollout/*``) or nodes (``n3``; ``@rollout/1`` is that
     replica's node)."""
     name: str = ""
-    """Name for ``of`` in [[truth]]; if empty, the event's kind."""
+    """Name by which ``of`` in [[truth]] refers to the event; if empty, its kind is its name."""
     lasts: Annotated[Length | None, Field(alias="for")] = None
     phase: str | None = None
     """Phase in which the target must be; the event takes effect when the target is first in this phase after ``at``."""
@@ -191,35 +194,35 @@ class Event(_Table):
     times: int = Field(default=1, ge=1)
     every: Length = fixed(60.0)
     gpu: Annotated[tuple[int, ...] | None, PlainValidator(_gpus)] = (0,)
-    """GPUs concerned; None means all GPUs of the node."""
+    """GPUs that the event affects; None means all GPUs of the node."""
     link: Annotated[tuple[int, ...] | None, PlainValidator(_links)] = None
     """NVLinks of the GPU that ``set`` and ``grow`` change."""
     xid: int = Field(default=0, ge=0)
     port: str = "mlx5_0/1"
     path: str = ""
-    """Path of a mount (default: /home), or device of a kernel line (default: the one in its text)."""
+    """Path of a mount (default: /home), or device of a kernel line (default: the device in the text of the line)."""
     kind: KernelKind | None = None
     """Kind of the kernel line; with None it is derived from the text of the line."""
     by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
     """Readers that report an Xid (key ``by``)."""
     age: Lasting | None = None
-    """Seconds before the beginning of the scenario at which the kernel wrote the line."""
+    """Age (s) of the kernel line when the scenario begins; None if the kernel writes the line during the scenario."""
     unread: tuple[str, ...] = ()
     """Fields that cannot be read."""
     source: Literal["health", "diag"] = "health"
     """Source of a DCGM incident: dcgmi health, or a test of dcgmi diag."""
     system: str = ""
     incident: str = ""
-    """Code DCGM_FR_* without its prefix."""
+    """Code of a DCGM incident: the name of a constant DCGM_FR_* without this prefix."""
     severity: Literal["warn", "fail"] = "fail"
     reader: Literal["nvml", "dcgm", "kernel", "fabric", "host"] = "nvml"
     state: Literal["absent", "denied", "hung", "broken"] = "hung"
     set: dict[str, Any] = {}
     grow: dict[str, float] = {}
-    """Counter → its increase per s."""
+    """Increase per s of each counter."""
 
     def gpus(self, there: int) -> tuple[int, ...]:
-        """Return the GPUs concerned, on a node with ``there`` GPUs."""
+        """Return the GPUs that the event affects on a node with ``there`` GPUs."""
         return tuple(range(there)) if self.gpu is None else tuple(one for one in self.gpu if one < there)
 
     @model_validator(mode="before")
@@ -252,12 +255,12 @@ class Event(_Table):
             may = " or ".join(PROCESS_STATES[self.do])
             raise ValueError(f"process_state of {self.do} must be {may}, not {self.process_state}")
         if self.do in CHANGES and not given & {"set", "grow", "unread"}:
-            raise ValueError(f"{self.do} needs set or grow")
+            raise ValueError(f"{self.do} needs set, grow or unread")
         return self
 
 
 class Truth(_Table):
-    """An expected finding: the replica or node that has failed. Every other alarm is a false alarm."""
+    """An expected finding about a replica or node that has failed. Every other alarm is a false alarm."""
 
     who: str
     or_: Annotated[tuple[str, ...], BeforeValidator(_many), Field(alias="or")] = ()
@@ -267,16 +270,17 @@ class Truth(_Table):
     at: Length | None = None
     """Time of the failure; None means the time of the event."""
     within: Lasting = Field(default=300.0, gt=0)
-    """Time within which the failure must be found."""
+    """Time (s) within which the failure must be found."""
     cause: CAUSES
     causes: Annotated[tuple[CAUSES, ...], BeforeValidator(_many)] = ()
     """Further causes that are accepted."""
     verdict: Literal["FAIL", "WARN"] = "FAIL"
     """Expected verdict; with WARN the failure must be reported, and no action may follow."""
     never: Literal["", "fail"] = ""
-    """With ``fail``, a FAIL for it counts as a false alarm."""
+    """With ``fail``, a FAIL about the replica or node counts as a false alarm."""
     required: bool = True
-    """If false, the finding is optional: its presence is no false alarm, and its absence is no miss."""
+    """If false, the finding is optional: if it is raised, it is not a false alarm, and if it is not raised, it is not a
+    miss."""
     exact: bool = False
     """If true, only an alarm about ``who`` or ``or`` itself counts. Alarms about another member of the gang, or about a
     process on the node, do not count."""
@@ -290,7 +294,7 @@ class Truth(_Table):
 
 class Scenario(_Table):
     about: str = Field(min_length=1)
-    """One line: what happens, and what an operator expects."""
+    """One line about the events and about the findings that an operator expects."""
     lasts: Lasting = Field(default=1800.0, gt=0, le=12 * 3600.0)
     jitter: Length = fixed(30.0)
     """Largest time by which all events are delayed; each seed draws another delay."""
@@ -303,7 +307,7 @@ class Scenario(_Table):
     expect: Annotated[Expect, PlainValidator(_expected)] = Expect()
     """Hardware that the site's rules (health.toml) expect on every node."""
     draws: dict[str, Length] = {}
-    """Durations that each seed draws once, for all places with ``{draw = "NAME"}``."""
+    """Durations that each seed draws once. All places with ``{draw = "NAME"}`` have the drawn value."""
     queues: dict[str, QueueTable] = {}
     event: tuple[Event, ...] = ()
     truth: tuple[Truth, ...] = ()

@@ -1,7 +1,7 @@
 """The machines of a scenario: the values that their readers read, which are healthy until an event changes them.
 
-Readers that can observe an event read at their normal rate, from shortly before the event until after its end. Other
-readers, and other nodes, are read rarely.
+Readers that can observe an event read at their normal rate, from shortly before the event until after its end. All
+other readers read rarely.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rrl.tests.support.scenarios.format import Event, Scenario
 from rrl.tests.support.scenarios.rhythms import roles_of
 
 PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
-"""Seconds between two reads of each reader."""
+"""Seconds between two reads of each reader at its normal rate."""
 _QUIET_INTERVAL_S = 600.0
 """Seconds between two reads of a node without events."""
 _CALM_S = 15.0
@@ -34,21 +34,21 @@ _REPORTED_BY = {
     "gpu_gone": ("nvml", "dcgm"), "port": ("fabric",), "hca_gone": ("fabric",), "mount": ("host",), "host": ("host",),
     "kernel": ("kernel", "nvml"), "dcgm": ("dcgm", "nvml"),
 }  # fmt: skip
-"""Kind of event → readers that can observe it."""
+"""For each kind of event, the readers that can observe it."""
 _HUNG_FOR = 10.0
 """Seconds after which a read counts as hung (rrl.health.readers.base)."""
 UPTIME = 20 * 3600.0
-"""Seconds since the boot of every node when a scenario begins; ``at`` of samples is the node's own clock. Less than
-a day, so that the checks still consider lines from the boot."""
+"""Seconds since the boot of every node when a scenario begins; ``at`` of samples is by the node's own clock. It is less
+than a day, so that the checks still consider lines from the boot."""
 _BOOTING = 60.0
-"""Seconds after its boot at which a node wrote the kernel lines that exist from the beginning."""
+"""Seconds between a node's boot and the kernel lines that exist when a scenario begins."""
 _COUNTED = 300.0
-"""Seconds for which dcgm-exporter counts an Xid: the default window of DCGM_EXP_XID_ERRORS_COUNT."""
+"""Seconds for which dcgm-exporter counts an Xid, which is the default window of DCGM_EXP_XID_ERRORS_COUNT."""
 _HEALTH_EVERY = 60.0
 """Seconds between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)."""
 _GIB = 2**30
 _FILESYSTEMS = {"/home": "nfs4", "/dev/shm": "tmpfs", "/tmp": "xfs", "/var": "xfs", "/local": "xfs"}
-"""File system type by the beginning of a mount's path; the root is xfs, and any other path is Lustre."""
+"""File system type by the beginning of a mount's path. The root has xfs, and all other paths have Lustre."""
 MOUNTS = ("/", "/tmp", "/dev/shm", "/home", "/scratch")
 _IN_USE = 70 * _GIB
 """Bytes of GPU memory that a role uses."""
@@ -64,7 +64,7 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Change:
-    """Other values of fields, and rates of counters, from ``since`` until ``until``."""
+    """Changed values of fields, and rates of counters, from ``since`` until ``until``."""
 
     since: float
     until: float
@@ -90,24 +90,25 @@ class _Machine:
     kernel: list[tuple[float, r.KernelEvent]] = field(default_factory=list)
     incidents: list[tuple[float, float, r.DcgmIncident]] = field(default_factory=list)
     readers: dict[str, list[tuple[float, float, str, str]]] = field(default_factory=dict)
-    """Reader → (from, until, state, reason)."""
+    """For each reader, its failures as (from, until, state, reason)."""
     lost: dict[int, tuple[float, str]] = field(default_factory=dict)
     xids: list[tuple[float, r.GpuXid, frozenset[str]]] = field(default_factory=list)
-    """Time, Xid, and the readers that report it."""
+    """Time of each Xid, the Xid, and the readers that report it."""
     gone: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """GPU → interval in which NVML does not list it."""
+    """For each GPU that is gone, the interval in which NVML does not list it."""
     hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
     read_at: float = -inf
     """Time (s) up to which kernel lines have been read."""
     first_read_at: float = inf
-    """Time (s) up to which NVML's events have delivered or lost Xids; inf if NVML does not listen yet."""
+    """Time (s) of the NVML reader's newest read; inf before its first read. Only Xids of later times are still
+    reported."""
     due: dict[str, float] = field(default_factory=dict)
 
 
 class Machines:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.used: Callable[[NodeName], Collection[int]] = lambda node: ()
-        """Returns the GPUs of a node that a role of the run uses now."""
+        """A function that returns the GPUs of a node that roles of the run use now."""
         self._present = scenario.cluster.readers
         self._gpus = gpus_of(scenario)
         self._machines: dict[NodeName, _Machine] = {}
@@ -128,12 +129,11 @@ class Machines:
 
     # ── effects of events ────────────────────────────────────────────────────────────────────────────────────────────
     def happen(self, event: Event, node: NodeName, now: float, lasts: float, times: Sequence[float]) -> None:
-        """Let an event happen for ``lasts`` s; ``times`` are the times of its lines in the kernel log, in s from
-        ``now``."""
+        """Let an event happen for ``lasts`` s; ``times`` are the times of its kernel lines (s after ``now``)."""
         machine, until = self._machine(node), now + lasts
         self.expect(node, event, now)
         machine.busy_until = max(machine.busy_until, until + _AFTER, now + times[-1] + _AFTER)
-        for reader in machine.watched:  # if the event was not expected, the next read may be minutes away
+        for reader in machine.watched:  # the next read of an unannounced event may be minutes away
             machine.due[reader] = min(machine.due.get(reader, machine.offset), now + PACE[reader])
         given = values_of(struct_of(event), event.set) if event.do in STRUCTS else event.set
         given = {**given, **dict.fromkeys(event.unread)}
@@ -174,8 +174,7 @@ class Machines:
 
     # ── readings ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, node: NodeName, now: float) -> list[r.Reading]:
-        """Return the samples of this second. Their ``at`` is by the node's clock, which showed ``UPTIME`` at the
-        beginning."""
+        """Return the samples of this second; ``at`` is by the node's clock, which began with ``UPTIME``."""
         machine = self._machine(node)
         found: list[r.Reading] = []
         for reader in r.READERS:
@@ -234,8 +233,10 @@ class Machines:
 
 
 def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) -> None:
-    """Report Xids by the kernel log, NVML's events and DCGM's counts, if these can be read. Xids from before the
-    beginning are reported only by the log."""
+    """Report Xids by the kernel log, NVML's events and DCGM's counts, if these sources can be read.
+
+    Only the log reports Xids from before the beginning.
+    """
     text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
     line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
     for at in times:
@@ -246,7 +247,7 @@ def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) ->
 
 
 def _kernel_event(event: Event) -> r.KernelEvent:
-    """Return the event as the reader reports it; keys of the file have priority over the text."""
+    """Return the event as the reader reports it; keys of the file override the text."""
     known = recognise(event.text.encode(), 0.0)
     if event.kind is not None and (known is None or known.kind != event.kind):
         line = r.KernelEvent(kind=event.kind, text=event.text or event.kind)
@@ -291,7 +292,7 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
 
 
 def _idle(gpu: r.Gpu) -> r.Gpu:
-    """Return the GPU with the values that it has when no process uses it."""
+    """Return the GPU with the values of an unused GPU."""
     return msgspec.structs.replace(
         gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
         clock_reasons=("gpu_idle",),
@@ -343,7 +344,7 @@ def _changed(healthy: Any, changes: Any, now: float) -> Any:
             )
         if change.since <= now < change.until:
             given = dict(change.set)
-            if "nvlink" in given:  # {link = 3, active = false} is one of the links
+            if "nvlink" in given:  # a dict such as {link = 3, active = false} stands for one of the links
                 link = given.pop("nvlink")
                 links = tuple(msgspec.structs.replace(one, **link) if one.link == link["link"] else one
                               for one in healthy.nvlinks)  # fmt: skip

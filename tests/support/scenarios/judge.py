@@ -20,7 +20,7 @@ class Judge(Protocol):
     """
 
     probes_work: bool
-    """Whether its probes ask for work; otherwise they ask only whether the process is alive."""
+    """Whether the judge's probes request work. Otherwise they only request a sign of life."""
 
     def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None: ...
     def hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None: ...
@@ -42,24 +42,24 @@ class Judge(Protocol):
     def agent(self, node: NodeName, incarnation: Incarnation, now: float, boot: str = "") -> None: ...
     def alive(self, incarnation: Incarnation, now: float) -> None: ...
     def load(self, incarnation: Incarnation, loads: Loads, has_gpu: bool, from_agent: bool, now: float) -> None:
-        """Report a load; ``from_agent`` tells loads of the node's agent from loads of a profiler in the role itself."""
+        """Report a load; ``from_agent`` is False if a profiler in the role measured it, not the node's agent."""
 
     def reading(self, node: NodeName, reading: Reading, now: float) -> None: ...
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], polled_at: float, now: float) -> None:
         """Report one poll of the cluster: node → state, text, and whether its processes are suspended."""
 
     def wants_poll(self, now: float) -> bool:
-        """Return whether the judge wants a poll now, before the next regular time."""
+        """Return whether the judge requests a poll now, before the next regular time."""
 
     def due_probes(self, now: float) -> list[Incarnation]:
         """Return the incarnations to probe now."""
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None: ...
     def due_stacks(self, now: float) -> list[Incarnation]:
-        """Return the gangs whose stacks the judge wants to compare."""
+        """Return the gangs whose stacks the judge must compare."""
 
     def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
-        """Report a text for the common stack of all members; None if stacks differ or one is not known."""
+        """Report a text that stands for the common stack of all members; None if stacks differ or one is unknown."""
 
     def forget(self, incarnation: Incarnation, now: float) -> None:
         """Report that the incarnation was fenced."""
@@ -68,7 +68,7 @@ class Judge(Protocol):
         """Report that the node is no longer used."""
 
     def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
-        """Start as a new manager, which knows only the current incarnations.
+        """Start again as a new manager, which knows only the current incarnations.
 
         Its clock is ``clock_ahead`` s ahead of the time since the run's beginning.
         """

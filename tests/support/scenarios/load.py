@@ -1,5 +1,4 @@
-"""Loads a scenario file into a :class:`Scenario`, or reports each mistake in one line with its place and a correct
-form."""
+"""Loads a scenario file into a :class:`Scenario`, or reports each mistake in one line with a correct form."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from rrl.tests.support.scenarios.validation import mistakes
 
 
 class ScenarioError(Exception):
-    """An invalid scenario file; the text has one line per mistake: file, line, key, what is wrong."""
+    """A scenario file is invalid; the text has one line per mistake, with file, line, key and description."""
 
 
 def load_all(folder: Path) -> dict[str, Scenario]:
@@ -25,7 +24,7 @@ def load_all(folder: Path) -> dict[str, Scenario]:
         return {folder.stem: load(folder)}
     paths = sorted(folder.rglob("*.toml")) if folder.is_dir() else []
     if not paths:
-        raise ScenarioError(f"{folder}: there is no *.toml")
+        raise ScenarioError(f"{folder}: there is no file *.toml in this folder")
     found: dict[str, Scenario] = {}
     wrong: list[str] = []
     for path in paths:
@@ -104,7 +103,7 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 
 def _value_text(value: Any) -> str:
-    """Return the value in the notation of the file."""
+    """Return the value as the file has it."""
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else f"{value}"[:100]

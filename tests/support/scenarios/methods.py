@@ -11,7 +11,8 @@ from rrl.tests.support.scenarios.ours import RrlDetectors
 
 OURS, FIXED, WARNS_OF_ALL = "ours", "fixed_timeout", "warns_of_all"
 ROBUSTRL: Mapping[str, float] = {"robustrl_5s": 5.0, "robustrl_15s": 15.0, "robustrl_30s": 30.0}
-"""RobustRL's rules with each assumed time (s) that a suspected rollout has to answer; the paper does not publish it."""
+"""RobustRL's rules, by name, each with an assumed time (s) for a suspected rollout's answer; the paper publishes
+none."""
 METHODS = (OURS, FIXED, *ROBUSTRL, WARNS_OF_ALL)
 
 

@@ -1,7 +1,7 @@
 """rrl's own detectors as a judge, driven as in a run.
 
-The manager drives ``HealthMonitor`` and ``detect``, agents drive the checks, and the findings of both pass the last
-stages of the pipeline (rrl.health.detection.pipeline); no stacks are collected. ``factor`` multiplies all deadlines;
+The manager calls ``HealthMonitor`` and ``detect``, agents call the checks, and the findings of both pass the last
+stages of the pipeline (rrl.health.detection.pipeline). No stacks are collected. ``factor`` multiplies all deadlines;
 the curve of benchmarks/detection.py uses it.
 """
 
@@ -49,7 +49,7 @@ _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _MAX_TICKS_BETWEEN_CHECKS = 8
 """Heartbeat intervals between two calls of ``detect`` while only heartbeats arrive and nothing is due."""
 _ADMISSION_TIMEOUT_S = 30.0
-"""Longest time that a node is checked before a role may start on it (rrl.manager.execute.launch)."""
+"""Longest time (s) for which a node is checked before a role may start on it (rrl.manager.execute.launch)."""
 
 
 def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
@@ -80,15 +80,15 @@ class RrlDetectors:
         self._rollouts = {name for name in roles_of(scenario) if name == "rollout"}
         self._rules = Rules(expect=scenario.expect)
         self._tenants: dict[Incarnation, tuple[NodeName, list[str]]] = {}
-        """Incarnation → its node and GPUs (UUIDs)."""
+        """Node and GPUs (UUIDs) of each incarnation."""
         self._admitting_since: dict[NodeName, float] = {}
-        """Nodes under admission → start time."""
+        """Start time (s) of each node's admission, while it lasts."""
         self._tensor = "dcgm" in scenario.cluster.readers
         self._tensors: dict[Incarnation, tuple[float, float]] = {}
         self._monitor = HealthMonitor()
         self._monitor.set_limits(self._limits)
         self._journal = BaselinesLearned({})
-        """The baselines, as they were last recorded."""
+        """The baselines as last recorded in the journal."""
         self._baselines = BaselineRecorder(self._monitor, {}, self._record)
         self._memory = CorrelationState()
         self._node_states: dict[NodeName, NodeState] = {}
@@ -205,7 +205,7 @@ class RrlDetectors:
     def forget(self, incarnation: Incarnation, now: float) -> None:
         self._monitor.remove(incarnation)
         self._tenants.pop(incarnation, None)
-        if role_of(incarnation.replica) == AGENT:  # its node state is lost, except for the part that it wrote to disk
+        if role_of(incarnation.replica) == AGENT:  # keeps only the part of its node state that is on disk
             node = NodeName(index_of(incarnation.replica))
             if (node_state := self._node_states.pop(node, None)) is not None:
                 self._past[node] = hardware_inventory(node_state)
@@ -334,6 +334,6 @@ class RrlDetectors:
 
 
 def _with_times(finding: Finding, ahead: float) -> Finding:
-    """Return the finding with times by a clock that is ``ahead`` s ahead of the clock of its present times."""
+    """Return the finding with all its times increased by ``ahead`` s, as another clock shows them."""
     evidence = tuple(msgspec.structs.replace(one, at=one.at + ahead) for one in finding.evidence)
     return msgspec.structs.replace(finding, since=finding.since + ahead, evidence=evidence)

@@ -1,4 +1,4 @@
-"""The placement of processes on nodes when a scenario begins."""
+"""Places processes on nodes when a scenario begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def placed(
 ) -> tuple[dict[NodeName, Node], dict[ReplicaId, Gang], list[Node]]:
     """Return the nodes, the gangs and the spare nodes of a scenario.
 
-    Each process has its own node, except that small roles share one, and a role may name its nodes.
+    Each process has its own node, except that a role may name its nodes, and that the store, the reward role and roles
+    without GPUs share one node.
     """
     nodes: dict[NodeName, Node] = {}
     gangs: dict[ReplicaId, Gang] = {}

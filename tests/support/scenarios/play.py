@@ -20,19 +20,19 @@ from rrl.tests.support.scenarios.world import World
 
 
 class Alarm(Struct, frozen=True):
-    """A new or changed finding of a judge: FAIL, or WARN where the scenario expects one."""
+    """A new or changed finding of a judge: a FAIL, or a WARN if the scenario expects a WARN."""
 
     at: float
     verdict: str
     detector: str
     cause: str
     who: str
-    """Replica or node."""
+    """The replica or node that the alarm is about."""
     incarnation: int
     """Number of the incarnation; 0 for nodes."""
     text: str = ""
     until: float = inf
-    """Time from which the judge no longer reported it; inf if it did until the end."""
+    """Time (s) from which the judge no longer reported the finding; inf if the judge reported it until the end."""
 
 
 class Outcome(Struct, frozen=True):
@@ -43,7 +43,7 @@ class Outcome(Struct, frozen=True):
     verdict: str
     since: float
     found_at: float | None
-    """Time (s) of the first alarm about the expected finding, in time or late; None if there was none."""
+    """Time (s) of the first alarm about the expected finding, even if it came too late; None if there was no alarm."""
     in_time: bool
     named: str
     """Cause in the first alarm about the expected finding."""
@@ -57,17 +57,18 @@ class Played(Struct, frozen=True):
     false: tuple[Alarm, ...]
     """Each FAIL about a replica or node that had not failed."""
     lasts: float = 0.0
-    """Virtual time (s)."""
+    """Duration of the play in virtual time (s)."""
     broken: str = ""
-    """Events that found no target, as text: the scenario does not do what it declares. Empty if there are none."""
+    """Names the events that had no target, so that the scenario did not do what it declares. Empty if all had
+    targets."""
     warnings: tuple[Alarm, ...] = ()
-    """Every WARN, right or not."""
+    """Every WARN, whether or not a failure was the reason."""
     unexplained: tuple[Alarm, ...] = ()
     """Every WARN about a replica or node that had not failed."""
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
-    """Play a scenario with one seed. Raises only what the judge raises."""
+    """Play a scenario with one seed. Raises only exceptions of the judge."""
     scenario = with_draws(scenario, lambda draw: fixed(scenario.draws[draw].draw(Random(f"{name}:{seed}:draw {draw}"))))
     machines = Machines(scenario, seed)
     world = World(name, scenario, seed, judge)
@@ -86,7 +87,7 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
     alarms: list[Alarm] = []
     previous: set[str] = set()
     standing: dict[str, int] = {}
-    """Text of each current finding → index of its alarm."""
+    """Index of the alarm of each current finding, by the finding's text."""
     while world.now < scenario.lasts:
         for one in events:
             if world.now >= one.due:
@@ -119,8 +120,10 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
 
 
 def _alarm_text(finding: Finding) -> str:
-    """Return the text of a finding, which counts as new if the text differs; a warning has its first line of evidence
-    in it."""
+    """Return a finding's text; a finding with another text is new.
+
+    The text of a warning contains its first line of evidence.
+    """
     first = finding.evidence[0].text if finding.verdict is Verdict.WARN and finding.evidence else ""
     return f"{finding.verdict}:{finding.key}:{first}"
 
@@ -188,7 +191,7 @@ def _scored(
             continue
         in_time = first is not None and first.at <= since + truth.within
         if first is None and since + truth.within > scenario.lasts:
-            broken = broken or f"it ends before {truth.who} had to be found"
+            broken = broken or f"the scenario ends before {truth.who} had to be found"
             continue
         outcomes.append(Outcome(
             truth.who, truth.cause, truth.verdict, since, first.at if first else None, in_time,
@@ -201,7 +204,7 @@ def _scored(
 
 
 def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
-    """Return one alarm per gang and time, even if several of its members have one."""
+    """Return one alarm per gang and time, even if there are alarms about several of its members."""
     first: dict[tuple[str, int, float], Alarm] = {}
     for one in alarms:
         gang = str(gang_of(ReplicaId(one.who))) if "/" in one.who else one.who
@@ -212,8 +215,8 @@ def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
 def _accepted(truth: Truth, happening: ScenarioEvent | None) -> tuple[dict[str, int], dict[str, int]]:
     """Return (names that a right alarm may name, further names that the event also affects).
 
-    Each name is mapped to the newest incarnation for which this holds; a later incarnation was started by a repair. An
-    alarm about a name of the second kind does not find the failure, and is not false either.
+    Each name is mapped to the newest incarnation that was affected; a repair has started later incarnations. An alarm
+    about a name of the second kind does not find the failure, but is not a false alarm.
     """
     named = (truth.who, *truth.or_)
     places = happening.places if happening is not None else {}

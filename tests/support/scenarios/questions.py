@@ -1,4 +1,4 @@
-"""The probes that a judge requests, and the answers of the workers."""
+"""Sends the probes that a judge requests, and delivers the answers of the workers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class ProbeExchange:
         self._answers: list[tuple[float, Incarnation, bool]] = []
 
     def exchange(self, judge: Judge, members: Mapping[Incarnation, Member], now: float, clock: float) -> None:
-        """Send the probes that the judge requests now, and deliver the answers that have arrived. A cut network loses
-        both.
+        """Send the probes that the judge requests now, and deliver the answers that have arrived.
 
-        ``clock`` is the manager's clock (s), which the judge uses.
+        A cut network loses probes and answers. ``clock`` is the manager's clock (s), which the judge uses.
         """
         for incarnation in judge.due_probes(clock):
             member = members.get(incarnation)

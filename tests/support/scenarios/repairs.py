@@ -1,4 +1,4 @@
-"""The manager's repairs in a simplified form, sufficient to show the effect of a wrong finding."""
+"""The manager's repairs in a simplified form, which suffices to show the effect of a wrong finding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, n
 from rrl.tests.support.scenarios.world import World
 
 _PER_NODE = 2
-"""Number of restarts in place on one node within the window, after which the replica moves (recovery.per_node)."""
+"""After this number of restarts in place on one node within the window, the replica moves (recovery.per_node)."""
 _WINDOW = 600.0
 """Window in s (recovery.window)."""
 
 
 def restart(world: World, gang: Gang) -> None:
-    """Fence and kill all members of the gang and launch it again: in place, or on another node if its node is excluded
-    or has used up its restarts."""
+    """Fence and kill all members of the gang, and launch it again.
+
+    A member starts on its node, or on another node if its node is excluded or has used up its restarts.
+    """
     if gang.launch_at < inf:
         return
     now = world.now

@@ -16,10 +16,11 @@ class Loads(NamedTuple):
     tensor: float
     """Share of the time in which tensor cores work."""
     state: str = "R"
-    """State of the process in /proc/PID/stat: R runs, S sleeps, D waits for a disk, T is stopped, t is traced."""
+    """State of the process in /proc/PID/stat: R (running), S (sleeping), D (waiting for a disk), T (stopped) or t
+    (traced)."""
 
     def with_given(self, cpu: float | None, gpu: float | None, tensor: float | None) -> Loads:
-        """Return these loads with the given values instead of their own."""
+        """Return a copy of these loads in which the given values replace the present ones."""
         return Loads(
             self.cpu if cpu is None else cpu, self.gpu if gpu is None else gpu,
             self.tensor if tensor is None else tensor, self.state,
@@ -30,7 +31,7 @@ IDLE = Loads(0.0, 0.0, 0.0)
 WAITING = Loads(0.02, 0.0, 0.0)
 COMPILING = Loads(1.0, 0.0, 0.0)
 IN_COLLECTIVE = Loads(1.0, 1.0, 0.0)
-"""Load of a rank that waits for another one in NCCL: its kernel spins."""
+"""Load of a rank whose kernel spins because it waits for another rank in NCCL."""
 _LOADS = {
     "generate": Loads(1.0, 0.9, 0.4),
     "train": Loads(1.2, 0.95, 0.5),
@@ -44,8 +45,10 @@ _LOADS = {
 
 
 def loads_of(phase: RhythmPhase, defaults: Loads | None = None) -> Loads:
-    """Return the loads of a phase: values of the file where it gives them, else ``defaults`` or the phase's usual
-    values."""
+    """Return the loads of a phase.
+
+    Values that the file does not give are those of ``defaults``, or the usual values of the phase.
+    """
     usual = _LOADS.get(phase.phase, WAITING if phase.phase.startswith("wait") else COMPILING)
     defaults = usual if defaults is None else defaults
     given_loads = (phase.cpu, phase.gpu, phase.tensor)
@@ -97,7 +100,7 @@ DEFAULT_ROLES = {
     "rollout": RoleTable(replicas=3),
 }
 SMALL = ("trajectories", "reward")
-"""The roles that share a node."""
+"""The default roles that share a node."""
 
 
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:

@@ -1,4 +1,4 @@
-"""Scores of many plays: precision, recall, delays, and the causes that were reported for each true cause."""
+"""Computes scores of many plays: precision, recall, delays, and the reported causes for each true cause."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ MISSED, NOBODY = "missed", "nothing wrong"
 
 
 class Score(Struct, frozen=True):
-    """Numbers of failures that were found in time, found ``late``, or ``missed``. ``false`` counts each FAIL about a
-    replica or node that had not failed."""
+    """Numbers of failures that were found in time, found ``late``, or ``missed``.
+
+    ``false`` counts each FAIL about a replica or node that had not failed.
+    """
 
     runs: int
     found: int
@@ -25,7 +27,7 @@ class Score(Struct, frozen=True):
 
     @property
     def precision(self) -> float:
-        """Return the share of right alarms among all alarms; 1 without any alarm."""
+        """Return the share of right alarms among all alarms; 1 if there is no alarm."""
         return self.found / (self.found + self.false) if self.found + self.false else 1.0
 
     @property
@@ -44,7 +46,7 @@ def score(plays: Sequence[Played]) -> Score:
 
 
 class Warnings(Struct, frozen=True):
-    """How many warnings of many plays a person has to read, and how many of them are unexplained."""
+    """The number of warnings of many plays that a person has to read, and how many of them are unexplained."""
 
     hours: float
     """Virtual hours of the plays."""
@@ -55,8 +57,10 @@ class Warnings(Struct, frozen=True):
     """Sum of the times (h) for which the unexplained warnings were reported."""
 
     def per_hour(self) -> dict[str, float]:
-        """Return warnings per hour, unexplained warnings per hour, and the average number of unexplained warnings at a
-        time."""
+        """Return three numbers: warnings per hour, unexplained warnings per hour, and unexplained warnings at a time.
+
+        The last number is an average over the time.
+        """
         hours = self.hours or 1.0
         return {
             "warnings_per_hour": round(self.count / hours, 3),
@@ -74,7 +78,7 @@ def warnings_of(plays: Sequence[Played]) -> Warnings:
 
 
 def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
-    """Return (true cause, reported cause) → number of cases."""
+    """Return the number of cases by (true cause, reported cause)."""
     counts: Counter[tuple[str, str]] = Counter()
     for play in plays:
         for one in play.outcomes:
@@ -87,8 +91,7 @@ def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
 
 
 def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
-    """Return (role or ``node``, cause) → seconds from the failure to its first alarm, for all failures that were
-    found."""
+    """Return the seconds from each found failure to its first alarm, by (role or ``node``, cause)."""
     found: dict[tuple[str, str], list[float]] = {}
     for play in plays:
         for one in play.outcomes:
@@ -98,7 +101,7 @@ def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
 
 
 def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
-    """Return (scenario, seed, index) → delay (s) of each hang that was found, in time or late."""
+    """Return the delay (s) of each hang that was found, in time or late, by (scenario, seed, index)."""
     return {
         (play.scenario, play.seed, index): one.found_at - one.since
         for play in plays for index, one in enumerate(play.outcomes)
@@ -107,7 +110,7 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
 
 
 def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
-    """Return (scenario, seed, index) → role (or ``node``) of each hang in :func:`hang_delays`."""
+    """Return the role (or ``node``) of each hang in :func:`hang_delays`, by (scenario, seed, index)."""
     plays = list(plays)
     kinds = {(play.scenario, play.seed, index): _kind(one)
              for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
@@ -115,7 +118,7 @@ def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
 
 
 def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str, list[tuple[float, float]]]:
-    """Return role → (rrl's delay, the other method's delay) in s for each hang that both find."""
+    """Return (rrl's delay, the other method's delay) in s for each hang that both find, by role."""
     plays = list(ours)
     mine, other = hang_delays(plays), hang_delays(theirs)
     found: dict[str, list[tuple[float, float]]] = {}
@@ -128,11 +131,10 @@ def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str
 
 
 def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
-    """Return the median ratio of rrl's delay to the other method's for the same hang; None if they found no common
-    hang.
+    """Return the median of the ratios of rrl's delay to the other method's for one hang; None without a common hang.
 
-    Over hangs of several roles, a ratio of two medians would depend on the mix of roles, because RobustRL finds hangs
-    of rollouts and hangs of trainers after two different fixed times.
+    A ratio of two medians would depend on the mix of roles, because RobustRL finds hangs of rollouts and hangs of
+    trainers after two different fixed times.
     """
     mine, other = hang_delays(ours), hang_delays(theirs)
     pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]

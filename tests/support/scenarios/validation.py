@@ -1,4 +1,4 @@
-"""Finds mistakes of a scenario that its tables alone do not show, such as the name of a node that does not exist."""
+"""Finds mistakes of a scenario that a single table does not show, such as the name of a node that does not exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
-"""Prefixes of the names that readers give to values without a known name."""
+"""Prefixes of the names that readers make for values that have no known name."""
 _FEW = range(32)
 _OTHER_CODES = (
     "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
@@ -35,7 +35,7 @@ _OTHER_CODES = (
     "NVLINK_EFFECTIVE_BER_THRESHOLD", "NVLINK_SYMBOL_BER_THRESHOLD", "IMEX_UNHEALTHY", "FABRIC_PROBE_STATE",
     "BINARY_PERMISSIONS", "NVLINK_ERROR", "POWER_BRAKE", "ERROR_SENTINEL",
 )  # fmt: skip
-"""Codes of DCGM's older and newer versions, or abbreviations of several codes."""
+"""Codes of older and newer versions of DCGM, and abbreviations that stand for several codes."""
 CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
 ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
@@ -52,15 +52,15 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     ),
     (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
 }  # fmt: skip
-"""Field → values that readers report for it."""
+"""For each field, the values that readers report."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
-"""Name that an author may expect of a default role → its real name."""
+"""Real name of a default role, by a name that authors may expect."""
 
 Mistake = tuple[tuple[str | int, ...], str]
 
 
 def mistakes(scenario: Scenario) -> Iterator[Mistake]:
-    """Yield each mistake: its place in the file, and what is wrong."""
+    """Yield each mistake as its place in the file and a description."""
     if wrong_draws := list(_of_draws(scenario)):
         yield from wrong_draws
         return
@@ -102,7 +102,7 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
 
 
 def _of_names(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
-    """Yield the mistakes in names of roles, and in the phases for which ``[phases.NAME]`` sets bounds."""
+    """Yield the mistakes in names of roles, and in the names of phases in ``[phases.NAME]``."""
     for name, table in scenario.roles.items():
         if name in DEFAULT_ROLES or table.rhythm:
             continue
@@ -151,18 +151,18 @@ def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[M
                         yield place, f"{units} of {name} are more than the queue holds: {queue.holds}"
     for name, queue in scenario.queues.items():
         if name not in used:
-            yield ("queues", name), "no phase puts anything there or takes anything from it (puts, takes of a rhythm)"
+            yield ("queues", name), "no phase of a rhythm adds units (puts) or takes units (takes)"
         if queue.holds is not None and queue.has > queue.holds:
             yield ("queues", name, "has"), f"is more than the queue holds: {queue.holds}"
 
 
 def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator[tuple[str, str]]:
-    """Yield the mistakes in what one phase of a rhythm waits for."""
+    """Yield the mistakes in those keys of a phase that say what it waits for."""
     phase = roles[role].rhythm[index]
     if phase.waits and phase.waits not in roles:
         yield "waits", f"there is no role {phase.waits}{_near(phase.waits, roles)}"
     if phase.reports_waits_for and not (phase.waits or phase.until):
-        yield "reports_waits_for", "names the role in waits or until, and the phase has neither"
+        yield "reports_waits_for", "needs waits or until, but the phase has neither"
     for other, ended in phase.until.items():
         if other not in roles:
             yield "until", f"there is no role {other}{_near(other, roles)}"
@@ -171,14 +171,14 @@ def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator
         if ended not in known:
             yield "until", f"the rhythm of {other} has no phase {ended}{_near(ended, known)}; it has {', '.join(known)}"
         elif other == role and known.index(ended) >= index:
-            yield "until", f"{ended} does not come before {phase.phase}, so that it never ends"
+            yield "until", f"{ended} does not come before {phase.phase}, so that {phase.phase} never ends"
 
 
 def _of_origin(truth: Truth, names: Sequence[str]) -> str:
-    """Return what is wrong with the event that an expected finding names; empty if nothing is wrong."""
+    """Return a description of what is wrong with the event that an expected finding names; empty if it is valid."""
     known = ", ".join(dict.fromkeys(names)) or "none"
     if truth.at is None and not truth.of and len(names) != 1:
-        return f"is needed unless there is one event: give an event's name, or at; there are {known}"
+        return f"is needed if there is not exactly one event: name an event, or give at; events: {known}"
     if truth.of and truth.of not in names:
         return f"there is no event {truth.of}{_near(truth.of, names)}; there are {known}"
     if names.count(truth.of) > 1:
@@ -210,14 +210,14 @@ def _of_event(
     if event.phase is not None and target_of(event.do) == "process" and struck:
         of = set.union(*(phases[gang_of(one)] for one in struck))
         if event.phase not in of:
-            yield "phase", f"no phase {event.phase} there{_near(event.phase, of)}; there are {_some(sorted(of))}"
+            yield "phase", f"the targets lack a phase {event.phase}{_near(event.phase, of)}; known: {_some(sorted(of))}"
     elif event.phase is not None and event.phase not in set().union(*phases.values()):
         of = set().union(*phases.values())
         yield "phase", f"no replica has a phase {event.phase}{_near(event.phase, of)}; there are {_some(sorted(of))}"
     there = gpus_of(scenario)
     wrong = (event.gpu is None and not there) or any(one >= there for one in event.gpu or ())
     if wrong and event.do in _OF_GPUS and (event.do != "dcgm" or "gpu" in event.model_fields_set):
-        yield "gpu", f"nodes have {there} GPUs here, counted from 0"
+        yield "gpu", f"nodes of this scenario have {there} GPUs, counted from 0"
     if event.age is not None and event.at.draw(Random(0)) > 0:
         yield "age", 'is only for lines that are in the log from the beginning: at = "0s"'
     if event.do == "stretch":
@@ -226,7 +226,7 @@ def _of_event(
                 gang = gang_of(ReplicaId(pattern))
                 yield "who", f"stretch affects a whole gang: write {gang}; for one rank use quiet or slow"
     if event.do == "dcgm" and (code := event.incident.removeprefix("DCGM_FR_")) and code not in CODES:
-        yield "incident", f"DCGM has no code {code}{_near(code, CODES)} (docs of DCGM: DCGM_FR_*)"
+        yield "incident", f"DCGM has no code {code}{_near(code, CODES)} (DCGM_FR_* in DCGM's documentation)"
     if event.do == "kernel" and (wrong_line := _of_kernel_line(event)):
         yield "text" if event.text else "do", wrong_line
     if event.do in ("port", "hca_gone") and event.port not in PORTS:
@@ -236,8 +236,7 @@ def _of_event(
 
 
 def _circle(event: Event, events: Sequence[Event]) -> list[str]:
-    """Return the events that wait for each other in a circle; empty if ``event`` is not the first of them in the
-    file."""
+    """Return the events that wait for each other in a circle; empty if ``event`` is not the first of them."""
     by_name = {one.name or one.do: one for one in events}
     circle = [event]
     while (before := by_name.get(circle[-1].after)) is not None:
@@ -249,7 +248,7 @@ def _circle(event: Event, events: Sequence[Event]) -> list[str]:
 
 
 def _of_kernel_line(event: Event) -> str:
-    """Return what is wrong with a line of the kernel log; empty if nothing is wrong."""
+    """Return a description of what is wrong with a line of the kernel log; empty if it is valid."""
     if event.kind is not None:
         return ""
     known = recognise(event.text.encode(), 0.0)
@@ -276,7 +275,7 @@ def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
                 fields = NvLink.__struct_fields__
                 yield "set", f"nvlink has no {wrong}{_near(wrong, fields)}; it has {', '.join(fields)}"
         elif event.do == "port" and name in COUNTERS:
-            yield "set", f"{name} is a counter: grow = {{{name} = 2.0}} lets it rise by so much per s"
+            yield "set", f"{name} is a counter: write grow = {{{name} = 2.0}} to increase it by 2 per s"
         elif name not in own:
             yield "set", f"{struct.__name__} has no {name}{_near(name, own)}; it has {', '.join(own)}"
         elif wrong := _of_value(struct, name, types[name], value):
@@ -292,7 +291,7 @@ def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
 
 
 def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> str:
-    """Return what is wrong with the value; empty if nothing is wrong."""
+    """Return a description of what is wrong with the value; empty if it is valid."""
     try:
         values_of(struct, {name: value})
     except msgspec.ValidationError as error:
@@ -300,7 +299,7 @@ def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> s
     allowed = {name: known for (table, name), known in ALLOWED_VALUES.items() if table is struct}.get(name, ())
     for one in value if isinstance(value, list) else [value]:
         if allowed and one and one not in allowed and not str(one).startswith(_NUMBERED):
-            return f"knows no {one}{_near(str(one), allowed)}; it has {', '.join(allowed)}"
+            return f"cannot be {one}{_near(str(one), allowed)}; it can be {', '.join(allowed)}"
     if struct is Mount and name in ("used", "inodes_used") and not 0 <= value <= 1:
         return f"is a share, from 0 to 1, not {value:g}"
     return ""

@@ -1,4 +1,4 @@
-"""Values of a scenario file that are more than a number: durations that each seed draws."""
+"""Parses durations of a scenario file, which each seed may draw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXAMPLES = {
     "draw": '{draw = "NAME"}',
 }  # fmt: skip
 _MAX_SIGMA = 2.0
-"""Largest sigma of a lognormal draw: one draw in 40 is then more than 50 times the median."""
+"""Largest sigma of a lognormal draw, with which one draw in 40 is more than 50 times the median."""
 
 
 Table = TypeVar("Table", bound=BaseModel)
@@ -29,20 +29,20 @@ class Drawn(Struct, frozen=True):
     """A duration (s) that a seed draws."""
 
     kind: str
-    """``fixed``, ``uniform``, ``lognormal``, ``pareto``, ``mixed``, or ``draw`` for the duration of ``[draws]`` with
-    this name."""
+    """``fixed``, ``uniform``, ``lognormal``, ``pareto``, ``mixed``, or ``draw``, which stands for a duration of
+    ``[draws]``."""
     a: float = 0.0
-    """The duration; for uniform and pareto the least duration, for lognormal the median."""
+    """The fixed duration; for uniform and pareto the least duration, for lognormal the median."""
     b: float = 0.0
-    """For uniform the greatest duration, for lognormal sigma, for pareto the exponent."""
+    """The greatest duration for uniform, sigma for lognormal, and the exponent for pareto."""
     most: float = math.inf
-    """For pareto: the greatest duration; longer draws are cut to it."""
+    """The greatest duration for pareto, to which longer draws are cut."""
     parts: tuple[tuple[float, Drawn], ...] = ()
-    """For mixed: weights and durations."""
+    """Weights and durations for mixed."""
     name: str = ""
 
     def draw(self, random: Random) -> float:
-        """Draw one duration. A ``draw`` must have been replaced first (:func:`with_draws`)."""
+        """Draw one duration. Raises an error for the kind ``draw``, which :func:`with_draws` must replace before."""
         match self.kind:
             case "uniform":
                 return random.uniform(self.a, self.b)
@@ -60,12 +60,12 @@ class Drawn(Struct, frozen=True):
 
     @property
     def least(self) -> float:
-        """Return the least possible duration; for lognormal the median, because its only lower bound is 0."""
+        """Return the least possible duration, or the median for lognormal, because its only lower bound is 0."""
         return min((part.least for _, part in self.parts), default=self.a)
 
     @property
     def greatest(self) -> float:
-        """Return the greatest possible duration; for a draw without a bound its median or least duration."""
+        """Return the greatest possible duration, or the median or least duration of a draw without an upper bound."""
         if self.kind == "mixed":
             return max(part.greatest for _, part in self.parts)
         bound = self.b if self.kind == "uniform" else self.most if self.kind == "pareto" else self.a
@@ -201,6 +201,6 @@ def _lasting(value: object) -> object:
 
 
 Length = Annotated[Drawn, PlainValidator(_drawn)]
-"""A duration that each seed draws; ``"never"`` is ``inf``."""
+"""A duration (s) that each seed draws; ``"never"`` is inf."""
 Lasting = Annotated[float, BeforeValidator(_lasting)]
 """A duration in s; ``"never"`` is inf."""

@@ -1,4 +1,4 @@
-"""The simulated run: all processes send heartbeats every second, events occur, and one judge receives the messages."""
+"""Simulates a run: all processes send heartbeats every second, events occur, and one judge receives the messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ HEARTBEAT_S = 1.0
 HEARTBEATS_PER_LOAD_REPORT = 2
 """Number of heartbeats between two reports of the load by an agent."""
 CONNECTION_KEEPS_S = 30.0
-"""Time (s) for which a cut connection keeps messages; after a longer cut the sender begins with a Hello."""
+"""Time (s) for which a cut connection keeps messages. After a longer cut, the sender begins with a Hello."""
 _RECONNECT_S = (0.5, 3.0)
-"""Range of the time (s) until a worker has connected to the manager again."""
+"""Range of the time (s) that a worker takes to connect to a manager again."""
 _MIN_REPORTED_PHASE_S = 0.25
-"""Time (s) that a phase must last to be reported by its own message."""
+"""Minimum duration (s) of a phase that a message of its own reports."""
 
 
 class World:
@@ -43,27 +43,27 @@ class World:
         self.now = 0.0
         self.nodes, self.gangs, self.spares = placed(scenario, seed, self.chance)
         self.deaf_until = 0.0
-        """Time (s) until which there is no manager, or the manager is stopped."""
+        """Time (s) until which no manager receives messages, because there is none or it is stopped."""
         self.deaf_how = ""
         self.cluster_away = 0.0
         self.wall_ahead = 0.0
-        """Seconds by which the wall clock of the manager's node is ahead of the time that has passed."""
+        """Seconds by which the wall clock of the manager's node is ahead of ``now``."""
         self.clock_ahead = 0.0
-        """Seconds by which the manager's clock is ahead of the time that has passed; it follows the wall clock only
-        at the start of a manager."""
+        """Seconds by which the manager's clock is ahead of ``now``. Only when a manager starts, its clock is set by the
+        wall clock."""
         self._stopped_at = 0.0
-        """Manager's clock when the newest manager ended."""
+        """Value of the manager's clock (s) when the newest manager ended."""
         self.poll_at = 0.0
         self._gpus = gpus_of(scenario)
         self._questions = ProbeExchange(self.random)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self.died: Callable[[Member], None] | None = None
-        """Called with each member whose end becomes known."""
+        """A function that is called with each member whose process has ended."""
         self._unreported_ends: list[Member] = []
         """Members whose end the manager does not know yet."""
         self._ticks = 0
         self._queued = {name: queue.has for name, queue in scenario.queues.items()}
-        """Queue → number of units in the queue."""
+        """Number of units in each queue."""
         self.members_by_incarnation = {one.incarnation: one for gang in self.gangs.values() for one in gang.members}
         for member in self.members_by_incarnation.values():
             self._hand_out(member)
@@ -133,7 +133,7 @@ class World:
             self._poll_cluster()
 
     def _productive(self) -> dict[str, float]:
-        """Return role → share of its replicas that work."""
+        """Return the share of each role's replicas that work."""
         working: dict[str, list[bool]] = {}
         for gang in self.gangs.values():
             working.setdefault(gang.role, []).append(gang.productive(self.now))
@@ -170,7 +170,7 @@ class World:
                 self.judge.launched(member.incarnation, member.node.name, self.clock)
 
     def _hand_out(self, member: Member) -> None:
-        """Assign the first unused GPUs of the node; if there are not enough, assign its GPUs from the first one on."""
+        """Assign the first unused GPUs of the node to a member; if there are too few, assign its first GPUs."""
         taken = {one for other in self.members_by_incarnation.values()
                  if other is not member and other.node is member.node
                  and not other.ended for one in other.gpu_indices}  # fmt: skip
@@ -184,8 +184,10 @@ class World:
         return {gpu for one in here if not one.ended for gpu in one.gpu_indices}
 
     def _greets(self, member: Member, phase: str) -> None:
-        """Send a Hello; the first one of an incarnation has phase ``starting``, because its role has entered no
-        phase yet."""
+        """Send a Hello.
+
+        The first Hello of an incarnation has the phase ``starting``, because the role has not entered a phase yet.
+        """
         if not member.greeted and self.now - self.gang(member.incarnation).entered_at <= HEARTBEAT_S:
             phase = STARTING.phase
         member.welcomed = member.greeted = True
@@ -243,7 +245,7 @@ class World:
         return self.scenario.queues[queue].holds or inf
 
     def _hand_over(self, gang: Gang) -> None:
-        """Change the queues as the end of the current phase does."""
+        """Add and take the units that the gang adds and takes when its current phase ends."""
         for queue, units in gang.rhythm_phase.puts.items():
             self._queued[queue] += units
         for queue, units in gang.rhythm_phase.takes.items():
@@ -307,7 +309,7 @@ class World:
         member.outbox.append((due, method, arguments))
 
     def _deliver(self, member: Member) -> None:
-        """Deliver the messages that have arrived; after a long cut deliver only the newest one, preceded by a Hello."""
+        """Deliver the messages that have arrived; after a long cut, deliver a Hello and only the newest message."""
         now = self.now
         lost = max(member.node.cut, member.muted_until)
         if now < lost:
@@ -340,8 +342,10 @@ class World:
             self.judge.goodbye(member.incarnation, self.clock)
 
     def _report_ends(self) -> None:
-        """Deliver ends of processes: exit records from shared storage, and ends without a record only from the node's
-        agent."""
+        """Report ended processes to the judge.
+
+        Exit records are on shared storage. Only the node's agent reports an end without a record.
+        """
         for member in list(self._unreported_ends):
             if (
                 self.members_by_incarnation.get(member.incarnation) is not member
@@ -373,7 +377,7 @@ class World:
         if how == "paused":
             self.judge.paused(self.clock)
             return
-        self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # no start before the last manager's end
+        self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # never before the previous manager's end
         current = [(one.incarnation, one.node.name) for gang in self.gangs.values() if gang.launch_at == inf
                     for one in gang.members]  # fmt: skip
         current += [(node.agent, node.name) for node in self.nodes.values() if not node.excluded]
