@@ -1,4 +1,4 @@
-"""``examples/agents.toml`` for tests: small, and without the tables that tests do not need."""
+"""Submits ``examples/agents.toml`` in a small form, without the tables that tests do not need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``make demo-slurm``: the quickstart on a real Slurm of five nodes on this machine, as a plain user.
 
 Starts the cluster, submits the job, follows the run, and shows Slurm's queue each time the run's steps have changed.
-The cluster and everything on it end with this program. The run directory is copied to the caller's runs, where ``rrl
+The cluster and all its processes end with this program. The run directory is copied to the caller's runs, where ``rrl
 status`` finds it.
 """
 
@@ -27,7 +27,7 @@ def main() -> int:
     exit_on_sigterm()
     local = 'kind = "local"'
     toml = QUICKSTART.read_text()
-    assert toml.count(local) == 1, "examples/quickstart.toml: this program finds no cluster kind to replace"
+    assert toml.count(local) == 1, "examples/quickstart.toml has no [cluster] kind that this program could replace"
     with SlurmLab.start(nodes=NODES) as lab:
         print(f"Slurm with {NODES} nodes runs in {lab.dir}; submitting as {lab.user}", flush=True)
         job = lab.user_home / "quickstart.toml"
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _follow(lab: SlurmLab, submit: list[str], env: dict[str, str]) -> int:
-    """Submit the job, print its output and now and then Slurm's queue, and return the exit code."""
+    """Submit the job, print its output and from time to time Slurm's queue, and return the exit code."""
     with lab.popen_as_user(submit, env=env, stdout=-1) as following:
         assert following.stdout is not None
         shown, looked_at = set[str](), time.monotonic()

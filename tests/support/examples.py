@@ -1,4 +1,4 @@
-"""Number of examples of property tests: few in ``make test``, many in ``make test-long``."""
+"""Sets the number of examples of property tests: few in ``make test``, many in ``make test-long``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ EXAMPLES_ENV = "RRL_TEST_EXAMPLES"
 
 
 def examples(few: int, many: int) -> settings:
-    """Return settings with ``few`` examples, or ``many`` in ``make test-long``; no example has a deadline.
+    """Return settings with ``few`` examples, or ``many`` in ``make test-long``.
 
-    Examples may share the folders of pytest, and may be slow to draw.
+    No example has a deadline. Examples may share the folders of pytest, and may be slow to draw.
     """
     return settings(
         max_examples=many if os.environ.get(EXAMPLES_ENV) == "many" else few, deadline=None,

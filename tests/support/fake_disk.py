@@ -1,8 +1,9 @@
-"""A disk that a test can inspect, crash and fill: it intercepts the calls of this process on the files of one folder.
+"""A disk that a test can inspect, crash and fill.
 
-Each call that changes the folder is recorded before and after it is made. :meth:`Moment.images` gives the contents that
-a crash at that moment may leave, for a killed process and for a power cut that loses writes without fsync. Any call can
-also be made to fail. The files are real; only files directly in the folder are on this disk.
+It intercepts the calls of this process on the files of one folder, and records the folder before and after each call
+that changes it. :meth:`Moment.images` gives the contents that a crash at that moment may leave, for a killed process
+and for a power cut that loses writes without fsync. Any call can also be made to fail. The files are real; only files
+directly in the folder are on this disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CALLS = {
     "open": True, "write": True, "fsync": False, "fdatasync": False, "replace": False, "unlink": False,
     "ftruncate": False,
 }  # fmt: skip
-"""Recorded call → whether it needs free space."""
+"""Names of the recorded calls, each with whether it needs free space."""
 Image = dict[str, bytes]
 """Content of the folder by file name."""
 
@@ -37,7 +38,7 @@ class Moment(Struct, frozen=True):
     written: Image
     """Content of the present files as of their last fsync."""
     synced: Image
-    """Content that a power cut would leave: the names and contents that were synced."""
+    """Content that a power cut would leave: the synced content of the files whose names were synced."""
     note: int
     """Value of :attr:`FakeDisk.note` at the time of the call."""
 
@@ -61,15 +62,15 @@ class Moment(Struct, frozen=True):
 
 
 class Died(BaseException):
-    """Raised in place of a call before which the process is killed with SIGKILL."""
+    """Raised instead of a call, as if the process were killed by SIGKILL before this call."""
 
 
 class FakeDisk:
     """The files of ``folder``.
 
-    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes. ``full``:
-    while it is true, each call that needs space fails. ``die_before`` is a call as in ``Moment.call``: in place of its
-    next occurrence, Died is raised.
+    ``fail_at`` is the number of the call that fails with ``error``; a failing write first writes half of its bytes.
+    While ``full`` is true, each call that needs space fails. ``die_before`` is a call as in ``Moment.call``; instead of
+    its next occurrence, Died is raised.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,7 @@ class FakeDisk:
     def crash_folders(
         self, parent: Path, cuts: Callable[[int, int], Iterable[int]]
     ) -> Iterator[tuple[Moment, Image, Path]]:
-        """Write every different content that a crash at any moment may leave, each into its own folder in ``parent``.
+        """Write each different content that a crash at any moment may leave into a folder of its own in ``parent``.
 
         Two contents count as equal only if :attr:`note` is also equal. :meth:`Moment.images` describes ``cuts``.
         """
@@ -139,7 +140,7 @@ class FakeDisk:
         return call
 
     def _path_of(self, what: Any) -> Path | None:
-        """Return the path of a path or descriptor; None if it is not on this disk."""
+        """Return the path of a file, given by path or descriptor; None if the file is not on this disk."""
         path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else Path(os.fspath(what))
         return path if self.folder in (path, path.parent) else None
 

@@ -1,4 +1,4 @@
-"""A run directory with keys, and a manager that only receives messages, for tests of launchers and agents."""
+"""Provides a run directory with keys, and a manager that only receives messages, for tests of launchers and agents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import AdmissionRequest, Admitted, ToManager
 
 TIMEOUT_S = 30.0
-"""Deadline of one wait (s); only a broken build reaches it."""
+"""Deadline of one wait (s), which only a broken build reaches."""
 _T = TypeVar("_T")
 
 
@@ -113,8 +113,7 @@ class Lab:
         return launch
 
     def start(self, launch: Launch, module: str = "launcher.step", patch: str = "") -> subprocess.Popen[bytes]:
-        """Start the launcher or another first process; ``patch`` has Python statements that run before its main
-        function."""
+        """Start the launcher or another first process; its main function runs after the Python statements ``patch``."""
         file = str(self.run.launch_file(launch.tag))
         argv = [sys.executable, "-P", "-m", f"rrl.roles.{module}", file]
         if patch:

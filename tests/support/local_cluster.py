@@ -1,4 +1,4 @@
-"""Failures of the virtual nodes of the local cluster."""
+"""Causes failures of the virtual nodes of the local cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def processes_on(run_dir: RunDir, node: str) -> list[Process]:
 
 
 def crash(run_dir: RunDir, node: str) -> None:
-    """Kill everything on the node at once, its agent too; the node stays down."""
+    """Kill all processes on the node at once, including its agent; the node stays down."""
     down_mark(run_dir, NodeName(node)).touch()
     _, left = sweep(lambda: processes_on(run_dir, node), timeout=20.0)
     assert not left

@@ -1,4 +1,4 @@
-"""A mount namespace for tests: its mounts end with its processes, and other processes do not see them."""
+"""Provides a mount namespace for tests, whose mounts end with its processes and are invisible to other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 def own_mounts() -> list[str]:
-    """Return the arguments that, put before a command, permit it to mount; empty if this machine forbids that."""
+    """Return the arguments that permit a command to mount if they precede it; empty if this machine forbids mounts."""
     argv = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
     try:
         tried = subprocess.run([*argv, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
@@ -20,7 +20,7 @@ def own_mounts() -> list[str]:
 
 
 def can_hang() -> bool:
-    """Return whether this machine can mount a file system that hangs: root, FUSE, and mount namespaces."""
+    """Return whether this process can mount a file system that hangs, which needs root, FUSE and mount namespaces."""
     return os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK) and bool(own_mounts())
 
 

@@ -1,4 +1,4 @@
-"""Run programs and functions as an unprivileged user, if root runs the tests."""
+"""Runs programs and functions as an unprivileged user, if root runs the tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class PlainUser(Struct, frozen=True):
         return {"PATH": os.environ["PATH"]} | account | cache_folders(self.home) | more
 
     def call(self, function: Callable[[], None], timeout_s: float, **more: str) -> None:
-        """Run ``function`` as this user in a forked child, for ``timeout_s`` s at most. Raises AssertionError."""
+        """Run ``function`` as this user in a forked child, for at most ``timeout_s`` s.
+
+        Raises AssertionError if it fails.
+        """
         call_as(self.name, function, self.environment(**more), self.home, timeout_s)
 
     def popen(self, *argv: str, **more: str) -> subprocess.Popen[str]:
@@ -50,8 +53,10 @@ class PlainUser(Struct, frozen=True):
         return popen_as(self.name, argv, self.environment(**more), self.home, pipe, pipe, pipe)
 
     def kill_all(self) -> None:
-        """Kill every process of this user and wait until all have ended. Raises AssertionError with the remaining
-        processes."""
+        """Kill every process of this user and wait until all have ended.
+
+        Raises AssertionError with the processes that remain.
+        """
         deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
         while left := _processes_of(self.uid):
             assert time.monotonic() < deadline, f"processes of {self.name} are left: {left}"
@@ -63,7 +68,7 @@ class PlainUser(Struct, frozen=True):
 
 @contextmanager
 def temporary_user(purpose: str) -> Iterator[PlainUser]:
-    """Create a system user with its own home; at the end, kill the user's processes, and remove user and home.
+    """Create a system user with its own home; after the block, kill the user's processes, and remove user and home.
 
     The name contains the pid of the creator, so that pytest workers do not share users. Users of creators that have
     ended are removed first. Raises PermissionError if users cannot be created: this needs root, and a checkout that
@@ -114,15 +119,16 @@ def _processes_of(uid: int) -> list[int]:
 
 
 def cache_folders(home: Path) -> dict[str, str]:
-    """Return environment variables that make torch and matplotlib store their files in ``home``; torch's default is
-    /tmp."""
+    """Return environment variables that make torch and matplotlib store their files in ``home``, not in /tmp."""
     cache = home / ".cache"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "torchinductor"), "MPLCONFIGDIR": str(cache / "matplotlib")}
 
 
 def plain_user() -> str:
-    """Return the user that tests run as instead of root: a system user, or ``nobody`` if none can be created;
-    without root the present user."""
+    """Return the name of the user as which tests run instead of root.
+
+    This is a system user, or ``nobody`` if no user can be created. Without root, it is the present user.
+    """
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
     if not others_can_run_us():
@@ -144,8 +150,7 @@ def plain_user() -> str:
 
 
 def others_can_run_us() -> bool:
-    """Return whether another user can read this checkout and its virtual environment, which is needed to submit as a
-    plain user."""
+    """Return whether other users can read this checkout and its virtual environment, which their submissions need."""
     return _reachable_by_all(Path(sys.prefix)) and _reachable_by_all(Path(__file__))
 
 
@@ -158,7 +163,7 @@ def popen_as(
     user: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: int | IO[Any] | None,
     stdout: int | IO[Any] | None, stderr: int | IO[Any] | None,
 ) -> subprocess.Popen[str]:  # fmt: skip
-    """Start a command as ``user`` in a session of its own, with this environment and no other."""
+    """Start a command as ``user`` in a session of its own, with exactly this environment."""
     account = pwd.getpwnam(user)
     other: dict[str, Any] = {}
     if os.geteuid() == 0:

@@ -37,7 +37,7 @@ class Proxy:
         self._writers.clear()
 
     def hold(self) -> None:
-        """Forward nothing from now on, without closing a connection: like a cut cable."""
+        """Forward nothing from now on, and close no connection, as if a cable were cut."""
         self._flows.clear()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs under test: submit a run, follow its journal, inject failures, and check that nothing of it is left.
+"""Submits runs, follows their journals, injects failures, and checks that no process or file of a run is left.
 
 Every wait is for a record of the journal, with a deadline that only a broken build reaches.
 """
@@ -29,7 +29,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 TIMEOUT_S = 120.0
-"""Deadline of one wait; generous, because two shared cores start a dozen interpreters."""
+"""Deadline (s) of one wait. It is generous, because two shared cores start a dozen interpreters."""
 RRL = str(Path(sys.executable).parent / "rrl")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 LIGHT = Path(__file__).with_name("light_roles")
@@ -37,7 +37,7 @@ WITHOUT_MODEL = tuple(
     (f"[roles.{role}]", f'[roles.{role}]\ncommand = ["{sys.executable}", "{LIGHT}/{program}"]\nmem = "256MiB"')
     for role, program in (("trainer", "light_trainer.py"), ("rollout", "light_turn_rollout.py"))
 )
-"""Changes of ``examples/agents.toml``: its trainer and rollouts do not load torch, which takes each process 4 s of CPU.
+"""Changes of ``examples/agents.toml`` after which trainer and rollouts do not load torch, which takes 4 s of CPU each.
 The answer to each turn is a random digit."""
 
 
@@ -48,7 +48,7 @@ def light_job(
     """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are real.
 
     Each node has an agent, and each spare node and each standby process of the trainer (``warm``) costs processes. A
-    test that does not need them leaves them out, and puts all roles on ``one_node``.
+    test that does not need these processes leaves them out, and puts all roles on ``one_node``.
     """
     python = sys.executable
     node = 'cpus = 8, mem = "2GiB"' if one_node else 'cpus = 2, mem = "1GiB"'
@@ -97,8 +97,10 @@ step_grace = "3s"
 
 
 def with_light_task(toml: str) -> str:
-    """Return a job with the task of the light roles, because importing reasoning-gym takes each process 1.2 s of
-    CPU."""
+    """Return a job with the task of the light roles.
+
+    The import of reasoning-gym would take each process 1.2 s of CPU.
+    """
     table = r"(?ms)^\[task\]\n.*?^(?=\[)"
     changed, count = re.subn(table, '[task]\nfunction = "light_task:make"\n\n', toml)
     assert count == 1
@@ -110,8 +112,10 @@ Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]
 
 
 class TestRun:
-    """A run in the folder ``runs``. ``call`` runs a command line of rrl as the submitting user (in a Slurm lab a
-    plain user)."""
+    """A run in the folder ``runs``.
+
+    ``call`` runs a command line of rrl as the submitting user, who is a plain user in a Slurm lab.
+    """
 
     __test__ = False
 
@@ -129,7 +133,7 @@ class TestRun:
         return list(replay(self.run))
 
     def wait(self, condition: Callable[[State], Any], timeout_s: float = TIMEOUT_S) -> State:
-        """Wait until ``condition`` holds for the state; fail with the newest records if the run ends before."""
+        """Wait until ``condition`` holds for the state; fail with the newest records if the run ends before that."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             state = self._follower.state()
@@ -223,8 +227,10 @@ def all_work(state: State) -> bool:
 
 
 def current_incarnations(state: State) -> Incarnations:
-    """Return incarnation, pid and node of every worker and agent. Standby processes are left out, because they change
-    often."""
+    """Return incarnation, pid and node of every worker and agent.
+
+    Standby processes are left out, because they change often.
+    """
     present = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != STANDBY_ROLE]
     return {r.id: (r.incarnation, r.pid, r.node) for r in present}
 
@@ -261,7 +267,7 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
 
 
 def cancel(run: TestRun) -> None:
-    """Cancel a run by ``rrl cancel``, wait until nothing of it is left, and check its records and its store."""
+    """Cancel a run by ``rrl cancel``, wait until none of its processes is left, and check its records and its store."""
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
@@ -302,7 +308,7 @@ def check_records(run: RunDir) -> Outcome | None:
 
 
 def submit_here(tmp_path: Path, toml: str) -> TestRun:
-    """Submit a job to the local cluster in the background; the run ends with the calling process at the latest."""
+    """Submit a job to the local cluster in the background; the run ends at the latest when the calling process ends."""
     end_runs_with_caller(tmp_path / "runs")
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
 
@@ -358,7 +364,9 @@ def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]])
 def without_replicas(
     before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]
 ) -> tuple[Incarnations, Incarnations]:
-    """Return ``before`` and ``after`` without the replicas ``but``: the results are equal if only those replicas
-    failed."""
+    """Return ``before`` and ``after`` without the replicas ``but``.
+
+    The two results are equal if no other replica was replaced.
+    """
     unchanged, now = ({id: observed for id, observed in some.items() if id not in but} for some in (before, after))
     return unchanged, now

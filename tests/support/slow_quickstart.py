@@ -1,4 +1,4 @@
-"""The quickstart with small steps of a given duration: its real roles mostly wait, and leave the cores to others."""
+"""The quickstart with small steps of a given duration, so that its real roles mostly wait and use little CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SlowTask(DatasetTask):
 def make(seed, **dataset):
     return SlowTask(seed=seed, split=str.split, **dataset)
 """
-"""The task of the quickstart. The trainer and the rollouts wait for its scorer."""
+"""The task of the quickstart with a slow scorer, for which trainer and rollouts wait."""
 _DATASET = (
     'dataset = "spiral_matrix"\nargs = { min_n = 2, max_n = 2 }\nprompt = "{metadata[matrix]}="\npartial_credit = 0.5 ',
     'function = "slow_task:make"\nargs = { dataset = "spiral_matrix", args = { min_n = 2, max_n = 2 }, prompt ='
@@ -27,7 +27,7 @@ _DATASET = (
 
 
 def slow_quickstart(folder: Path, prompts: int, step_s: float) -> str:
-    """Write the task into ``folder``, and return the quickstart with it, to be written to the same folder.
+    """Write the task into ``folder``, and return a job.toml of the quickstart with this task for the same folder.
 
     The run has no spare node and no standby process of the trainer, because each process that loads torch takes 4 s of
     CPU.

@@ -1,9 +1,9 @@
-"""``make soak``: hundreds of random faults on whole runs. Checks every invariant that journal and store show.
+"""``make soak``: injects hundreds of random faults into runs, and checks every invariant that journal and store show.
 
 The first runs have light workers on the local cluster: manager, steps, agents, store, reward and weight transport are
-real, and there is no model. Then follow the quickstart's torch roles on a real Slurm of this machine. A run continues
-until all its faults were injected, and is then cancelled. A run that ends earlier has failed. A killed manager is
-replaced, as by Slurm.
+real, and there is no model. The later runs have the quickstart's torch roles on a real Slurm of this machine. A run
+continues until all its faults were injected, and is then cancelled. A run that ends earlier has failed. If a manager is
+killed on the local cluster, the program starts another one, as Slurm would.
 
 The program prints the violations, and a JSON object as its last line, in which all values except ``faults`` must be 0.
 """
@@ -45,7 +45,7 @@ LIGHT_RUNS = 3
 TORCH_FAULTS = 22
 TORCH_NODES = 5
 STEPS = 1_000_000
-"""Number of steps of a run, which is never reached, because a run is cancelled after its faults."""
+"""Number of steps of a run, which a run never reaches, because it is cancelled after its faults."""
 SPELL = 240.0
 """Seconds without a fault after which a run counts as stuck."""
 LIGHT = """
@@ -105,7 +105,8 @@ amount = 3
 """
 HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
                 "checkpoint", "publish", "score"))  # fmt: skip
-"""Deadlines of phases: short, so that hangs are found in time; by default a phase may last for hours."""
+"""Deadlines of phases. They are short, so that hangs are found during the run; by default a phase may last for
+hours."""
 
 
 class Tally(Struct):
@@ -114,7 +115,7 @@ class Tally(Struct):
     faults: int = 0
     """Number of faults that were carried out."""
     violations: int = 0
-    """Number of violations of invariants, without the three kinds below."""
+    """Number of violations of invariants, without the kinds that the next three counters count."""
     lost_steps: int = 0
     """Number of trajectories whose fate is unknown."""
     trained_twice: int = 0
@@ -133,7 +134,7 @@ class Tally(Struct):
 
 
 class ManagerRestarter:
-    """Starts another manager after one was killed. On Slurm, the manager's job that waits in the queue does this."""
+    """Starts another manager after one was killed. On Slurm, the manager's pending job takes over instead."""
 
     def __init__(self, run: TestRun) -> None:
         self._run, self._over = run, threading.Event()
@@ -177,7 +178,7 @@ def run_faults(run: TestRun, faults: int, tally: Tally, restarter: ManagerRestar
     print(f"{run.run.id}: {message}", flush=True)
     tally.faults += done
     if done < faults:
-        tally.violate(f"{run.run.id} came to a standstill or ended: {state.outcome} {state.why}")
+        tally.violate(f"{run.run.id} injected no more faults, or ended: {state.outcome} {state.why}")
     _end(run, tally)
     if restarter is not None:
         restarter.close()
@@ -191,7 +192,7 @@ def _end(run: TestRun, tally: Tally) -> None:
             run.wait(lambda state: state.step > before.step, 4 * TIMEOUT_S)  # the run's faults continue until it ends
         except AssertionError as error:
             tally.violate(f"{run.run.id} does not work again: {str(error)[:2000]}")
-        # A fault may kill the manager at this moment. The command then reports that there is no manager, and leaves its
+        # If a fault kills the manager at this moment, the command reports that there is no manager, and leaves its
         # request for the next manager.
         run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * TIMEOUT_S)
         try:
@@ -284,11 +285,11 @@ class _Reading:
                 elif finding.verdict is Verdict.FAIL and finding.node is not None:
                     self.bad_nodes.add(finding.node)
             case ev.StepCommitted(_, step):
-                if self.committed and step > self.committed + 2:  # a trainer may die before it reports one
+                if self.committed and step > self.committed + 2:  # one may be unreported, if a trainer died
                     say(f"{self.run.id}: step {step} is committed after {self.committed}")
                 self.committed = max(self.committed, step)
             case ev.ManagerStarted():
-                self.committed = 0  # commits in the time without a manager were not reported
+                self.committed = 0  # commits without a manager were not reported
             case _:
                 pass
 

@@ -1,9 +1,9 @@
 """Ends Slurm labs and local runs together with the process that started them, however that process ends.
 
-Labs and runs detach from the process that starts them, as in production: if a test or benchmark is killed, it cannot
+Labs and runs detach from the process that starts them, as in production. If a test or benchmark is killed, it cannot
 end them itself. So each process that starts labs or runs has one supervisor, a child process in a session of its own.
 The supervisor receives through a pipe what the process has started. It waits for the end of the process by a pidfd, so
-that it also notices SIGKILL, and ends what is left.
+that it also notices SIGKILL, and then ends the labs and runs that are left.
 
 A benchmark or a pytest session that gets SIGTERM also unwinds (:func:`exit_on_sigterm`), which removes its temporary
 folders and network namespaces.
@@ -33,12 +33,12 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 _LAB, _RUNS = "lab", "runs"
 _READ_BYTES = 65_536
 _supervisors: dict[int, subprocess.Popen[bytes]] = {}
-"""Supervisors by the pid of the process that started them. A forked child inherits its parent's entry, but needs a
+"""Supervisors by the pid of the process that started them. A forked child inherits its parent's entry, but must start a
 supervisor of its own."""
 
 
 def end_lab_with_caller(path: Path) -> None:
-    """Stop the lab in ``path`` when the calling process has ended, unless it or another process stopped it before."""
+    """Stop the lab in ``path`` when the calling process has ended, if the lab still runs then."""
     _register(_LAB, path)
 
 
@@ -51,7 +51,7 @@ def end_runs_with_caller(runs: Path) -> None:
 def temporary_runs_folder(prefix: str = "rrl-bench-") -> Iterator[Path]:
     """Provide a temporary folder, and end the processes of all runs in it before it is removed.
 
-    Otherwise they would still write into the folder while it is being removed.
+    Otherwise the processes would still write into the folder while it is removed.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as folder:
         try:
@@ -89,12 +89,12 @@ def _register(kind: str, path: Path) -> None:
         )  # fmt: skip
     pipe = _supervisors[pid].stdin
     assert pipe is not None
-    with contextlib.suppress(BrokenPipeError):  # it was killed: the next lab's start ends abandoned labs
+    with contextlib.suppress(BrokenPipeError):  # it was killed; the next lab's start ends abandoned labs
         pipe.write(f"{kind} {path}\n".encode())
 
 
 def main(pid: int) -> None:
-    """Read from standard input what to end, and end it when the process ``pid`` has ended."""
+    """Read the labs and runs from standard input, and end them when the process ``pid`` has ended."""
     lines = _lines_until_end(pid).decode().splitlines()
     for kind, _, path in (line.partition(" ") for line in dict.fromkeys(lines)):
         with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError, msgspec.DecodeError):
@@ -118,7 +118,7 @@ def _lines_until_end(pid: int) -> bytes:
             read += chunk
             if not chunk:
                 waiting.remove(0)
-        elif process in ready:  # the end counts only when nothing is left to read
+        elif process in ready:  # the end of the process counts only when no line is left to read
             waiting.remove(process)
     return read
 

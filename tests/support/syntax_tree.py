@@ -1,4 +1,4 @@
-"""Parse Python sources for the tests that check how the code is written."""
+"""Parses Python sources for the tests that check how the code is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose jobs have an endpoint for outside agents, as input of commands."""
+"""Writes runs whose jobs have an endpoint for outside agents, as input of commands."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rrl.manager.reporting.decisions.explanations import Explanation, explain, s
 INSIDE_WORDS = re.compile(
     r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|exit_record|holds)\b"
 )
-"""Words that must not appear in an explanation, because its reader may not know them."""
+"""Words that must not appear in an explanation, because a reader of explanations may not know them."""
 FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.FULL_RESTART}
 """The first rung of the repair ladder of each ``recovery.policy``."""
 
@@ -21,7 +21,7 @@ FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.
 def assert_explained(events: Iterable[ev.Stamped], planned: Sequence[Action] | None = None) -> list[Explanation]:
     """Assert that every decision of a run is explained; return the explanations.
 
-    ``planned`` are the decisions of the planner, if the test has recorded decisions of its own.
+    A test that records decisions of its own passes the decisions of the planner as ``planned``.
     """
     recorded = list(events)
     decided = sum(isinstance(stamped.event, ev.Decided | ev.Intended) for stamped in recorded)

@@ -1,4 +1,4 @@
-"""Runs in the situations that ``rrl status`` shows."""
+"""Creates runs in each situation that ``rrl status`` shows."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def crowded() -> Story:
 
 
 def gang() -> Story:
-    """Return a run with a trainer of two ranks and standby processes, which has left a node.
+    """Return a run that has left a node and has a trainer of two ranks with standby processes.
 
-    One standby process of the trainer is on a rollout's node, and one is not ready yet. One standby process is of a
-    rollout.
+    One standby process of the trainer is on a rollout's node, and another one is not ready yet. A third standby process
+    waits for a rollout.
     """
     job = job_view()
     ranks = {"trainer": 2, "rollout": 1}
@@ -70,8 +70,10 @@ def drained() -> Story:
 
 
 def ending() -> Story:
-    """Return a run whose steps are all committed and of whose processes one has ended; a rollout was killed and
-    replaced."""
+    """Return a run that ends: all its steps are committed, and one of its processes has ended.
+
+    Before the end, a rollout was killed and replaced.
+    """
     story = Story("small-20261120-064114").works().recovers("rollout/0").wait(5)
     story.stops(Outcome.COMPLETED, "step 12 of 12 is committed")
     reward = story.recorded().replica(ReplicaId("reward/0"))

@@ -1,4 +1,4 @@
-"""Runs made from a list of events, as input of views and commands."""
+"""Makes runs from a list of events, as input of views and commands."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job_view(steps: int = 40, cluster: str = "local") -> RunSpec:
 
 
 class Story:
-    """Builds a run event by event; ``at`` is the time (s since the beginning) and advances by ``wait``."""
+    """Builds a run event by event; ``wait`` advances ``at``, the time of the next event (s since the beginning)."""
 
     def __init__(self, run: str = "small-1120-064114", job: RunSpec | None = None) -> None:
         self.run, self.job, self.at, self.epoch = run, job or job_view(), 0.0, 1
@@ -133,12 +133,14 @@ class Story:
         return self
 
     def clocks(self, replica: str, done: int = 0, **seconds: float) -> Story:
-        """Add a report of one replica's clock; the arguments are the same as for :meth:`reading`."""
+        """Add a report of one replica's clock; :meth:`reading` describes the arguments."""
         return self.record(ev.ClocksRecorded((self.reading(replica, done, **seconds),)))
 
     def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
-        """Return the clock of a replica from seconds by phase; ``checkpoint__commits`` names a phase and an idle
-        cause."""
+        """Return the clock of a replica with these seconds by phase.
+
+        A keyword such as ``checkpoint__commits`` names a phase and an idle cause.
+        """
         times = []
         for name, spent in seconds.items():
             phase, _, cause = name.partition("__")
@@ -173,7 +175,7 @@ class Story:
         return self.record(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
 
     def drains(self, replica: str, why: str = "new fan") -> Story:
-        """Add a user's drain of the replica's node: the replica moves away, then the run leaves the node."""
+        """Add a user's drain of the replica's node: the replica moves to another node, and the run leaves the node."""
         node = self.recorded().replica(ReplicaId(replica)).node or NodeName("")
         moves = Why((f"{node} is to be drained, requested by ada: {why}",), Rung.REPLACEMENT)
         self.record(ev.CommandReceived("drain", "ada", "drain-1", target=node, reason=why))
@@ -211,7 +213,7 @@ class Story:
 
 
 def at_work(run: str, replicas: int, steps: int = 40) -> Story:
-    """Return a run at work with this number of replicas: rollouts are added to the usual five replicas."""
+    """Return a run at work with ``replicas`` replicas: the usual five, and further rollouts."""
     rollouts = 2 + replicas - len(REPLICAS)
     job = job_view(steps)
     roles = tuple(

@@ -59,14 +59,14 @@ class Terminal:
 
     @property
     def echoes(self) -> bool:
-        """Return whether the terminal itself shows the keys that are pressed."""
+        """Return whether the terminal itself prints the keys that are pressed."""
         return bool(termios.tcgetattr(self._mine)[3] & termios.ECHO)
 
     def press(self, keys: str) -> None:
         os.write(self._mine, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size. As in xterm, lines are cut off and are not wrapped again."""
+        """Change the size of the terminal. As in xterm, longer lines are cut off and not wrapped."""
         with self._drawing:
             self._screen.resize(rows, columns)
             _set_size(self._mine, columns, rows)

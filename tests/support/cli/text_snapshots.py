@@ -1,4 +1,4 @@
-"""Compare output with stored files. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` rewrites them; review the diff."""
+"""Compares output with stored files. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` rewrites them; review the diff."""
 
 from __future__ import annotations
 

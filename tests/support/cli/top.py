@@ -1,4 +1,4 @@
-"""``rrl top`` without a terminal: keys and mouse are sent to it, and its screen is read."""
+"""Runs ``rrl top`` without a terminal, sends keys and mouse events to it, and reads its screen."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CELL_WIDTH = 12.2
 SETTLED_PICTURES = 15
 """The picture counts as settled after this number of equal pictures in a row, 0.02 s apart."""
 LEASE_AHEAD_S = 25.0
-"""Time (s) by which a lease is dated into the future, because nothing renews it: a lease is stale 30 s after its
-time."""
+"""Time (s) by which a lease is dated into the future, because nothing renews it. A lease is stale 30 s after its
+date."""
 
 
 class Top:
@@ -47,12 +47,15 @@ class Top:
             await self.pilot.pause(0.02)
 
     async def shows(self, *texts: str) -> str:
-        """Wait until the screen has all texts, and return the whole of it."""
+        """Wait until the screen contains all texts, and return the whole screen."""
         await self.until(lambda: all(text in self.text() for text in texts))
         return self.text()
 
     async def settled_picture(self) -> str:
-        """Return the picture once it no longer changes: focus, footer and scrollbars are updated after the content."""
+        """Return the picture once it no longer changes.
+
+        Textual updates focus, footer and scrollbars after the content.
+        """
         pictures = [self.picture()]
 
         def settled() -> bool:
@@ -111,6 +114,6 @@ def managed(run: RunDir) -> RunDir:
 
 
 def without_web_font(svg: str) -> str:
-    """Return a picture by rich or Textual without its web font, so that it loads nothing from other servers."""
+    """Return a picture by rich or Textual without its web font, so that it loads no file from a server."""
     svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
     return svg.replace("Fira Code, monospace", f"{_FONTS}, monospace")

@@ -1,4 +1,4 @@
-"""Wait for another thread or process, with a generous deadline."""
+"""Waits for another thread or process, with a generous deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for dcgm-exporter: serves a metrics page by HTTP/1.0 on a port of this machine, as Go's net/http does."""
+"""A stand-in for dcgm-exporter, which serves a page of metrics by HTTP/1.0 as Go's net/http does."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def page(uuids: Mapping[int, str], *lines: str, last_xid: int = 0) -> str:
 
 
 class Exporter:
-    """The server. ``text`` is the current page, ``status`` the HTTP status. If ``silent``, it accepts connections
-    without replying."""
+    """A server of ``text``, the current page, with the HTTP status ``status``.
+
+    If ``silent``, it accepts connections and sends no reply.
+    """
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/metrics"

@@ -1,4 +1,4 @@
-"""Tiny models in vLLM engines of this process, and the log-probabilities that torch computes for their samples."""
+"""Runs tiny models in vLLM engines of this process, and computes log-probabilities of their samples by torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import config as vllm_setup
 from rrl.roles.trajectories.types import Item, Segment
 
-torch.set_num_threads(1)  # before vLLM, which forbids it later; two threads on one busy core take 250 ms per step
+torch.set_num_threads(1)  # before vLLM, which forbids it later; with two threads a step takes 250 ms
 VOCABULARY = 101
 EOS = 1
 ATOL = 1e-3
-"""Largest difference of log-probabilities that is accepted; in float32 it is about 1e-5."""
+"""Largest accepted difference of log-probabilities (nats). In float32 the difference is about 1e-5."""
 MEMORY = 512 * 2**20
 SPEC = ModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2, head_dim=32, max_length=256,
@@ -29,7 +29,7 @@ SPEC = ModelSpec(
 
 
 def tied_folder(folder: Path) -> ModelSpec:
-    """Write a Hugging Face folder of a model whose input and output embeddings are one tensor."""
+    """Write a Hugging Face folder of a model that has one tensor for input and output embeddings."""
     from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -42,7 +42,7 @@ def tied_folder(folder: Path) -> ModelSpec:
 
 
 def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
-    """Return the model with random weights; each seed gives other values in every tensor, norms included."""
+    """Return the model with random weights; each seed gives other values in every tensor, including norms."""
     made = build_model(spec, VOCABULARY, seed)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -104,7 +104,7 @@ class Made:
         return tuple(token for segment in self.segments[trajectory] for token in segment.tokens)
 
     def worst(self, given: Sequence[Item], models: dict[int, nn.Module], temperature: float) -> dict[int, float]:
-        """Return, by step of the version, the largest difference between recorded log-probabilities and torch's."""
+        """Return the largest difference (nats) between recorded log-probabilities and torch's, by version's step."""
         worst: dict[int, float] = {}
         for item in given:
             prefix = [*item.prompt, *(token for segment in item.so_far for token in segment.tokens)]

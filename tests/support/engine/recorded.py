@@ -1,6 +1,6 @@
 """Compares the log-probabilities that a run's rollouts recorded with those that torch computes.
 
-Each token of the store's log is compared under the checkpoint of the version that the log names. The run must have
+For each token of the store's log, torch uses the checkpoint of the version that the log names. The run must have
 kept all its checkpoints.
 """
 
@@ -31,7 +31,7 @@ from rrl.roles.trajectories.durable.records import (
 from rrl.roles.trajectories.types import Segment
 
 _AT_ONCE = 16
-"""Sequences in one forward pass: SmolLM2's logits of 16 sequences take 0.2 GB."""
+"""Number of sequences in one forward pass. SmolLM2's logits of 16 sequences take 0.2 GB."""
 
 
 class Grew(NamedTuple):
@@ -91,7 +91,7 @@ class Recorded:
         load(state, storage_reader=FileSystemReader(self._checkpoints[step]), no_dist=True)
 
     def worst(self, step: int, model: nn.Module, temperature: float) -> float:
-        """Return the largest difference between the log-probabilities recorded under that version and the model's."""
+        """Return the largest difference (nats) between the version's recorded log-probabilities and the model's."""
         several = self.grew[step]
         parts = (several[start : start + _AT_ONCE] for start in range(0, len(several), _AT_ONCE))
         return max(off for part in parts for off in _differences(part, model, temperature))

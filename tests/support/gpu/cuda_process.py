@@ -3,7 +3,7 @@
 It prints "ready" once it holds the memory, and runs until its standard input ends or it is killed. HOW is one of:
 - ``idle``: no kernel runs.
 - ``spin``: kernels run one after another and compute nothing, as in a collective that waits for a lost member.
-- ``orphan``: a child process in a session of its own holds the memory, and survives this process.
+- ``orphan``: a child process in a session of its own holds the memory, and outlives this process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 SPIN_CYCLES = 50_000_000
-"""Clock cycles of one spinning kernel: some hundredths of a second at the 1 to 2 GHz of a GPU."""
+"""Clock cycles of one spinning kernel, which takes some hundredths of a second at the 1 to 2 GHz of a GPU."""
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     if how == "orphan":
         argv = [sys.executable, "-m", "rrl.tests.support.gpu.cuda_process", str(mib), "idle"]
         endless, writer = os.pipe()
-        os.set_inheritable(writer, True)  # the orphan holds the writing end of its own input, which thus never ends
+        os.set_inheritable(writer, True)  # the orphan's input never ends, because the orphan holds the other end
         child = subprocess.Popen(
             argv, stdin=endless, stdout=subprocess.PIPE, text=True, start_new_session=True, close_fds=False
         )

@@ -1,4 +1,4 @@
-"""``make test-gpu``: run tests/gpu on this machine's GPU, with an interpreter that has torch; needs no network.
+"""``make test-gpu``: runs tests/gpu on this machine's GPU, with an interpreter that has torch and without a network.
 
 Only the standard library is imported, because the interpreter may lack rrl and its dependencies. Missing packages
 are installed from a folder of wheels into ``.venv-gpu`` in the root. The interpreter's own packages stay visible
@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-gpu"
 REHEARSAL_ENV = "RRL_GPU_REHEARSAL"
-"""Environment variable. If it is set, the tests run without a GPU: torch's tests on the CPU, NVML's tests with the
-library that the loader finds. Such a rehearsal checks only that the tests themselves work."""
+"""Environment variable. If it is set, the tests run without a GPU: tests with torch use the CPU, tests with NVML use
+the library that the loader finds. Such a rehearsal checks only that the tests themselves work."""
 OLDEST_PYTHON = (3, 11)
 TEST_TOOLS = ("pytest", "pytest-timeout")
 _NVML = "libnvidia-ml.so.1"
@@ -40,7 +40,7 @@ _PROGRAM_PATHS = "import sys; print('\\n'.join(path for path in sys.path if path
 
 
 def no_gpu() -> str:
-    """Return why no GPU can be used here; empty if NVML lists one."""
+    """Return why no GPU can be used on this machine; "" if NVML lists a GPU."""
     try:
         nvml = ctypes.CDLL(_NVML)
     except OSError:
@@ -53,7 +53,7 @@ def no_gpu() -> str:
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """Return the requirements of all tests, and the requirements of only some tests; each as "name requirement"."""
+    """Return the requirements of all tests, and those of only some tests; each has the form "name requirement"."""
     import tomllib  # imported here, because main prints a message for interpreters without it
 
     with (ROOT / "pyproject.toml").open("rb") as file:
@@ -75,7 +75,7 @@ def missing(python: str, wanted: list[str]) -> list[str]:
 
 
 def prepared(python: str, wheels: Path) -> str:
-    """Return an interpreter that has rrl and the requirements of its tests: ``python`` or that of ``.venv-gpu``.
+    """Return an interpreter that has rrl and the requirements of the tests: ``python`` or that of ``.venv-gpu``.
 
     Exits with one line if a package that all tests need is neither installed nor in ``wheels``.
     """
@@ -98,7 +98,7 @@ def prepared(python: str, wheels: Path) -> str:
 def _environment(python: str) -> str:
     """Create ``.venv-gpu`` with the packages of ``python`` and with rrl, and return its interpreter.
 
-    It has no pip of its own, because some machines lack ensurepip; the pip of ``python`` installs into it.
+    The environment has no pip of its own, because some machines lack ensurepip. The pip of ``python`` installs into it.
     """
     subprocess.run([python, "-m", "venv", "--without-pip", "--system-site-packages", ENVIRONMENT], check=True)
     own = str(ENVIRONMENT / "bin" / "python")

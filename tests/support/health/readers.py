@@ -56,14 +56,13 @@ class Hangs(Good):
 
 
 class HangsInC(Good):
-    """Hangs, as a driver's library may, in a C call that holds the interpreter's lock, so that no signal handler
-    runs."""
+    """Hangs in a C call that holds the interpreter's lock, so that no signal handler runs, as in a driver's library."""
 
     name, timeout_s = "stuck", 0.3
 
     def read(self) -> HostData:
         self._note("stuck")
-        lock = ctypes.create_string_buffer(64)  # larger than a pthread_mutex_t; zeros are an unlocked mutex
+        lock = ctypes.create_string_buffer(64)  # larger than a pthread_mutex_t; a mutex of zeros is unlocked
         calls = ctypes.PyDLL(None)
         calls.pthread_mutex_lock(lock)
         calls.pthread_mutex_lock(lock)
@@ -107,7 +106,7 @@ class IsAbsent(Good):
 
 
 class IsDenied(Good):
-    """Is not permitted to read; its creation already fails."""
+    """Is not permitted to read, so that already its creation fails."""
 
     name = "denied"
 

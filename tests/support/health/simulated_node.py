@@ -1,4 +1,4 @@
-"""A node in virtual time whose samples are invented and are judged by the real checks."""
+"""Runs the real checks on the invented samples of a node, in virtual time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def host(**fields: Any) -> HostData:
 
 
 class ObservedNode:
-    """A node that runs its checks after each sample, and then advances by one second; ``found`` has the findings."""
+    """A node that runs its checks after each sample and then advances its time by 1 s; ``found`` has the findings."""
 
     def __init__(self, rules: Rules = Rules()) -> None:
         self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0
@@ -79,7 +79,7 @@ class ObservedNode:
         return self
 
     def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
-        """Add NVML samples with these GPUs in place of GPUs 0 and 1, which are healthy by default."""
+        """Add NVML samples of healthy GPUs 0 and 1; each of ``gpus`` is added, and replaces the GPU with its index."""
         there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
         return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
 

@@ -1,4 +1,4 @@
-"""History files of a small site: a week with several runs of several users."""
+"""Writes history files of a small site, for a week with several runs of several users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rrl.health.history.records import (
 )
 
 BEGAN = 1_767_225_600.0
-"""Time (s) of 2026-01-01, midnight UTC. It lies in the past, because reports leave out records of the future."""
+"""Time (s) of 2026-01-01, midnight UTC. It is in the past, because reports leave out records of the future."""
 HOUR = 3600.0
 GPU = "GPU-5a3c1f00-9d2e-4b11-8c07-0123456789ab"
 ANNA, BEN, CARL = "anna", "ben", "carl"

@@ -1,4 +1,4 @@
-"""Detection traces in virtual time: nodes whose agents and replicas send heartbeats, and the findings about them."""
+"""Simulates the heartbeats of nodes and replicas in virtual time, and returns the findings of the real detectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ROLLOUT = ROLLOUTS[0]
 Observed = tuple[str, str, str]
 """Detector, subject and verdict of a finding."""
 BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
-"""Loads: CPU cores in use, share of the time with a running kernel, share of the time with busy tensor cores."""
+"""Loads of a process: CPU cores in use, share of the time with a running kernel, share of the time with busy tensor
+cores."""
 WORKS, DEAD, NO_PROBE_HANDLER = (
     (ProbeResult.WORKS, "1 token"),
     (ProbeResult.FAILED, "EngineDeadError"),
@@ -28,7 +29,7 @@ WORKS, DEAD, NO_PROBE_HANDLER = (
 )
 """Answers to a probe."""
 _LOAD_INTERVAL_S = 2.0
-"""Time (s) between two loads that an agent sends."""
+"""Time (s) between two reports of load by an agent."""
 
 
 def agent_of(node: str) -> Incarnation:
@@ -64,9 +65,10 @@ class Trace:
         self.stopped: set[Incarnation] = set()
         """Replicas whose loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
-        """Loads that agents send, unless their heartbeats are missing."""
+        """Load that the agent reports of each replica, while the agent sends heartbeats."""
         self.answers: dict[Incarnation, tuple[ProbeResult, str] | None] | None = None
-        """Answers to probes; with None no probes are sent. A replica without an entry answers ``WORKS``."""
+        """Answers to probes; None if no probes are sent. A replica with the answer None does not answer; a replica
+        without an entry answers ``WORKS``."""
         self.probed_at: list[tuple[float, Incarnation]] = []
 
     def node(self, name: str, *incarnations: Incarnation, phase: str = "generate") -> Trace:
@@ -144,7 +146,7 @@ class Trace:
     def learn(
         self, incarnation: Incarnation, name: str, seconds: float, passes: int = 4, between: str = "publish"
     ) -> None:
-        """Take the replica through passes of a phase, so that a baseline exists and the first pass is over."""
+        """Let the replica complete passes of a phase, so that a baseline exists and the first pass is over."""
         for _ in range(passes):
             self.enter(incarnation, name)
             self.play(seconds)
@@ -165,7 +167,7 @@ def unknown(detector: str, about: object) -> Observed:
 
 
 def until_found(trace: Trace, timeout_s: float) -> float:
-    """Return the time (s) until a FAIL."""
+    """Play until a finding with the verdict FAIL, and return the time (s) that has passed."""
     for passed in range(int(timeout_s) + 1):
         if any(observed[2] == "FAIL" for observed in trace.found()):
             return float(passed)

@@ -16,7 +16,8 @@ from rrl.roles.trajectories.types import Item, Segment
 TOKEN_SECONDS = 0.05
 EOS = 1
 BEST_RATE_ENV = "RRL_TEST_BEST_RATE"
-"""Environment variable with a learning rate. If it is set, answers are right only in a job with this learning rate."""
+"""Environment variable with a learning rate. If it is set, answers are right only in a job that has this learning
+rate."""
 HOLD = "hold.{}"
 """Name of a control file in the run directory. While it exists, the rollout with that index stops in the middle of
 its work and creates ``held.<index>``. A test that kills it then knows that its trajectories are unfinished."""

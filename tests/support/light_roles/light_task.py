@@ -1,4 +1,4 @@
-"""A task without a model: the right answer to prompt i is i mod 10."""
+"""A task for roles without a model: the right answer to prompt i is i mod 10."""
 
 from __future__ import annotations
 

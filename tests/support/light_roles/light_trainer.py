@@ -1,8 +1,8 @@
 """A trainer without a model: its weights are the step number, and its checkpoint contains its input.
 
-In the run directory it writes the trajectories that each step trained to ``batches/<step>.<incarnation>.json``, and
-those of each part to ``parts/<step>.<part>.<incarnation>.json``. The ranks of a gang wait for each other at every step
-by files in ``gang/``. If a rank is lost, the others keep waiting for it, as in a collective.
+It writes the trajectories of each step to ``batches/<step>.<incarnation>.json`` in the run directory, and those of each
+part to ``parts/<step>.<part>.<incarnation>.json``. The ranks of a gang wait for each other at every step by files in
+``gang/``. If a rank is lost, the others keep waiting for it, as in a collective.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _follow(me: rrl.Worker, step: int) -> None:
 
 
 def _meet(me: rrl.Worker, where: str) -> None:
-    """Wait until all ranks of this incarnation have arrived."""
+    """Wait until all ranks of this incarnation have called this function."""
     folder = me.run_dir.path / "gang"
     folder.mkdir(exist_ok=True)
     marks = [folder / f"{where}.{me.launch.incarnation.number}.{rank}" for rank in range(me.world)]

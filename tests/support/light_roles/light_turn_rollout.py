@@ -1,6 +1,6 @@
-"""A rollout without a model for runs of agents: it answers each turn of ``examples/agents.toml`` with a random digit.
+"""A rollout without a model that answers each turn of ``examples/agents.toml`` with a random digit.
 
-The digits are random, so that a turn that is sampled again probably has another answer than before.
+The digits are random, so that a turn that is sampled again probably gets another answer than before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def main() -> None:
 
 
 def _answer(item: Item, version: Version) -> Segment:
-    """Return a whole answer: a digit and the end of sequence. Answers are appended whole, so no item has tokens yet."""
+    """Return a whole answer: a digit and the end of sequence.
+
+    No item has tokens yet, because answers are appended whole.
+    """
     assert not item.so_far
     return Segment(item.trajectory, 0, (random.choice(DIGITS), EOS), (-2.3, 0.0), version)
 

@@ -1,4 +1,4 @@
-"""A small run for tests of the accounting: steps of three seconds, and failures with a known time for each stage."""
+"""Builds small runs for tests of the accounting, with steps of 3 s and failures whose stages take known times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A stand-in for the export program; the file ``script`` of the run directory says for each step what it does.
+"""A stand-in for the export program.
 
-``fails`` writes two lines to stderr. ``hangs`` waits until its stdin is closed, and then creates a file. Anything else
+The file ``script`` of the run directory has one word for each step. With ``fails``, the program writes two lines to
+stderr and fails. With ``hangs``, it waits until its stdin is closed, and then creates a file. With any other word, it
 makes the folder.
 """
 

@@ -1,4 +1,4 @@
-"""A message handler with the state of one launched rollout, which keeps the events and messages that it makes."""
+"""Provides a message handler with the state of one launched rollout, and keeps the handler's events and messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Handling:
         )
 
     def handle(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
-        """Handle messages that arrive on one connection; return the messages sent."""
+        """Handle messages that arrive on one connection; return the messages that the handler sent."""
         self.sent.clear()
         for message in messages:
             asyncio.run(self.handle_now(message, peer))
@@ -68,7 +68,7 @@ class Handling:
         await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
-        """Replace the message handler by the one of a new manager, which has only the state."""
+        """Replace the message handler by that of a new manager, which only has the state."""
         self.monitor = HealthMonitor()
         for replica in self._now_state().replicas.values():
             if replica.is_current and replica.node is not None:
@@ -76,7 +76,7 @@ class Handling:
         self._listen()
 
     def fold(self, event: ev.Event) -> None:
-        """Apply an event that the manager records itself; the monitor is informed of launches."""
+        """Apply an event that the manager itself records, and inform the monitor of launches."""
         seq = self.state.seq + 1 if self.state else 1
         self.state = fold(self.state, ev.Stamped(seq, 100.0, 1, event))
         if isinstance(event, ev.Intended) and isinstance(event.action, Launch):

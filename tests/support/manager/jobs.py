@@ -1,4 +1,4 @@
-"""Small jobs for tests of the manager: a store and a reward role that share a node, a trainer, two rollouts."""
+"""Small jobs for tests of the manager: a store and a reward role that share a node, a trainer, and two rollouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def in_node_groups(
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
     start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
 ) -> RunSpec:  # fmt: skip
-    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` gives walltimes (s) of single node groups."""
+    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` has the walltimes (s) of some node groups."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -85,7 +85,7 @@ def commands(
     *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
     form: str = "pool",
 ) -> RunSpec:  # fmt: skip
-    """Return a job without a trainer: it has user-defined roles, and each replica has its own node."""
+    """Return a job without a trainer, with user-defined roles and with one node for each replica."""
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":

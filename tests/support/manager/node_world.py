@@ -1,4 +1,4 @@
-"""A world (:mod:`.world`) of a Slurm that drains, undrains and releases single nodes."""
+"""A virtual cluster (:mod:`.world`) that drains, undrains and releases single nodes, as Slurm does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Nodes(World):
         self.drains: dict[NodeName, str] = {}
         self.may = may
         self.shrinks = ""
-        """Reason for which the cluster refuses to release single nodes; if empty, it releases them."""
+        """Reason with which the cluster refuses to release single nodes; empty if it releases them."""
         self.unanswered = False
-        """True if requests to drain, undrain and shrink stay without an answer."""
+        """True if requests to drain, undrain and release single nodes get no answer."""
         super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)
 
     def _carry_out(self, action: ExternalAction) -> None:
@@ -51,7 +51,7 @@ class Nodes(World):
             self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, status)))
 
     def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
-        """Let the cluster report this state of the node from the next poll on."""
+        """Make the cluster report this state of the node from the next poll on."""
         self._later(
             0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2])))
         )

@@ -1,4 +1,4 @@
-"""Whole runs of the real manager in virtual time, from a script to their end."""
+"""Plays scripted runs of the real manager in virtual time, to their end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = RunKeys.make()
 
 
 class Script(Struct, frozen=True):
-    """The events of a run, and its end."""
+    """What happens in a run, and how the run must end."""
 
     outcome: Outcome
     granted: int
@@ -41,7 +41,7 @@ class Script(Struct, frozen=True):
     """Training step at whose commit a user cancels the run; with -1 no user cancels it."""
     job: RunSpec = JOB
     at_step: dict[int, Callable[[Site], None]] = {}
-    """Committed training step → function that is then called with the site."""
+    """Functions by training step; each is called with the site when its step is committed."""
     resumed: RunSpec | None = None
     """Job with which a user resumes the ended run."""
 
@@ -52,7 +52,7 @@ COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
 def run_to_end(
     script: Script = COMPLETES, prepared: Callable[[Site], None] = lambda site: None
 ) -> tuple[Site, Outcome, State]:
-    """Play a run to its end; return its site, its outcome and the state that its journal folds to."""
+    """Play a run to its end; return its site, its outcome and the fold of its journal."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)  # no script has a power cut, so no write is lost
         run = RunDir(Path(folder) / RUN)
@@ -93,20 +93,20 @@ def starts(site: Site) -> Counter[str]:
 def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State) -> None:
     assert_over(script, site, outcome, state)
     started = starts(site)
-    assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault was lost with its manager
-    for node in range(1, 6):  # 0: the launch was lost with its manager, and the run ended before it was repeated
+    assert started.pop("rollout-0") in (1, 2)  # 1 if the planned fault was lost with its manager
+    for node in range(1, 6):  # 0 if the launch was lost with its manager, and not repeated before the end
         assert started.pop(f"agent-n{node}", 0) in (0, 1)
     again = 1 + (script.crash_at >= 0)
     assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}
 
 
 def recorded_lifetimes_ns(state: State) -> dict[str, int]:
-    """Return the time of all processes of each role, as their clocks are recorded."""
+    """Return the summed lifetimes (ns) of each role's processes, as the manager recorded them."""
     return {role: point.total_ns for role, point in state.idle_times.now.roles.items()}
 
 
 def reported_lifetimes_ns(site: Site) -> Counter[str]:
-    """Return the time of all processes of each role, as they last reported it."""
+    """Return the summed lifetimes (ns) of each role's processes, as each process last reported it."""
     reported = Counter[str]()
     for incarnation, spent in site.lifetimes_ns.items():
         reported[role_of(incarnation.replica)] += spent

@@ -1,6 +1,6 @@
-"""A whole site in virtual time around the real manager: a cluster, agents, workers, and the messages between them.
+"""Simulates the site of a real manager in virtual time: a cluster, agents, workers, and the messages between them.
 
-The site outlasts the manager. The manager can be killed at any record, in the middle of an operation; nothing that it
+The site outlasts the manager. The manager can be killed at any record, in the middle of an operation. Nothing that it
 does after the kill reaches the site. Files are real.
 
 Use :class:`Site` for tests of what happens between decisions and their effects, such as late or repeated messages, lost
@@ -67,7 +67,7 @@ _PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", STANDBY_
 
 
 class Killed(BaseException):
-    """Raised in the manager at the moment when it is killed with SIGKILL."""
+    """Raised in the manager when it is killed, as if by SIGKILL."""
 
 
 class Site:
@@ -103,7 +103,7 @@ class Site:
         """Lifetime that each incarnation of a role last reported, whether a manager received the report or not."""
         self.dead_nodes: set[NodeName] = set()
         self.still_listed: dict[str, NodeName] = {}
-        """Steps of dead nodes that the cluster lists until their allocation loses the node, as Slurm does."""
+        """Steps of dead nodes. As Slurm does, the cluster lists them until their allocation loses the node."""
         self.cut_off: set[NodeName] = set()
         """Nodes whose processes run, although no message from or to them arrives."""
         self.is_silent = False
@@ -125,18 +125,19 @@ class Site:
         """Number of the record after which the disk is full, for ``full_flushes`` flushes."""
         self.full_flushes = 6
         self.done_after = 15.0
-        """Seconds that a command of replica 0 works before it exits; replica n works n + 1 times as long."""
+        """Seconds that a command of replica 0 works before it exits. A command of replica n works n + 1 times as
+        long."""
         self.blink = False
         """True if every second poll misses allocations and steps, or fails."""
         self.polls = 0
         self.at_step: dict[int, Callable[[Site], None]] = {}
-        """Callbacks by the training step at whose commit they are called."""
+        """Callbacks by training step; each is called when its step is committed."""
         self.drained: dict[NodeName, str] = {}
         """Drained nodes, with the reason."""
         self.shrunk: list[NodeName] = []
-        """Nodes that were released singly."""
+        """Nodes that were released singly, while the rest of their allocation remained."""
         self.clock_jump = 0.0
-        """Seconds by which the host's clock is wrong; a test sets the number during the run."""
+        """Seconds by which the host's clock is wrong. Tests change this number during the run."""
         self.ill: dict[NodeName, tuple[Finding, ...]] = {}
         """Findings that agents report on their nodes."""
         self.meanwhile: Callable[[], None] = lambda: None
@@ -148,7 +149,7 @@ class Site:
         """Open journals."""
         self.listener: FakeListener | None = None
         self.now: Mortal = Mortal()
-        """Connection of the current manager."""
+        """The current manager's connection to the site."""
         self._written = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -206,9 +207,9 @@ class Site:
         self.max_nodes_held = max(self.max_nodes_held, sum(len(nodes) for nodes in self.allocations.values()))
 
     def cancel_everything(self, listed: bool) -> None:
-        """Cancel every job of the run from outside: its steps stop, and its nodes are the first to be granted again.
+        """Cancel every job of the run from outside: the steps stop, and the nodes are the next ones to be granted.
 
-        With ``listed`` the cluster still lists the jobs as cancelled; otherwise it lists them no longer.
+        With ``listed`` the cluster still lists the jobs, as cancelled. Otherwise it no longer lists them.
         """
         for actor in list(self.actors.values()):
             actor.ends(ExitReason.STOPPED)
@@ -246,7 +247,7 @@ class Site:
     def _gpus_for(self, node: NodeName, count: int, shared: bool) -> tuple[str, ...]:
         """Return the GPUs of a new step: all GPUs of the node if its process shares the node, else the first free GPUs.
 
-        As in Slurm, the GPUs of a process that shares the node do not count as taken, even once it is promoted.
+        As in Slurm, the GPUs of a process that shares the node do not count as taken, even after its promotion.
         """
         every = tuple(f"{node}-gpu{index}" for index in range(self.job.node_groups[0].node.gpus))
         if shared:
@@ -347,8 +348,7 @@ class Site:
                 actor.finds(finding)
 
     def crash(self, node: NodeName, listed: bool = False) -> None:
-        """End everything on the node. With ``listed`` the cluster does not notice this, and still lists the node's
-        steps."""
+        """End all processes on the node. With ``listed`` the cluster still lists the node's steps."""
         self.dead_nodes.add(node)
         for actor in [actor for actor in self.actors.values() if actor.node == node]:
             if listed:
@@ -379,15 +379,15 @@ class Mortal:
 class Actor:
     """A step: its first process and its worker as one object, or an agent.
 
-    ``incarnation`` is the incarnation of its worker; its first process always reports the incarnation of its launch,
-    ``launched``.
+    ``incarnation`` is the incarnation of the worker, which a promotion changes. The first process always reports
+    ``launched``, the incarnation of its launch.
     """
 
     def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName, gpus: tuple[str, ...]) -> None:
         self.site, self.tag, self.incarnation, self.node = site, tag, incarnation, node
         self.launched = incarnation
         self.gpus = gpus
-        """The GPUs that it uses; for a standby process that shares its node, the GPUs that are visible to it."""
+        """The GPUs that the process uses; for a standby process that shares its node, the GPUs that it can see."""
         self.shares_node = role_of(incarnation.replica) == STANDBY_ROLE and shares_node(site.job, incarnation.replica)
         self.peer = tag.encode()
         self.working = False
@@ -472,8 +472,7 @@ class Actor:
             self._end(ExitReason.EXITED)
 
     def _report_evaluation(self) -> None:
-        """Report, as the store does, the first evaluation that the manager has not confirmed, if its step is
-        committed."""
+        """Report the first unconfirmed evaluation once its step is committed, as the store does."""
         step = self.site.evaluations_confirmed + 1
         if self.role == "trajectories" and self.site.job.eval is not None and step <= self.site.committed:
             self._send(msg.Evaluated(self.incarnation, step, {"reward": 0.5}))
@@ -594,7 +593,7 @@ class FakeListener:
 
 
 class FakeCluster:
-    """The manager's side of the cluster: commands take time, and their answers can be lost with the manager."""
+    """The cluster as the manager calls it. Commands take time, and their answers can be lost with the manager."""
 
     def __init__(self, site: Site, mortal: Mortal) -> None:
         self._site, self._mortal = site, mortal
@@ -711,7 +710,7 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
             return FakeListener(mortals, epoch)
 
     class NoLogs:
-        """A log collector that does nothing: a real socket does not run in virtual time."""
+        """A log collector that does nothing, because a real socket does not work in virtual time."""
 
         def __init__(self, *_: Any) -> None:
             pass

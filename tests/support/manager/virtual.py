@@ -1,5 +1,4 @@
-"""An asyncio event loop in virtual time: waiting costs no real time, and the same program always runs in the same
-way."""
+"""An asyncio event loop in virtual time: waiting takes no real time, and every run of a program is the same."""
 
 from __future__ import annotations
 

@@ -4,15 +4,17 @@ After every event the planner is called, as in the runtime, and its plan is chec
 - the plan depends only on the state;
 - after its decisions are folded into the state, planning again soon gives an empty plan;
 - its actions carry evidence;
-- the plan was not due earlier than the planner had announced. Time advances only from event to event.
+- the plan was not due earlier than the planner had announced.
 
 Use :class:`World` for tests of decisions. It runs only the pure core, ``fold`` and ``plan``. Health detectors,
-messages, executor, journal and lease are left out: in place of their reports, the test or the world records events. So
-runs of many hours are cheap, and after the death of a manager the next one begins with a fold of the recorded events.
+messages, executor, journal and lease are left out: instead of them, the test or the world records events, and time
+advances only from event to event. So runs of many hours are cheap, and after the death of a manager the next one begins
+with a fold of the recorded events.
 
-For all that lies between a decision and its effect use :class:`.site.Site`, which runs the real manager. The two have
-separate cluster models, because their interfaces differ: World's cluster takes planned actions and answers by events;
-Site's cluster implements the cluster backend, and the manager under test makes events of its results and polls.
+For tests of what happens between a decision and its effect use :class:`.site.Site`, which runs the real manager. World
+and Site have separate cluster models, because their interfaces differ. World's cluster takes planned actions and
+answers by events. Site's cluster implements the cluster backend, and the manager under test makes events of its results
+and polls.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ from rrl.tests.support.manager.jobs import RUN
 A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
-"""Number of plans in a row that are not empty, after which the planner counts as never coming to rest."""
+"""Number of plans in a row that are not empty, after which the test fails because the planner does not settle."""
 _FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY}
 
 
@@ -101,17 +103,18 @@ class World:
         self.raises_on: dict[NodeName, RaisedException] = {}
         """Nodes on which every process ends after it joined and before its first work, with the exception."""
         self.slow_to_join = 0.7
-        """Seconds that a role takes to join once its first process runs; processes of broken roles end sooner."""
+        """Seconds from the start of a role's first process until the role joins. Processes of broken roles end
+        sooner."""
         self.unfit: dict[NodeName, str] = {}
-        """Nodes whose probe fails, with its message."""
+        """Nodes whose probe fails, each with the message of the probe."""
         self.refuse_launch: set[NodeName] = set()
         """Nodes on which the cluster rejects every launch."""
         self.refuse_release = 0
-        """Number of requests to release an allocation that the cluster will refuse next."""
+        """Number of releases of an allocation that the cluster refuses from now on, before it accepts the next one."""
         self.refuse_stop = 0
-        """Number of requests to stop a step that the cluster will refuse next."""
+        """Number of stops of a step that the cluster refuses from now on, before it accepts the next one."""
         self.unanswered = False
-        """True if requests are neither granted nor rejected until ``land``."""
+        """True if requests get no answer until :meth:`land` grants them."""
         self.slow_to_stop = 0.2
         """Seconds that a stopped step takes to end; inf if it never ends."""
         self.dead: set[NodeName] = set()
@@ -123,10 +126,10 @@ class World:
         self.unresponsive: set[NodeName] = set()
         """Nodes whose standby processes never answer a promotion."""
         self.die_before = 0
-        """Number of the decision or intent (from 1) before whose record the manager fails; then the next manager takes
-        over."""
+        """The manager fails before it records the decision or intent with this number, and the next manager takes over.
+        The first one has number 1; with 0 the manager does not fail."""
         self.planned = 0
-        """Number of decisions and intents recorded."""
+        """Number of decisions and intents that were planned so far."""
         self._tags: set[str] = set()
         self._incarnations: set[Incarnation] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -144,7 +147,7 @@ class World:
         return self._state
 
     def play(self, until: Callable[[], bool] = lambda: False, timeout_s: float = 3600.0) -> World:
-        """Let events happen until ``until()`` is true, nothing is left to happen, or ``timeout_s`` have passed."""
+        """Let events happen until ``until()`` is true, no event is left, or ``timeout_s`` seconds have passed."""
         end = self.now + timeout_s
         self._turn()
         while not until() and not self.over:
@@ -194,7 +197,7 @@ class World:
         self.happen(ev.CommandReceived("cancel", "me", "c1"))
 
     def kill(self, replica: ReplicaId) -> None:
-        """Kill the replica's process; the step's exit record follows."""
+        """Kill the replica's process; its step's exit record is reported after that."""
         record = self.state.replica(replica)
         if record.step in self.steps:
             assert record.step is not None
@@ -208,19 +211,19 @@ class World:
             self.happen(found(record.incarnation, "no_progress", self.now))
 
     def lose_node(self, node: NodeName) -> None:
-        """Let every heartbeat from the node fail; the detectors report the node."""
+        """Lose every heartbeat from the node, so that the detectors report the node."""
         self.dead.add(node)
         self.steps = {tag: step for tag, step in self.steps.items() if step[1] != node}
         self._later(self.state.job.limits.silence, lambda: self.record(lost(node, self.now)))
 
     def drop(self, tag: str, state: AllocationState | None = None) -> None:
-        """Let the cluster end an allocation by itself."""
+        """Let the cluster end an allocation without a request of the manager."""
         nodes = self._give_back(tag)
         status = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
         self.happen(ev.AllocationChanged(tag, status))
 
     def land(self) -> None:
-        """Grant the unanswered requests after all."""
+        """Grant the requests that got no answer, and answer the next ones."""
         self.unanswered = False
         for tag, ask in self.requests.items():
             if tag in self.state.intents:
@@ -324,7 +327,7 @@ class World:
                 else:
                     self.record(ev.Decided(action))
         else:
-            raise AssertionError(f"the plan does not come to rest: {planned.actions}")
+            raise AssertionError(f"the plan does not settle: {planned.actions}")
         assert planned.wake_at > self.now, "the next planning time is in the past"
         self.over = planned.over
 
@@ -428,8 +431,7 @@ class World:
             self._later(0.3, lambda: self._hello(action))
 
     def _finds_memory(self, action: Launch) -> None:
-        """Check that a rollout's standby process has free GPU memory, and that no other process is started in its
-        memory."""
+        """Check that a rollout's standby process has free GPU memory and keeps this memory to itself."""
         running = [incarnation for incarnation, node in self.steps.values() if node == action.node]
         engines = [incarnation for incarnation in running if _memory_claim(incarnation)]
         if _memory_claim(action.incarnation):
@@ -546,7 +548,7 @@ def _memory_claim(incarnation: Incarnation) -> bool:
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
-    """Return the reason and the detail in a text of ``exit_text``; any other text as a whole is the detail."""
+    """Return the reason and the detail of a text of ``exit_text``. Any other text is a detail as a whole."""
     reason, _, detail = text.partition(": ")
     return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
 
@@ -598,7 +600,7 @@ def charged(world: World) -> list[tuple[str, Rung]]:
 
 
 def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
-    """Record a finding of failure, and let the planner decide before anything else happens."""
+    """Record a finding of failure, and let the planner decide before the next event."""
     world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
 
 

@@ -25,7 +25,7 @@ from typing import Self
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 STATE_ENV = "RRL_FAKE_NVML"
 SONAME = "libnvidia-ml.so.1"
-"""Name of the library that nvidia-ml-py loads; on Linux it uses only the loader's search path."""
+"""Name of the library that nvidia-ml-py loads. On Linux, nvidia-ml-py uses only the loader's search path."""
 
 ERRORS = {
     "UNINITIALIZED": 1, "INVALID_ARGUMENT": 2, "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "NOT_FOUND": 6,
@@ -47,8 +47,8 @@ _REASONS = (
 TEXTS = ("uuid", "name", "serial", "vbios", "pci")
 LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
 FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))
-"""Names that :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few of the
-stand-in's own."""
+"""Names that :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few that only the
+stand-in has."""
 
 FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) - {"nvmlInit_v2"}
 """Names that :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2."""
@@ -60,8 +60,8 @@ Value = int | str | bool | Iterable[str] | None
 def library(old: bool = False) -> Path:
     """Return the folder with the library, which is compiled once for each version of its source.
 
-    The folder is in the virtual environment and is removed with it. Several processes may call this at the same time.
-    With ``old``, the library lacks the functions that a driver before r525 lacks.
+    The folder is in the virtual environment. Several processes may call this at the same time. With ``old``, the
+    library lacks the functions that a driver before r525 lacks.
     """
     flags = ["-DOLD_DRIVER"] if old else []
     digest = sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:16]
@@ -97,16 +97,18 @@ class FakeDriver:
         self._write()
 
     def env(self) -> dict[str, str]:
-        """Return the environment of a process that uses this driver; the loader reads it only at the start of a
-        process."""
+        """Return the environment of a process that uses this driver.
+
+        The loader reads the environment only at the start of a process.
+        """
         others = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
         return {"LD_LIBRARY_PATH": ":".join([str(self._library), *others]), STATE_ENV: str(self.state)}
 
     def load(self) -> None:
-        """Load the library into this process; the loader then uses this library for the name of NVML's library.
+        """Load the library into this process, so that the loader finds it under the name of NVML's library.
 
-        Without ``RRL_FAKE_NVML`` in the environment the library reports that no driver is loaded, as other tests of
-        this process expect.
+        If the environment lacks ``RRL_FAKE_NVML``, the library reports that no driver is loaded, as other tests of this
+        process expect.
         """
         ctypes.CDLL(str(self._library / SONAME))
 
@@ -145,8 +147,10 @@ class FakeDriver:
         return self._write()
 
     def fail(self, function: str, error: str | int, gpu: int | None = None) -> Self:
-        """Make a function fail: one of NVML's exported functions, ``*`` for all that take a device, or
-        ``field:<ID>``."""
+        """Make a function of NVML fail.
+
+        ``function`` is an exported function, ``*`` for all functions that take a device, or ``field:<ID>``.
+        """
         code = error if isinstance(error, int) else ERRORS[error]
         self._failing[_exported(function), -1 if gpu is None else gpu] = code
         return self._write()
@@ -161,7 +165,7 @@ class FakeDriver:
         return self._write()
 
     def heal(self) -> Self:
-        """End all failures and hangs; values stay as they are."""
+        """End all failures and hangs; fields keep their values."""
         self._failing.clear()
         self._hanging.clear()
         return self._write()
@@ -177,7 +181,7 @@ class FakeDriver:
 
     def _write(self) -> Self:
         lines = [f"gpus {self._count}", f"driver {self._version}", f"epoch {self._epoch}"]
-        # values for all GPUs come first, whenever they were set, so that a value for one GPU replaces them
+        # values for all GPUs are written first, so that a value for one GPU replaces them, even if it was set earlier
         lines += sorted(f"{where} {field} {value}" for (where, field), value in self._values.items())
         lines += [f"process {gpu} {pid} {memory}" for (gpu, pid), memory in self._processes.items()]
         lines += [f"fail {function} {code} {gpu}" for (function, gpu), code in self._failing.items()]
@@ -189,7 +193,7 @@ class FakeDriver:
 
 
 def _exported(function: str) -> str:
-    """Return the exported name of a function whose name is given with or without its version, as in nvmlInit_v2."""
+    """Return the exported name of a function, whose name may lack its version (such as ``_v2`` of nvmlInit_v2)."""
     if function == "*" or function.startswith("field:"):
         return function
     plain = re.sub(r"_v\d$", "", function)

@@ -1,4 +1,4 @@
-"""Reads with the NVML reader, in this process or in a new one in which the loader searches again."""
+"""Reads by the NVML reader, in this process or in a new process, in which the loader searches the library again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def result_of_child(environ: Mapping[str, str]) -> str:
-    """Return what one read in a new process prints."""
+    """Return the output of one read in a new process."""
     process = start(environ)
     output, _ = process.communicate("read\n", timeout=SECONDS)
     assert process.returncode == 0
@@ -55,10 +55,9 @@ def read_in_child(environ: Mapping[str, str]) -> NvmlData:
 
 
 def reading_error(gpu: Gpu, healthy: Gpu) -> list[str]:
-    """Return what is wrong with a sample of which a part could not be read.
+    """Return what is wrong with a sample of which a part could not be read; empty if nothing is wrong.
 
-    A value is wrong if it is neither as in ``healthy`` nor missing with a reason. An empty result means that nothing is
-    wrong.
+    A value is wrong if it differs from ``healthy`` and is not missing with a reason.
     """
     wrong = []
     for field in Gpu.__struct_fields__:

@@ -1,4 +1,4 @@
-"""Records NVML's answers on a node with a real GPU, as a fixture to compare the stand-in driver with.
+"""Records NVML's answers on a node with a real GPU, so that tests can compare the stand-in driver with them.
 
     python -m rrl.tests.support.nvml.record > tests/data/recorded/nvml/h100.json
 
@@ -37,7 +37,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Version of nvidia-ml-py."""
     reading: NvmlData
     calls: tuple[dict[str, str], ...]
-    """For each GPU: field (and alternative, if there are several) → NVML's answer, or the reason why there is no
+    """For each GPU: NVML's answer by field (and by alternative, if there are several), or the reason why there is no
     answer."""
     cpu_seconds: float
     """CPU time (s) of this process per read, over :data:`READS` reads."""
@@ -66,8 +66,10 @@ def record() -> Recording:
 
 
 def play(recording: Recording, folder: Path) -> FakeDriver:
-    """Return a stand-in driver that answers as the recorded driver did. Processes are left out, because they were
-    processes of another machine."""
+    """Return a stand-in driver that answers as the recorded driver did.
+
+    Processes are left out, because they were processes of another machine.
+    """
     driver = FakeDriver(folder).gpus(len(recording.reading.gpus)).version(recording.reading.driver)
     for gpu in recording.reading.gpus:
         for field in ("uuid", "name", "serial", "vbios"):

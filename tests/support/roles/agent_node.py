@@ -1,4 +1,4 @@
-"""A real agent on a node, the steps that a test starts beside it, and a manager that only listens."""
+"""A real agent on a node, the steps that a test starts beside it, and a manager that only receives messages."""
 
 from __future__ import annotations
 

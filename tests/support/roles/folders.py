@@ -52,7 +52,7 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
 
 
 def tokenizer(path: Path) -> None:
-    """Write a tokenizer of single bytes, with a start token before plain prompts, and a chat template."""
+    """Write a tokenizer of single bytes with a chat template; it puts a start token before plain prompts."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate((*SPECIAL, *characters))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""Workers of the worker API, each in a thread or process, with a manager that only listens and a real store."""
+"""Runs workers of the worker API, each in a thread or process, with a stand-in for the manager and a real store."""
 
 from __future__ import annotations
 

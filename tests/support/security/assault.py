@@ -1,4 +1,4 @@
-"""A sustained attack on all ports of a run, and its cost (also for ``benchmarks/hostile_ports.py``)."""
+"""Attacks all ports of a run, and measures the cost of the attack (also for ``benchmarks/hostile_ports.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import FromManager, Heartbeat
 
 RECOVERY_TIMEOUT_S = 40.0
-"""Deadline (s) for the number of descriptors to return to its initial value: four times the handshake deadline."""
+"""Time (s) within which the number of descriptors must return to its initial value: four times the handshake
+deadline."""
 _NOBODY = Incarnation(ReplicaId("rollout/999"), 1)
 
 
@@ -29,13 +30,13 @@ class Target(Struct, frozen=True):
     """A process of the run that listens on ports."""
 
     name: str
-    """``manager``, or the id of the replica."""
+    """The name ``manager``, or the id of the replica."""
     pid: int
     ports: tuple[tuple[str, int], ...]
 
     @property
     def weights(self) -> bool:
-        """Return whether its ports serve weights or snapshots, which begin with the same handshake."""
+        """Return whether the process's ports serve weights or snapshots, which begin with the same handshake."""
         return self.name.startswith(("trainer", "rollout", "agent"))
 
 
@@ -48,8 +49,7 @@ class Cost(Struct, frozen=True):
     """Largest value of each resource during the attack."""
     after: Footprint
     frames: int
-    """Number of malformed messages that the port with the fewest received; ports that accept no connection are left
-    out."""
+    """Lowest number of malformed messages that a port received. Ports that accept no connection are left out."""
 
     @property
     def memory_growth(self) -> float:
@@ -61,13 +61,13 @@ class Cost(Struct, frozen=True):
 
 
 class Storm(Struct, frozen=True):
-    """The part of an attack in which its frames are sent; the wait for the descriptors follows it."""
+    """The part of an attack in which frames are sent, before the wait for the descriptors."""
 
     seconds: float
     cpu_s: float
     """CPU time (s) of the attacking process."""
     steps: int
-    """Number of steps that the run committed during this time."""
+    """Number of steps that the run committed while frames were sent."""
 
 
 def targets(run: TestRun) -> list[Target]:
@@ -84,11 +84,12 @@ def targets(run: TestRun) -> list[Target]:
 def assault(
     run: TestRun, victims: Sequence[Target], frames: int, halves: int, before: Sequence[Footprint] = ()
 ) -> tuple[list[Cost], Storm]:
-    """Attack all ports of the victims; return the cost for each victim, and the time in which frames were sent.
+    """Attack all ports of the victims; return the cost for each victim, and the part in which frames were sent.
 
     Each port receives ``frames`` malformed messages, while ``halves`` connections to it stop in the middle of the
     handshake. Ports of the control plane also receive ``frames`` malformed messages from a member with the run's
-    keys. Returns once all processes have as many descriptors as before, or ``RECOVERY_TIMEOUT_S`` s after the end.
+    keys. The function returns once all processes have as many descriptors as before, or ``RECOVERY_TIMEOUT_S`` s after
+    the last frame.
     """
     keys = RunKeys.load(run.run.keys)
     before = before or [Footprint.of(victim.pid) for victim in victims]
@@ -123,8 +124,10 @@ def _cpu_s() -> float:
 
 
 def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
-    """Attack each victim from a thread of its own; return :attr:`Cost.frames` of each. Raises the first error of a
-    thread."""
+    """Attack each victim from a thread of its own; return :attr:`Cost.frames` of each victim.
+
+    Raises the first error of a thread.
+    """
 
     def attack(victim: Target) -> int:
         reported = []
@@ -141,7 +144,7 @@ def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
 
 
 async def _recorded(port: tuple[str, int], keys: RunKeys) -> bytes:
-    """Record and return all bytes of an authenticated session."""
+    """Record an authenticated session, and return all its bytes."""
     async with Proxy(port[1]) as proxy:
         dialer = Dialer(keys, FromManager, lambda: Address(0, f"tcp://127.0.0.1:{proxy.port}"))
         task = asyncio.create_task(dialer.run())

@@ -1,7 +1,6 @@
-"""Sends to a port what a stranger or a faulty member with the run's keys can send: malformed frames, unfinished
-handshakes.
+"""Sends malformed frames and unfinished handshakes, as from an attacker without keys or from a faulty member.
 
-All functions block without waiting for an answer, so they run in their own thread or process.
+All functions block and wait for no answer, so they run in a thread or process of their own.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import PROTOCOL_VERSION
 
 CONNECT_BY = 4.0
-"""Seconds until a connection attempt is given up. With a full backlog the kernel retries after 1 s, and again 2 s
-later."""
+"""Timeout (s) of a connection attempt. With a full backlog, the kernel retries after 1 s, and again 2 s later."""
 SEND_TIMEOUT_MS = 60_000
-"""A process that takes no frame for this time (ms) has ended; even a busy process takes some frames in it."""
+"""A process that reads no frame for this time (ms) counts as ended, because even a busy process reads some frames."""
 _DEAF = 1.2
-"""Seconds after which a port counts as not accepting connections; by then the kernel has retried once."""
+"""Seconds without a connection after which a port counts as closed. The kernel has retried once in this time."""
 _AT_ONCE = 50
-"""Number of connections of one barrage that are open at the same time. It is as large as possible without using up the
+"""Number of connections of one barrage that are open at the same time; with many more, the attacker would run out of
 ports."""
 
 
@@ -44,16 +42,20 @@ def _command(body: bytes) -> bytes:
 
 
 def half_handshakes(weights: bool) -> list[bytes]:
-    """Return beginnings of a handshake after which an attacker stays silent: nothing, a byte, a greeting, half a
-    handshake."""
+    """Return beginnings of a handshake: nothing, a byte, a greeting, half a handshake.
+
+    The attacker sends nothing after them.
+    """
     if weights:
         return [b"", b"\1", bytes(31), bytes(32), bytes(32) + bytes(16)]
     return [b"", b"\xff", greeting()[:40], greeting(), greeting() + _command(b"\x05HELLO" + bytes(194))[:100]]
 
 
 def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
-    """Return one message with which no process of rrl would begin. ``recorded`` is a member's session that may be
-    replayed."""
+    """Return one message with which no process of rrl would begin.
+
+    ``recorded`` is the session of a member, of which the message may replay a part.
+    """
     noise = chance.randbytes(chance.randrange(1, 200))
     hello = b"\x05HELLO"
     kinds: list[bytes] = [
@@ -79,7 +81,7 @@ def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
 
 
 def mad_frame(chance: random.Random) -> bytes:
-    """Return one frame that a faulty member, or a member with another version of rrl, might send."""
+    """Return one frame that a faulty member or a member with another version of rrl might send."""
     good = msgspec.msgpack.encode(
         (PROTOCOL_VERSION, 0, None, {"type": "Heartbeat", "incarnation": ["x/0", 1], "phase": "x", "done": 1})
     )
@@ -96,7 +98,7 @@ def mad_frame(chance: random.Random) -> bytes:
 def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b"") -> int:
     """Send ``frames`` malformed messages, each on a connection of its own; half of these are closed, half are reset.
 
-    Returns how many could be sent: 0 if the port accepts no connection.
+    Returns the number of messages that could be sent, which is 0 if the port accepts no connection.
     """
     chance, reported = random.Random(seed), 0
     open_now: list[socket.socket] = []
@@ -120,7 +122,10 @@ def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b
 
 
 def deaf(at: tuple[str, int]) -> bool:
-    """Return whether the port accepts no connection. UCX closes a port together with the connection that uses it."""
+    """Return whether the port accepts no connection.
+
+    UCX closes a port together with the connection that uses it.
+    """
     try:
         socket.create_connection(at, _DEAF).close()
     except (TimeoutError, ConnectionRefusedError):
@@ -139,7 +144,7 @@ def _hang_up(connections: list[socket.socket], chance: random.Random) -> None:
 
 @contextlib.contextmanager
 def half_open(at: tuple[str, int], count: int, weights: bool) -> Iterator[list[socket.socket]]:
-    """Provide ``count`` connections that begin a handshake and stay silent until the block ends."""
+    """Provide ``count`` connections that begin a handshake and then send nothing until the block ends."""
     beginnings = half_handshakes(weights)
     connections: list[socket.socket] = []
     try:
@@ -158,7 +163,7 @@ def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) ->
     """Send unreadable frames as a member of the run that has its keys.
 
     Raises:
-        zmq.Again: The process at the endpoint takes no more frames: it has ended, for example.
+        zmq.Again: The process at the endpoint reads no more frames, for example because it has ended.
     """
     chance = random.Random(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -191,7 +196,7 @@ class Footprint(Struct, frozen=True):
 
 
 def ports_of(pid: int) -> list[tuple[str, int]]:
-    """Return every TCP port on which the process listens, as an address to connect to."""
+    """Return every TCP port on which the process listens, each with an address to connect to."""
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

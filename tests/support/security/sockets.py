@@ -1,5 +1,4 @@
-"""Lists all sockets that the processes of a run have bound, as the kernel reports them, to show who could reach
-them."""
+"""Lists all sockets that the processes of a run have bound, with the addresses from which they can be reached."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Bound(Struct, frozen=True, order=True):
 
 
 def bound_by(pids: Iterable[int]) -> list[Bound]:
-    """Return the bound sockets of these processes, without those of processes that have just ended."""
+    """Return the bound sockets of these processes; a process that has just ended has none."""
     return sorted({one for pid in pids for one in _of(pid)})
 
 

@@ -2,8 +2,8 @@
 
 ``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints a JSON object: for each port the ways in which
 a UCX process was reached. UCX's interface port accepts a peer that sends the 42 bytes with which UCX begins; puts and
-gets over that connection need no key. These bytes, and UCX's answer to them, are recorded from a UCX of this process.
-The other way is a connection to UCX's listener by host and port.
+gets over that connection need no key. The attack records these bytes, and UCX's answer to them, from two UCX contexts
+in this process. The other way to reach a process is a connection to UCX's listener by host and port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights.ucx import MIN_HELLO_BYTES
 
 TRY_S = 2.0
-"""Seconds for one attempt; a UCX answers within 0.2 s on a busy machine."""
+"""Timeout (s) of one attempt. UCX answers within 0.2 s on a busy machine."""
 MESSAGE = b"x" * 64
 HOST = "127.0.0.1"
 
@@ -40,7 +40,7 @@ async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
         hello = await asyncio.to_thread(_recorded, recorder)
     endpoint.close_blocking(period=10**9, max_attempts=1)
     accepted = await asyncio.to_thread(_answer, HOST, own_port, hello)
-    assert accepted, "a UCX of our own does not answer: the attack would show nothing"
+    assert accepted, "UCX of this process does not answer, so that the attack would show nothing"
 
     reached: dict[int, list[str]] = {}
     for port in ports:
@@ -62,7 +62,7 @@ def _recorded(recorder: socket.socket) -> bytes:
 
 
 def _answer(host: str, port: int, hello: bytes) -> bytes:
-    """Return the first bytes of the answer; empty if there is none."""
+    """Return the first bytes of the answer; empty if there is no answer."""
     try:
         with socket.create_connection((host, port), TRY_S) as connection:
             connection.settimeout(TRY_S)

@@ -1,6 +1,6 @@
 """A process with one kind of port: ``python -m rrl.tests.support.security.victim KIND KEYS``.
 
-It prints its address, then serves members of the run until its standard input ends.
+The process prints its address, and then serves members of the run until its standard input ends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
 HANDSHAKE_MS = 2000
-"""Handshake deadline in ms, instead of the default ones of the control plane and of UCX's own ports, so that tests
+"""Handshake deadline (ms). It replaces the longer defaults of the control plane and of UCX's own ports, so that tests
 are short."""
 TOKENS = 64
-"""Tokens of an answer that never ends, which are handed over together."""
+"""Number of tokens that each piece of an endless answer has."""
 SIZE = 2**20
 """Bytes of the version that the weight transports serve."""
 

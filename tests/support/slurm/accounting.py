@@ -1,4 +1,4 @@
-"""Accounting of a lab: its own MariaDB and slurmdbd, with accounts and limits."""
+"""Starts the accounting of a lab, with its own MariaDB and slurmdbd, and sets accounts and limits."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def missing(path: str) -> list[str]:
 
 
 def start(lab: SlurmLab) -> None:
-    """Start the database and slurmdbd, and give the users that submit a default account.
+    """Start the database and slurmdbd, and give a default account to the users that submit jobs.
 
-    They start in this order and before slurmctld, which ends if slurmdbd does not answer.
+    The database starts first. Both start before slurmctld, because slurmctld ends if slurmdbd does not answer.
     """
     folder = lab.dir / "db"
     (folder / "data").mkdir(parents=True)
-    os.chmod(folder, 0o700)  # the database accepts everybody who may open its socket
+    os.chmod(folder, 0o700)  # the database accepts every user who may open its socket
     me = pwd.getpwuid(os.geteuid()).pw_name
     database = ("mariadbd", "--no-defaults", "--skip-grant-tables", "--skip-networking", f"--user={me}",
                 f"--datadir={folder}/data", "--innodb-log-file-size=4M", "--innodb-buffer-pool-size=16M")  # fmt: skip
-    with _SYSTEM_TABLES.open() as tables:  # slurmdbd has stored procedures, and a system table keeps them
+    with _SYSTEM_TABLES.open() as tables:  # slurmdbd needs a system table for its stored procedures
         made = "create database mysql;\nuse mysql;\n" + tables.read()
     subprocess.run([*database, "--bootstrap"], env=lab.environment(), input=made, text=True, check=True,
                    capture_output=True)  # fmt: skip
@@ -51,7 +51,7 @@ def start(lab: SlurmLab) -> None:
         f"StorageUser=lab\nStorageLoc=lab\n"
         + (f"PluginDir={next(lab.root.glob('usr/lib/*/slurm-wlm'))}\n" if lab.root else "")
     )
-    # localhost means a socket, whose path only the environment can set (26.05 tries TLS first: 5 s more)
+    # localhost means a socket, and only the environment can set its path (26.05 tries TLS first, which takes 5 s more)
     lab.daemon("slurmdbd", env={"MYSQL_UNIX_PORT": str(_socket(lab))})
     lab.wait_for(lambda: _listens(lab.settings.accounting_port), "slurmdbd does not listen")
     lab.slurm("sacctmgr", "-i", "add", "cluster", "rrllab")

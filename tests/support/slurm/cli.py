@@ -1,5 +1,4 @@
-"""``python -m rrl.tests.support.slurm.lab``: install and remove Slurm, start and stop a lab, query it, inject
-failures."""
+"""``python -m rrl.tests.support.slurm.lab``: installs Slurm, starts and stops labs, and injects failures."""
 
 from __future__ import annotations
 
@@ -25,11 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("install", help="install Debian's packages (root)")
     command.add_argument("--accounting", action="store_true", help="also install slurmdbd and a database server")
     commands.add_parser("uninstall", help="remove the packages that install has added, and the labs' user (root)")
-    command = commands.add_parser("root", help="fetch the programs of another version; prints their folder")
+    command = commands.add_parser("root", help="fetch the programs of another version, and print their folder")
     command.add_argument("version", choices=slurm_root.SUITES)
-    for name, text in (("start", "start a cluster that keeps running"), ("stop", "kill it and remove its folder"),
-                       ("status", "states of the nodes, and the jobs"), ("env", "shell lines to use a cluster"),
-                       ("crash", "kill everything of a node"), ("up", "start a crashed node"),
+    for name, text in (("start", "start a cluster that keeps running"),
+                       ("stop", "kill a cluster and remove its folder"),
+                       ("status", "print the nodes' states and the jobs"),
+                       ("env", "print shell lines to use a cluster"),
+                       ("crash", "kill all processes of a node"), ("up", "start a crashed node"),
                        ("cut", "take a node's link down"), ("heal", "take a node's link up, without delay"),
                        ("delay", "delay a node's packets"), ("outage", "stop slurmctld for a while")):  # fmt: skip
         command = commands.add_parser(name, help=text)
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--nodes", type=int, default=5)
             command.add_argument("--cpus", type=int, default=8, help="CPUs that each node claims to have")
             command.add_argument("--memory", type=int, default=8000, help="MiB that each node claims to have")
-            command.add_argument("--gpus", type=int, default=0, help="false GPUs of each node")
+            command.add_argument("--gpus", type=int, default=0, help="number of fake GPUs of each node")
             command.add_argument("--isolated", action="store_true", help="each node has its own network (root)")
             command.add_argument("--accounting", action="store_true", help="run slurmdbd, which enforces limits")
             command.add_argument("--slurm", metavar="VERSION", choices=slurm_root.SUITES, help="run this version")

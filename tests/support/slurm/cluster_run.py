@@ -1,4 +1,4 @@
-"""The SlurmCluster of a run on a real Slurm, used as a plain user; the steps are small shell scripts."""
+"""Uses the SlurmCluster of a run on a real Slurm, as a plain user; steps are small shell scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards frames between two network devices with a delay in ms, until it is killed (root only).
+"""Forwards frames between two network devices with a delay, until it is killed (root only).
 
 Usage: ``python -m rrl.tests.support.slurm.delayed_link DEVICE DEVICE MILLISECONDS``. It does what ``tc qdisc ...
 netem delay`` does, for kernels without netem.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 _ETH_P_ALL = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
-"""From packet(7) and linux/if_packet.h. The virtio header preserves unfinished checksums and large segments."""
+"""Constants of packet(7) and linux/if_packet.h. The virtio header preserves unfinished checksums and large segments."""
 _FRAME = 128 * 1024
 
 
@@ -32,14 +32,14 @@ def forward(names: Sequence[str], late: float) -> None:
         for end in select.select(ends, [], [], timeout)[0]:
             try:
                 waiting[other[end]].append((time.monotonic() + late, end.recv(_FRAME)))
-            except OSError:  # the error comes once when the link goes down
+            except OSError:  # recv reports this error once when the link goes down
                 continue
         for end, queue in waiting.items():
             while queue and queue[0][0] <= time.monotonic():
                 frame = queue.popleft()[1]
                 try:
                     end.send(frame)
-                except OSError:  # the link is down: the frame is lost, as on a wire
+                except OSError:  # the link is down, so the frame is lost, as on a wire
                     continue
 
 
@@ -53,5 +53,5 @@ def _opened(name: str) -> socket.socket:
 
 if __name__ == "__main__":
     first, second, milliseconds = sys.argv[1:]
-    os.nice(-5)  # a late forwarder would add further delay
+    os.nice(-5)  # if this process ran late, it would add to the delay
     forward((first, second), float(milliseconds) / 1000)

@@ -1,7 +1,7 @@
-"""Slurm commands that are slow, fail, answer late or give false output: wrappers in front of the real ones on PATH.
+"""Wraps Slurm's commands on PATH, so that a test can make them slow, fail, answer late or give false output.
 
-A run that is submitted with :attr:`FakeSlurm.shell` uses them, and so does its manager's job. A test can change
-their behaviour during the run.
+A run that is submitted with :attr:`FakeSlurm.shell` uses the wrappers, and so does its manager's job. A test can change
+the wrappers' behaviour during the run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class FakeSlurm:
 
     @contextlib.contextmanager
     def doing(self, instruction: str, *commands: str) -> Iterator[None]:
-        """Within the block, make these commands follow the instruction: ``delay 30``, ``fail TEXT``, ``omit WORD``
-        ..."""
+        """Make these commands follow ``instruction`` (such as ``delay 30`` or ``fail TEXT``) until the block ends."""
         files = [self._instructions / command for command in commands]
         for file in files:
             fresh = file.with_name(f".{file.name}")

@@ -1,4 +1,4 @@
-"""Injects faults on request: the lab's plain user may request faults of its nodes and its controller.
+"""Injects faults that the lab's plain user requests into the lab's nodes and controller.
 
 Requests arrive at a Unix socket in the lab's folder, which only the lab's user may open. RRL_LAB_FAULTS in the user's
 environment is the path of the socket. A request is one line with a JSON object, and so is the answer:
@@ -8,7 +8,7 @@ environment is the path of the socket. A request is one line with a JSON object,
     {"do": "delay", "node": "n3", "ms": 200}
     {"do": "outage", "seconds": 5}                 slurmctld is gone for so long
 
-The service handles requests one by one, in a process that ends with the lab, and has only the lab as its target.
+The service handles requests one by one, in a process that ends with the lab. Its faults affect only this lab.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def socket_of(lab: Path) -> Path:
 
 
 def serve(lab: SlurmLab) -> None:
-    """Start the service. Its socket is open on return; it ends with the lab's other processes."""
+    """Start the service, whose socket is open when this returns; it ends with the lab's other processes."""
     account = pwd.getpwnam(lab.user)
     with socket.socket(socket.AF_UNIX) as listening:
         old = os.umask(0o177)
@@ -82,13 +82,15 @@ def request_fault(path: str | Path, **request: object) -> Answer:
 
 
 def inject(lab: SlurmLab, request: Request) -> str:
-    """Carry out a fault, and undo it after ``seconds`` if given. Raises RuntimeError with the reason if it is
-    refused."""
+    """Carry out a fault, and undo it after ``seconds`` if they are given.
+
+    Raises RuntimeError with the reason if the fault is refused.
+    """
     if request.seconds is not None and not 0 < request.seconds <= _MAX_DURATION_S:
         raise RuntimeError(f"seconds must be above 0 and at most {_MAX_DURATION_S:.0f}")
     if request.do == "outage":
         if request.node is not None or request.ms is not None:
-            raise RuntimeError("an outage is of slurmctld: it takes no node and no ms")
+            raise RuntimeError("an outage is a fault of slurmctld and takes neither node nor ms")
         if request.seconds is None:
             raise RuntimeError("an outage needs seconds: a user cannot end it")
         with lab.controller_down():
@@ -121,7 +123,7 @@ def main(path: Path) -> None:
 
 def _converse(lab: SlurmLab, alone: threading.Lock, client: socket.socket) -> None:
     client.settimeout(_CLIENT_TIMEOUT_S)
-    with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # it may disconnect at any time
+    with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # a client may disconnect at any time
         while line := lines.readline(_MAX_LINE_BYTES):
             answer = _answer(lab, alone, line)
             lines.write(msgspec.json.encode(answer) + b"\n")

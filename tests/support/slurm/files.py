@@ -1,4 +1,4 @@
-"""The content of a lab's folder before its daemons start: settings, keys, configuration."""
+"""Writes the files of a lab's folder before its daemons start: settings, keys and configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from rrl.tests.support.slurm.root import programs_of, version_of
 _CGROUP_CONF_SINCE = (23, 11)
 """Version from which slurmd reads cgroup.conf with any plugin, and requires cgroups that this machine lacks."""
 _SHORT, _LONG = (2, 6), (4, 10)
-"""(MessageTimeout, SlurmdTimeout) in s. With these values, a dead node is down after about 10 s and 18 s."""
+"""Two pairs (MessageTimeout, SlurmdTimeout) in s. A dead node is down after about 10 s with the first pair, and after
+about 18 s with the second one."""
 _LONG_SINCE = (24, 0)
-"""Version from which ``_LONG`` is used: on a busy machine, this slurmctld let one of ten sruns wait for more than 2
-s."""
+"""Version from which on ``_LONG`` is used, because its slurmctld let one of ten sruns wait for more than 2 s on a busy
+machine."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -36,8 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     inactive_limit: int = 0
     slurmd_timeout: int = 0
-    """Seconds after which slurmctld ends the jobs of a node that does not answer and sets it down; 0 means as few as
-    this version supports."""
+    """Seconds after which slurmctld sets a node down that does not answer, and ends its jobs; 0 means the smallest
+    value that this version supports."""
     root: str | None = None
     """Folder of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None means the installed version."""
     network: Network | None = None
@@ -50,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which slurmctld holds a requeued job; None means the default of this version (before 25.11 it cannot
     be set)."""
     owner: tuple[int, str] | None = None
-    """Pid and start time of the process after whose end the lab counts as abandoned; None if it runs until it is
+    """Pid and start time of the process after whose end the lab counts as abandoned; None if the lab runs until it is
     stopped."""
 
     @property
@@ -76,7 +77,7 @@ def version(settings: Settings) -> tuple[int, int]:
 
 def write(path: Path, settings: Settings) -> None:
     """Write the files of a lab into an empty folder."""
-    os.chmod(path, 0o755)  # munged and the plain user must be able to enter
+    os.chmod(path, 0o755)  # munged and the plain user must be able to enter the folder
     for name in ("munge", "state", "spool", "run", "log", "dev", "home"):
         (path / name).mkdir(mode=0o755)
     (path / "lab.json").write_bytes(msgspec.json.encode(settings))
@@ -120,8 +121,10 @@ def _node_lines(settings: Settings, on_this_machine: str) -> list[str]:
 
 
 def _gpu_devices(path: Path, count: int) -> list[str]:
-    """Return one character device per GPU, as Slurm requires: copies of /dev/null made by root, else existing
-    devices."""
+    """Return one character device per GPU, as Slurm requires.
+
+    They are copies of /dev/null if root starts the lab, else existing devices.
+    """
     if os.geteuid() != 0:
         return ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"][:count]
     names = [f"{path}/dev/gpu{i}" for i in range(count)]

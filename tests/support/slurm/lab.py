@@ -2,10 +2,11 @@
 
 Every node is a real slurmd (``slurmd -N nX``, with a port of its own). The lab has its own slurmctld and munged, and
 all of its files are in one folder. If root starts the lab, the daemons belong to root, and jobs are submitted by a
-plain user without operator rights (:attr:`SlurmLab.user`). If another user starts it, everything runs as that user.
+plain user without operator rights (:attr:`SlurmLab.user`). If another user starts the lab, daemons and jobs run as this
+user.
 
-A lab of root can give each node a network of its own, which can be cut and delayed (``isolated``). With ``accounting``,
-slurmdbd runs and limits are enforced. ``root`` selects another version of Slurm.
+In a lab of root, each node can have a network of its own, which can be cut and delayed (``isolated``). With
+``accounting``, slurmdbd runs and limits are enforced. ``root`` selects another version of Slurm.
 
     python -m rrl.tests.support.slurm.lab install
     python -m rrl.tests.support.slurm.lab start --dir /tmp/lab --nodes 5
@@ -41,33 +42,33 @@ from rrl.tests.support.supervisor import end_lab_with_caller
 from rrl.transport.address import NETWORK_ENV
 
 ROOT_ENV = "RRL_SLURM_ROOT"
-"""Environment variable with the folder of the version that labs run by default; if unset, the installed version."""
+"""Environment variable with the folder of the Slurm version that labs run by default. If it is unset, they run the
+installed version."""
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _PREFIX = "rrl-lab-"
 _PORTS = range(20_000, 32_000)
 """Ports below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 _DEADLINE_S = 120.0
-"""Generous deadline in s: Slurm takes many times as long on a busy machine."""
+"""Deadline (s) of a wait. It is generous, because Slurm takes many times as long on a busy machine."""
 _POLL_S = 0.2
 """Seconds between two queries to Slurm. Each query starts a command, which takes about 20 ms of CPU."""
 COMPLETING_TIMEOUT_S = 200.0
-"""Seconds for Slurm to complete jobs that have ended. If a slurmd has not answered a request to end a job in time,
-slurmctld repeats it after 55 s (measured on 22.05), and the job stays COMPLETING until then. On a busy machine
+"""Time (s) within which Slurm must complete jobs that have ended. If a slurmd has not answered a request to end a job
+in time, slurmctld repeats it after 55 s (measured on 22.05), and the job stays COMPLETING until then. On a busy machine
 several requests may get no answer."""
 
 
 def missing(root: str | None = None, accounting: bool = False) -> list[str]:
-    """Return the programs that a lab needs and that are neither installed nor in ``root`` (default:
-    ``$RRL_SLURM_ROOT``)."""
+    """Return the programs that a lab needs and that ``root`` (default: $RRL_SLURM_ROOT) and this machine lack."""
     path = search_path(root or os.environ.get(ROOT_ENV))
     absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     return absent + (accounting_of.missing(path) if accounting else [])
 
 
 class SlurmLab:
-    """A running cluster; a context manager that stops it.
+    """A running cluster, and a context manager that stops it.
 
-    ``cpus``, ``memory`` (MiB) and ``gpus`` are what each node claims to have, independently of this machine.
+    Each node claims to have ``cpus``, ``memory`` (MiB) and ``gpus``, independently of this machine.
     """
 
     def __init__(self, path: Path, settings: Settings) -> None:
@@ -87,8 +88,7 @@ class SlurmLab:
         inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
             preempting: int = 0, requeue_delay: int | None = None, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
-        """Start a lab and wait until every node is idle; the remaining processes of a crashed lab in ``path`` are ended
-        first.
+        """End the remaining processes of a crashed lab in ``path``, start a lab, and wait until every node is idle.
 
         Args:
             path: Folder of the lab; None means a temporary folder with a short path.
@@ -171,14 +171,13 @@ class SlurmLab:
             raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
 
     def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
-        """Run a program that does not detach itself, beside the daemons; ``log`` is its file in the lab's log
-        folder."""
+        """Run a program that does not detach itself; ``log`` is its file in the lab's folder of logs."""
         with (self.dir / "log" / log).open("ab") as output:
             subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
                            stdout=output, stderr=output)  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of everything that belongs to this lab."""
+        """Return the environment of all programs of this lab."""
         path = search_path(self.settings.root)
         own = {"PATH": path, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.conf), MARK: str(self.dir)}
         return own | ({ROOT_ENV: self.settings.root} if self.settings.root else {})
@@ -196,13 +195,15 @@ class SlurmLab:
         ).stdout  # fmt: skip
 
     def states(self) -> dict[str, str]:
-        """Return Slurm's short state of each node, flags included (``idle``, ``mix``, ``down*``)."""
+        """Return Slurm's short state of each node with its flags (``idle``, ``mix``, ``down*``)."""
         lines = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines()
         return dict(line.split() for line in lines)
 
     def wait_states(self, wanted: Mapping[str, str], timeout_s: float = _DEADLINE_S) -> None:
-        """Wait until Slurm shows each node in its wanted state. Raises RuntimeError with the states that it shows
-        instead."""
+        """Wait until Slurm shows each node in its wanted state.
+
+        Raises RuntimeError with the states that Slurm shows after the deadline.
+        """
         deadline = time.monotonic() + timeout_s
         observed: dict[str, str] | str = {}
         while time.monotonic() < deadline:
@@ -219,12 +220,15 @@ class SlurmLab:
         )
 
     def wait_job(self, job: str, wanted: str) -> None:
-        """Wait until Slurm shows this state and reason of a job (``PENDING Resources``). Raises RuntimeError."""
+        """Wait until Slurm shows this state and reason of a job (``PENDING Resources``).
+
+        Raises RuntimeError after the deadline.
+        """
         argv = ("squeue", "-h", "-j", job, "-o", "%T %r")
         self.wait_for(lambda: self.slurm(*argv).strip() == wanted, f"job {job} is not {wanted}")
 
     def wait_for(self, condition: Callable[[], bool], failure_text: str) -> None:
-        """Wait until the condition holds. Raises RuntimeError with ``failure_text``."""
+        """Wait until the condition holds. Raises RuntimeError with ``failure_text`` after the deadline."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -232,7 +236,7 @@ class SlurmLab:
             time.sleep(_POLL_S)
 
     def processes(self) -> dict[int, Process]:
-        """Return every process of this cluster: daemons, jobs, and commands that talk to it."""
+        """Return every process of this cluster: daemons, jobs, and commands that use it."""
         return processes.of_lab(self.dir)
 
     def jobs(self) -> list[str]:
@@ -240,7 +244,10 @@ class SlurmLab:
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
     def wait_no_jobs(self) -> None:
-        """Wait until no job is pending or running, then until Slurm has completed the last one. Raises RuntimeError."""
+        """Wait until no job is pending or running and Slurm has completed the last job.
+
+        Raises RuntimeError if jobs are left.
+        """
         for completing, timeout_s in ((True, _DEADLINE_S), (False, COMPLETING_TIMEOUT_S)):
             deadline = time.monotonic() + timeout_s
             while left := [job for job in self.jobs() if not (completing and job.endswith(" COMPLETING"))]:
@@ -249,8 +256,7 @@ class SlurmLab:
                 time.sleep(_POLL_S)
 
     def clear(self, timeout_s: float = COMPLETING_TIMEOUT_S) -> None:
-        """Cancel every job, start crashed daemons, and wait until every node is idle, so that tests do not affect
-        each other."""
+        """Cancel every job, start crashed daemons, and wait until every node is idle, so that tests start alike."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
         for node in self.nodes:
@@ -260,7 +266,7 @@ class SlurmLab:
 
     # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def crash(self, node: str) -> None:
-        """Kill everything of the node at once: slurmd, slurmstepds and all their tasks."""
+        """Kill all processes of the node at once: slurmd, slurmstepds and all their tasks."""
         processes.kill_all(lambda: processes.of_node(self.dir, node))
 
     def up(self, node: str) -> None:
@@ -270,7 +276,7 @@ class SlurmLab:
         self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))
 
     def cut(self, node: str) -> None:
-        """Take the node's link down: the node keeps running, but exchanges no messages. Nodes must be isolated."""
+        """Take the link of an isolated node down: the node keeps running, but exchanges no messages."""
         netns.cut(self._isolated(), node)
 
     def heal(self, node: str) -> None:
@@ -279,7 +285,7 @@ class SlurmLab:
         netns.heal(self._isolated(), node)
 
     def delay(self, node: str, milliseconds: float) -> None:
-        """Delay every packet to and from the node; 0 ends the delay. Nodes must be isolated."""
+        """Delay every packet to and from an isolated node; 0 ends the delay."""
         network = self._isolated()
         if processes.delaying(self.dir, network.link(node)):
             processes.kill_all(lambda: processes.delaying(self.dir, network.link(node)))
@@ -305,7 +311,7 @@ class SlurmLab:
 
     @contextlib.contextmanager
     def controller_stopped(self) -> Iterator[None]:
-        """Within the block, slurmctld is stopped (SIGSTOP): it accepts connections and answers none."""
+        """Freeze slurmctld by SIGSTOP until the block ends; it accepts connections but does not answer."""
         pid = self.controller()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -315,8 +321,10 @@ class SlurmLab:
 
     @contextlib.contextmanager
     def controller_down(self) -> Iterator[None]:
-        """Within the block, slurmctld has ended; jobs and steps continue. Afterwards it starts again from its saved
-        state."""
+        """Stop slurmctld until the block ends, and start it again from its saved state.
+
+        Jobs and steps continue.
+        """
         pid = self.controller()
         os.kill(pid, signal.SIGTERM)
         self.wait_for(lambda: pid not in processes.running_processes(), f"slurmctld ({pid}) did not end")
@@ -333,7 +341,10 @@ class SlurmLab:
             return False
 
     def stop(self) -> None:
-        """Kill everything of this cluster and remove its folder. Raises TimeoutError if something cannot be killed."""
+        """Kill all processes of this cluster and remove its folder.
+
+        Raises TimeoutError if a process cannot be killed.
+        """
         processes.kill_all(self.processes)
         if self.network:
             netns.remove(self.network)
@@ -354,7 +365,7 @@ class SlurmLab:
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,
         timeout: float = 120.0, check: bool = True,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        """Run a command as the plain user, in its home, with ``env`` on top of its own environment."""
+        """Run a command as the plain user in the user's home; ``env`` is added to the user's environment."""
         process = self.popen_as_user(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -372,7 +383,7 @@ class SlurmLab:
         stdin: int | IO[Any] | None = subprocess.DEVNULL, stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> subprocess.Popen[str]:  # fmt: skip
-        """Start a command as :meth:`run_as_user` does, in a session of its own, without waiting for its end."""
+        """Start a command as :meth:`run_as_user` does, but in a session of its own, and do not wait for its end."""
         return popen_as(
             self.user, argv, self.user_env() | dict(env or {}), cwd or self.user_home, stdin, stdout, stderr
         )  # fmt: skip
@@ -383,8 +394,10 @@ class SlurmLab:
 
 
 def _free_ports(count: int) -> int:
-    """Return the first of ``count`` consecutive ports without a listener; chosen at random, so that labs started at
-    once differ."""
+    """Return the first of ``count`` consecutive ports without a listener.
+
+    The choice is random, so that labs that start at the same time get different ports.
+    """
     for _ in range(200):
         first = random.randrange(_PORTS.start, _PORTS.stop - count)
         with contextlib.ExitStack() as held:
@@ -396,12 +409,14 @@ def _free_ports(count: int) -> int:
             except OSError:
                 continue
             return first
-    raise RuntimeError(f"no {count} free neighbouring ports in {_PORTS}")
+    raise RuntimeError(f"no {count} free consecutive ports in {_PORTS}")
 
 
 def _start_time(pid: int) -> str:
-    """Return field 22 of /proc/<pid>/stat, which distinguishes a process from a later process with this pid; '' if it
-    has ended."""
+    """Return field 22 of /proc/<pid>/stat, or '' if the process has ended.
+
+    The field distinguishes a process from a later process with its pid.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,4 +1,4 @@
-"""Nodes with networks of their own: each has a namespace, a link and an address, joined by a bridge (root only).
+"""Gives each node a network of its own: a namespace, a link and an address, joined by a bridge (root only).
 
 The controller and the submitting user stay in the machine's own namespace, where the bridge has an address in the
 same network. All processes share one pid namespace.
@@ -15,13 +15,16 @@ from pathlib import Path
 from msgspec import Struct
 
 _NETWORKS = tuple(f"198.{second}.{third}" for second in (18, 19) for third in range(256))
-"""Networks in 198.18.0.0/15, which is reserved for tests of network devices (RFC 2544), so no site routes it."""
+"""Networks in 198.18.0.0/15. No site routes this range, because it is reserved for tests of network devices (RFC
+2544)."""
 _BRIDGE_HOST = 254
 
 
 class Network(Struct, frozen=True):
-    """The network of a lab. The names of its devices (at most 15 characters) begin with ``prefix``, its addresses with
-    ``first``."""
+    """The network of a lab.
+
+    The names of its devices (at most 15 characters) begin with ``prefix``, its addresses with ``first``.
+    """
 
     prefix: str
     first: str
@@ -51,8 +54,10 @@ class Network(Struct, frozen=True):
 
 
 def possible() -> bool:
-    """Return whether namespaces and links can be created here: root, iproute2, and a kernel that permits it
-    (containers often do not)."""
+    """Return whether this process can create namespaces and links.
+
+    This needs root, iproute2, and a kernel that permits it; in containers it is often denied.
+    """
     if os.geteuid() != 0 or any(shutil.which(name) is None for name in ("ip", "nsenter", "unshare")):
         return False
     name = f"rrl-probe-{os.getpid()}"
@@ -63,14 +68,16 @@ def possible() -> bool:
 
 
 def free_network(prefix: str) -> Network:
-    """Return a network in which no device of this machine has an address; chosen at random, so that labs started at
-    once differ."""
+    """Return a network in which no device of this machine has an address.
+
+    The choice is random, so that labs that start at the same time get different networks.
+    """
     taken = _ip("-o", "-4", "addr", "show")
     return Network(prefix, random.choice([first for first in _NETWORKS if f" {first}." not in taken]))
 
 
 def make(network: Network, nodes: tuple[str, ...]) -> None:
-    """Create the bridge, and for each node a namespace with a link to it. Raises CalledProcessError."""
+    """Create the bridge, and for each node a namespace with a link to the bridge. Raises CalledProcessError."""
     _ip("link", "add", network.bridge, "type", "bridge")
     _ip("addr", "add", f"{network.controller}/24", "dev", network.bridge)
     _ip("link", "set", network.bridge, "up")
@@ -85,7 +92,7 @@ def make(network: Network, nodes: tuple[str, ...]) -> None:
 
 
 def remove(network: Network) -> None:
-    """Remove everything that :func:`make` and :func:`divert` have created and that still exists."""
+    """Remove all devices and namespaces that :func:`make` and :func:`divert` have created and that still exist."""
     for path in Path("/run/netns").glob(f"{network.prefix}n*"):
         subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
     for path in Path("/sys/class/net").glob(f"{network.prefix}*"):
@@ -99,14 +106,16 @@ def left(network: Network) -> list[str]:
 
 
 def inside(network: Network, node: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``argv`` with the node's network and host name. ``ip netns exec`` is not used: it hides /sys/fs/cgroup
-    from slurmd."""
+    """Return a command that runs ``argv`` with the node's network and host name.
+
+    ``ip netns exec`` is not used, because it hides /sys/fs/cgroup from slurmd.
+    """
     rename = ("sh", "-c", 'hostname "$0" && exec "$@"', node)
     return ("nsenter", f"--net=/run/netns/{network.namespace(node)}", "unshare", "--uts", *rename, *argv)
 
 
 def cut(network: Network, node: str) -> None:
-    """Drop every packet of the node from now on, without closing a connection."""
+    """Drop every packet of the node from now on; connections remain open."""
     _ip("link", "set", network.link(node), "down")
 
 
@@ -137,7 +146,7 @@ def divert(network: Network, node: str) -> tuple[str, str]:
     """
     link, near, far = network.link(node), f"{network.prefix}d{node}", f"{network.prefix}e{node}"
     _ip("link", "add", near, "type", "veth", "peer", "name", far)
-    for device in (link, near):  # this machine must not answer for the bridge's address on these devices
+    for device in (link, near):  # no ARP replies for the bridge's address on these devices
         Path(f"/proc/sys/net/ipv4/conf/{device}/arp_ignore").write_text("1")
     _ip("link", "set", link, "nomaster")
     _ip("link", "set", far, "master", network.bridge, "up")

@@ -1,6 +1,6 @@
-"""Installs on this machine what labs need, after announcing it, and removes it again.
+"""Announces and installs the packages that labs need on this machine, and removes them again.
 
-It needs root, and installs Debian's packages of Slurm and the system user as which labs submit jobs.
+The program needs root. It installs Debian's packages of Slurm, and creates the system user as which labs submit jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install(accounting: bool = False) -> str:
     The user is created here because two labs that start at the same time would both create it.
 
     Raises:
-        RuntimeError: Something is missing and cannot be installed; the text says what to do instead.
+        RuntimeError: A program is missing and cannot be installed; the text says what to do instead.
     """
     message = _install_packages(accounting)
     plain_user()
@@ -53,10 +53,10 @@ def _install_packages(accounting: bool) -> str:
     print(f"installing {len(added)} of Debian's packages: {' '.join(added)}", *sizes, sep="\n  ")
     print("make uninstall-slurm removes them", flush=True)
     RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # before it: uninstall undoes interrupted ones, too
+    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # before it, so that an interrupted one can be undone
     _apt(*wanted, check=True)
     if absent := missing(accounting=accounting):
-        raise RuntimeError(f"installed {' '.join(packages)}, and yet these are not there: {', '.join(absent)}")
+        raise RuntimeError(f"installed {' '.join(packages)}, but these programs are still missing: {', '.join(absent)}")
     return "installed " + " ".join(packages)
 
 
@@ -64,7 +64,7 @@ def uninstall() -> str:
     """Remove the packages that :func:`install` has added, and the labs' plain user (root only). Returns what was done.
 
     Raises:
-        RuntimeError: Something cannot be removed.
+        RuntimeError: A package or the user cannot be removed.
     """
     if os.geteuid() != 0:
         raise RuntimeError("only root can remove packages and users")

@@ -1,9 +1,9 @@
 """Finds the processes of one lab on this machine, and the node of each.
 
-No process is found by a broad name. A process belongs to a lab if one of these is true: its environment contains the
-lab's mark (daemons, and processes of :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user`); it runs in one of
-the lab's jobs; it is a Slurm command that talks to the lab; it has a socket in the lab's spool folder (slurmstepd);
-or it descends from such a process.
+No process is found by a broad name. A process belongs to a lab in each of these cases: its environment contains the
+lab's mark (daemons, and processes of :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user`); it runs in one of the
+lab's jobs; it is a Slurm command for the lab; it has a socket in the lab's spool folder (slurmstepd); or one of its
+ancestors belongs to the lab.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def of_lab(lab: Path) -> dict[int, Process]:
 
 
 def of_node(lab: Path, node: str) -> dict[int, Process]:
-    """Return the processes of one node: its slurmd, its slurmstepds and everything that they started."""
+    """Return the processes of one node: its slurmd, its slurmstepds and all processes that they started."""
     everybody = of_lab(lab)
     sockets = _step_sockets(lab, everybody)
     stepds = {pid for (name, _), pids in sockets.items() if name == node for pid in pids}
@@ -88,7 +88,7 @@ def of_node(lab: Path, node: str) -> dict[int, Process]:
 
 
 def _launched_on(process: Process) -> str | None:
-    """Return the node in a role's launch file, because the role's environment contains no variable of Slurm."""
+    """Return the node in a role's launch file. The environment of a role does not contain Slurm's variables."""
     try:
         launch = json.loads(Path(process.environ["RRL_LAUNCH"]).read_bytes())
     except (KeyError, OSError, ValueError):
@@ -97,7 +97,7 @@ def _launched_on(process: Process) -> str | None:
 
 
 def delaying(lab: Path, link: str) -> dict[int, Process]:
-    """Return the process that delays a link's frames, or None."""
+    """Return the processes that delay the link's frames, by pid."""
     return {pid: one for pid, one in of_lab(lab).items() if {DELAYER, link} <= set(one.command.split())}
 
 
@@ -109,10 +109,10 @@ def stepd(lab: Path, step: str) -> list[int]:
 
 
 def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, str], set[int]]:
-    """Return (node, step) of each slurmstepd's socket ``spool/<node>/<node>_<job>.<step>``, with the processes that
-    have it open.
+    """Return the processes that have a slurmstepd's socket open, by the socket's (node, step).
 
-    A slurmstepd overwrites its environment with its title, so only its socket shows what it belongs to.
+    The path of the socket is ``spool/<node>/<node>_<job>.<step>``. A slurmstepd overwrites its environment with its
+    title, so only its socket shows to which step it belongs.
     """
     inodes: dict[str, dict[str, tuple[str, str]]] = {}
     """Socket inodes by network namespace, because nodes may have their own namespaces."""
@@ -129,7 +129,7 @@ def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, s
 
 
 def _spool_sockets(lab: Path, pid: int) -> dict[str, tuple[str, str]]:
-    """Return (node, step) of each socket in the lab's spool folder, by inode, in the network namespace of ``pid``."""
+    """Return (node, step) of each socket in the lab's spool folder, by inode; ``pid`` names the network namespace."""
     try:
         lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
     except OSError:
@@ -163,7 +163,7 @@ def _families(everybody: dict[int, Process], belongs: Callable[[Process], bool])
     def member(pid: int) -> bool:
         if pid not in family:
             process = everybody.get(pid)
-            family[pid] = False  # a pid that is reused during the read could make a cycle
+            family[pid] = False  # a cycle is possible, if a pid is reused during the read
             family[pid] = process is not None and (belongs(process) or member(process.parent))
         return family[pid]
 
@@ -189,8 +189,8 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 def kill_all(find: Callable[[], dict[int, Process]]) -> None:
     """Kill all processes that ``find`` returns, until it returns none.
 
-    All are stopped first, so that no process can react to the end of another one. Raises TimeoutError with the
-    processes that remain.
+    All of them are first stopped by SIGSTOP, so that no process can react to the end of another one. Raises
+    TimeoutError with the processes that remain.
     """
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     while left := find():

@@ -1,9 +1,9 @@
-"""Slurm of other versions beside the installed one: programs of another Debian suite, unpacked into a folder.
+"""Provides other versions of Slurm beside the installed one, by unpacking packages of another Debian suite.
 
-Nothing is installed, and no root rights are needed. apt resolves and downloads the packages as for a machine without
-packages, and patchelf makes the programs use the libc and the libraries of their folder. So they are ordinary programs
-of this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive signals in
-place of srun.
+The packages are unpacked into a folder and not installed, so no root rights are needed. apt resolves and downloads the
+packages as for a machine without packages, and patchelf makes the programs use the libc and the libraries of their
+folder. So these are ordinary programs of this machine, with its files, users and processes. There is no chroot, and no
+wrapper that would receive signals instead of srun.
 
     python -m rrl.tests.support.slurm.lab root 24.11
 """
@@ -49,21 +49,25 @@ Acquire::Check-Valid-Until "false";
 
 
 def roots_folder() -> Path:
-    """Return ``$RRL_SLURM_ROOTS``. If unset, return /var/cache for root, whose home other users cannot read, else
-    ~/.cache."""
+    """Return the folder of the roots: ``$RRL_SLURM_ROOTS``, or by default a folder in /var/cache or ~/.cache.
+
+    Root uses /var/cache, because other users cannot read root's home.
+    """
     if given := os.environ.get(ROOTS_ENV):
         return Path(given).absolute()
     return Path("/var/cache" if os.geteuid() == 0 else Path.home() / ".cache") / "rrl-slurm-roots"
 
 
 def programs_of(root: Path) -> Path:
-    """Return the folder of the version's programs, for the beginning of PATH."""
+    """Return the folder of the version's programs, which must be the first folder on PATH."""
     return root / "programs"
 
 
 def ensure(version: str) -> Path:
-    """Return the root of a version; create it if it does not exist (about 5 s and 30 MB of download). Raises
-    RuntimeError."""
+    """Return the root of a version; create it if it does not exist (about 5 s, and a download of 30 MB).
+
+    Raises RuntimeError if it cannot be created.
+    """
     if version not in SUITES:
         raise RuntimeError(f"no Debian suite is known for Slurm {version}; there are {', '.join(SUITES)}")
     root = roots_folder() / SUITES[version]
@@ -80,7 +84,7 @@ def ensure(version: str) -> Path:
 
 
 def version_of(root: Path | None) -> str:
-    """Return the version (``24.11``) of the programs in ``root``, or of the installed ones if it is None."""
+    """Return the version (``24.11``) of the programs in ``root``; None means the installed programs."""
     output = _output_of([str(programs_of(root) / "slurmctld") if root else "/usr/sbin/slurmctld", "-V"])
     return ".".join(output.split()[-1].split(".")[:2])
 
@@ -114,7 +118,7 @@ def _make(suite: str, root: Path) -> None:
 
 
 def _unpack(package: Path, root: Path) -> None:
-    """Unpack a package. ``dpkg-deb -x`` is not used: it replaces the links of a merged /usr by a folder."""
+    """Unpack a package. ``dpkg-deb -x`` is not used, because it replaces the links of a merged /usr by folders."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as archive:
         done = subprocess.run(["tar", "-x", "--no-same-owner", "--keep-directory-symlink", "-C", root],
                               stdin=archive.stdout)  # fmt: skip
@@ -123,7 +127,7 @@ def _unpack(package: Path, root: Path) -> None:
 
 
 def _use_own_libraries(root: Path) -> None:
-    """Make the programs, and libraries that have a search path, use the libraries of this folder."""
+    """Make the programs use the libraries of this folder, and also those libraries that have a search path."""
     libraries = next(root.glob("usr/lib/*-linux-gnu*"))
     loader = next(libraries.glob("ld-linux-*.so.?"))
     plugins = libraries / "slurm-wlm"
@@ -137,7 +141,7 @@ def _use_own_libraries(root: Path) -> None:
         (programs_of(root) / name).symlink_to(program)
     reported = _output_of([str(loader), "--list", str(programs_of(root) / "slurmctld")])
     if strange := [line.strip() for line in reported.splitlines() if "=>" in line and str(root) not in line]:
-        raise RuntimeError(f"slurmctld of {root} takes libraries from elsewhere: {'; '.join(strange)}")
+        raise RuntimeError(f"slurmctld of {root} uses libraries outside of it: {'; '.join(strange)}")
 
 
 def _output_of(argv: Sequence[str], env: dict[str, str] | None = None) -> str:

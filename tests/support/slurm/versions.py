@@ -1,4 +1,4 @@
-"""``make test-slurm-versions``: run the tests that need Slurm on each version of Slurm in turn.
+"""``make test-slurm-versions``: runs the tests that need Slurm on each version of Slurm in turn.
 
     python -m rrl.tests.support.slurm.versions [VERSION ...] [-- PYTEST OPTION ...]
 

@@ -1,4 +1,4 @@
-"""Brings a lab with preemption into every state that the readers of Slurm must agree about."""
+"""Brings a lab with preemption into every state that all readers of Slurm must report alike."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Jobs(Struct):
 
 
 def play(lab: SlurmLab, look: Callable[[str], None]) -> Jobs:
-    """Bring the lab into all states, and call ``look`` with the name of each moment at which states must be read.
+    """Bring the lab into all states one after the other; at each moment to be read, call ``look`` with its name.
 
     The moments are ``preempting``, ``completing``, ``settled``, ``reason-N`` for each odd reason, and ``down``.
     """
@@ -127,14 +127,14 @@ def ends_early(lab: SlurmLab, job: str) -> bool:
 def restore(lab: SlurmLab) -> None:
     """Make all nodes idle again."""
     for node in lab.nodes:
-        with contextlib.suppress(subprocess.CalledProcessError):  # the node is not drained or down
+        with contextlib.suppress(subprocess.CalledProcessError):  # if the node is neither drained nor down
             lab.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     lab.clear()
 
 
 @contextlib.contextmanager
 def states(lab: SlurmLab, look: Callable[[str], None]) -> Iterator[Jobs]:
-    """Play all states, and restore the lab after the block."""
+    """Provide :func:`play` for a lab, and restore the lab after the block."""
     try:
         yield play(lab, look)
     finally:

@@ -34,9 +34,9 @@ class Control(Struct):
     moment: str
     """Moment of the recording whose objects are returned."""
     behaviour: str = ""
-    """``""``: return the recording; ``hang``: never return; ``die``: end the process; ``late``: return after ``late_s``
-    seconds; ``garbage``: return a job in a state that does not exist; ``lie``: return nodes as up although they are
-    down."""
+    """If empty, a read returns the recording. ``hang``: it never returns. ``die``: it ends the process. ``late``: it
+    returns after ``late_s`` seconds. ``garbage``: it returns a job in a state that does not exist. ``lie``: it returns
+    nodes as up although they are down."""
     import_behaviour: str = ""
     """Behaviour of the import: ``hang``, ``die``, or empty for a successful import."""
     version: str = ""
@@ -88,7 +88,7 @@ def _objects(kind: str) -> list[Any]:
 
 
 class RecordedObject:
-    """An object of pyslurm; the user who made the recording is the user of this process."""
+    """An object of pyslurm. The user of this process replaces the user who made the recording."""
 
     def __init__(self, attributes: dict[str, Any], user: int) -> None:
         self._attributes, self._user = attributes, user
@@ -103,7 +103,7 @@ class RecordedObject:
 
 
 class RPCError(Exception):
-    """An error with Slurm's number."""
+    """An error that has Slurm's number."""
 
     def __init__(self, errno: int, msg: str) -> None:
         super().__init__(msg)
@@ -178,7 +178,7 @@ class config:  # pyslurm's own name
 
 
 __version__ = ""
-if CONTROL_ENV in os.environ:  # the process of the reader; tests import the names above
+if CONTROL_ENV in os.environ:  # in the process of the reader; tests import only the names above
     if _control().import_behaviour == "hang":
         time.sleep(FOREVER_S)
     if _control().import_behaviour == "die":

@@ -2,7 +2,7 @@
 
     python -m rrl.tests.support.slurm_readers.pyslurm_pair
 
-If not, it prints one line and exits with 2.
+If pyslurm does not match, the program prints one line and exits with 2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Records what the real pyslurm and Slurm's commands return at the same moments, for the tests that have no pyslurm.
+"""Records the output of the real pyslurm and of Slurm's commands, for the tests that run without pyslurm.
 
     python -m rrl.tests.support.slurm_readers.recording
 
-Starts a lab, brings it into every state, and writes ``tests/data/recorded/pyslurm/VERSION.json``. pyslurm must match
-the Slurm of the lab (:mod:`.pyslurm_pair`). Only processes that are forked for this purpose import pyslurm.
+The program starts a lab, brings it into every state, reads it both ways at the same moments, and writes
+``tests/data/recorded/pyslurm/VERSION.json``. pyslurm must match the Slurm of the lab (:mod:`.pyslurm_pair`). Only
+processes that are forked for this purpose import pyslurm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stand-in for the process of a tracker: it writes a line at each start, then behaves as FAKE_TRACKER says."""
+"""A stand-in for the process of a tracker, which writes a line at each start and then behaves as FAKE_TRACKER says."""
 
 from __future__ import annotations
 

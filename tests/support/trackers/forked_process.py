@@ -1,4 +1,4 @@
-"""Tracker processes, forked from a process that has imported their packages, because importing MLflow takes 1 s of CPU.
+"""Forks tracker processes from a process that has imported their packages, because MLflow takes 1 s of CPU to import.
 
 This is a separate module, because the forked processes import it.
 """
@@ -15,7 +15,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 PACKAGES = ["mlflow.tracking", "wandb", "rrl.manager.tracking.main"]
-"""Packages that are imported before the fork. TensorBoard's package is left out: its import takes 0.1 s."""
+"""Packages that are imported before the fork. TensorBoard's package is left out, because its import takes only 0.1
+s."""
 PARENT = "PARENT"
 """An argument that stands for the id of the process which forks the others."""
 
@@ -28,7 +29,7 @@ def fork_server() -> Iterator[ForkServerContext]:
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it runs as long as pytest
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # without this, it runs as long as pytest
 
 
 def start(

@@ -1,4 +1,4 @@
-"""A whole local run, which is resumed once; its trackers are killed repeatedly, and its manager once."""
+"""Plays a local run that is resumed once, whose trackers are killed repeatedly and whose manager is killed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS_AFTER_RESUME = 10
 MANY_STEPS = 100_000
 """Number of steps of the job: more than the run trains before it is cancelled."""
 KEY_ENV, KEY = "TRACKER_TEST_KEY", "key-5a17c9"
-"""An environment variable that the job passes on, as it would pass WANDB_API_KEY, and its value."""
+"""An environment variable that the job passes to the trackers, as it would pass WANDB_API_KEY, and its value."""
 
 
 def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") -> str:
@@ -30,8 +30,10 @@ def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") 
 
 
 def play(folder: Path, kills: int) -> TestRun:
-    """Play the run, and return it after its end. Each tracker is killed ``kills`` times; the run is cancelled and
-    resumed."""
+    """Play the run, and return it after its end.
+
+    Each tracker is killed ``kills`` times; the run is cancelled and resumed.
+    """
     os.environ |= {"WANDB_MODE": "offline", KEY_ENV: KEY}
     run = submit_here(folder, tracked_job(MANY_STEPS, TRACKERS))
     run.wait_steps(1)
@@ -73,7 +75,7 @@ def wait_until(run: TestRun, condition: Callable[[], bool]) -> None:
 
 
 def tracker_pids(run: RunDir) -> Iterator[int]:
-    """Yield the pids of the trackers' own processes, without the processes that these started."""
+    """Yield the pids of the trackers' processes, without the processes that these started."""
     return (pid for pid, command in marked_processes(run) if b"rrl.manager.tracking.main" in command)
 
 

@@ -1,5 +1,4 @@
-"""Reads the steps that trackers have stored of a run, by the trackers' own packages, in the order in which they were
-sent."""
+"""Reads the steps of a run that trackers have stored, by the trackers' own packages."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from rrl.core.run_spec import TrackerName
 
 
 def sent(run: RunDir, tracker: TrackerName, metric: str) -> list[tuple[int, float]]:
-    """Return (step, value) of a metric, in the order in which the tracker has them, including NaN and infinite
-    values."""
+    """Return (step, value) of a metric in the order of the tracker, including NaN and infinite values."""
     folder = run.trackers / tracker
     if tracker == "tensorboard":
         return tensorboard_scalars(folder, metric)

@@ -1,6 +1,6 @@
-"""A chain of receivers under test: a publisher that offers its version chunk by chunk, receivers, and faulty stores.
+"""A chain of receivers under test, with a publisher that offers its version chunk by chunk.
 
-Receivers run in this process or in their own processes. Faulty stores send wrong bytes or do not answer.
+Receivers run in this process or in their own processes. Faulty stores in the chain send wrong bytes or do not answer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ T = TypeVar("T")
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true; only the test's own deadline ends the wait."""
+    """Wait until the condition is true; only the deadline of the test ends the wait before that."""
     while not condition():
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
 class Publisher:
-    """A publisher whose version becomes available chunk by chunk (:meth:`feed`); requests for later chunks get
-    NOT_READY."""
+    """A publisher whose version becomes available chunk by chunk (:meth:`feed`).
+
+    Requests for later chunks get NOT_READY.
+    """
 
     def __init__(self, version: Version = VERSION, seed: int = 0) -> None:
         self.store = WeightStore()
@@ -68,7 +70,7 @@ class Receiver:
         self.source = weight_source("", name, None)
 
     def chunks_from(self, source: WeightSource) -> int:
-        """Return the number of chunks that it received from this source."""
+        """Return the number of chunks that the receiver got from this source."""
         return self.spy.came.get(source.address, 0)
 
     def verified(self, version: Version = VERSION) -> int:
@@ -109,7 +111,7 @@ async def receiver(kind: str, index: int, store: WeightStore | None = None) -> A
 
 @asynccontextmanager
 async def receiver_apart(kind: str, index: int, source: WeightSource) -> AsyncGenerator[tuple[WeightSource, int]]:
-    """Provide a receiver in a process of its own, which pulls from ``source``, and its pid."""
+    """Provide a receiver that pulls from ``source`` in a process of its own, and the pid of this process."""
     async with child(kind, upstream=source.address) as (at, pid):
         yield weight_source(at, f"rollout/{index}", None), pid
 

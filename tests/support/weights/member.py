@@ -1,11 +1,10 @@
-"""A process that publishes and receives weights, controlled over a socket: for the torture test and
-benchmarks/weights.py.
+"""A process that publishes and receives weights, as the torture test and benchmarks/weights.py command it.
 
-It publishes, and follows the newest version with a role's own code
-(:class:`rrl.roles.worker.connection.ManagerConnection`), without a manager: the driver sends it the sources.
-``python -m rrl.tests.support.weights.member FD KIND`` is a nursery: it imports everything once, and forks a member
-for each socket that it receives. So a restart costs as much as a role's restart after its imports. All members end
-with the process that started the nursery, even if they are stopped.
+The process is controlled over a socket. It publishes, and follows the newest version, by the code of the roles
+(:class:`rrl.roles.worker.connection.ManagerConnection`). There is no manager; the driver sends the sources of a
+version. ``python -m rrl.tests.support.weights.member FD KIND`` is a nursery, which imports all modules once, and forks
+a member for each socket that it receives. So a restart costs as much as a role's restart after its imports. All members
+end with the process that started the nursery, even if they are stopped.
 
 The content of a version follows from its number, so every process can verify every byte.
 """
@@ -64,7 +63,7 @@ from rrl.transport.weights.store import StoredVersion, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SEEDS = 199
-"""Number of different contents; two of them differ in nearly every byte."""
+"""Number of different contents. Any two of them differ in nearly every byte."""
 _PERIOD = 251
 """Bytes after which content repeats (:func:`content`)."""
 _PIECE = 2**23
@@ -83,8 +82,10 @@ def right(held: StoredVersion, nbytes: int) -> bool:
 
 
 def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
-    """Return whether every byte is right, about as fast as a memcpy. Digests are not used, because they are under
-    test."""
+    """Return whether every byte is right, about as fast as a memcpy.
+
+    Digests are not used, because they are under test.
+    """
     pattern = bytes(content(_PIECE + _PERIOD, seed_of(version)))
     return flat.nbytes == nbytes and all(
         flat[start : start + _PIECE].tobytes() == pattern[start % _PERIOD :][: min(_PIECE, nbytes - start)]
@@ -109,7 +110,7 @@ class _Store(WeightStore):
 class _Connection(ManagerConnection):
     """A role's connection to the manager, reduced to following the newest version.
 
-    The driver's messages are given to it as if from the manager, and its reports go to callbacks instead of the
+    It handles the driver's messages like messages of the manager, and gives its reports to callbacks instead of the
     manager.
     """
 
@@ -124,7 +125,7 @@ class _Connection(ManagerConnection):
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
         transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
-        self._loop.close()  # a role's event loop runs in its own thread
+        self._loop.close()  # as in a role, the event loop runs in a thread of its own
         self.weights = store
         self._report_version, self._dropped = report_version, dropped
         self._received = 0
@@ -227,7 +228,7 @@ class _Member:
         telling.add_done_callback(_loud)
 
     async def _report_committed(self, committed: Committed, held: StoredVersion) -> None:
-        async with self._checking:  # versions are checked one after the other, in order
+        async with self._checking:  # versions are checked one by one, in their order
             if self._start.check:
                 good = held.manifest.version == committed.version
                 good = good and await asyncio.to_thread(right, held, self._start.nbytes)
@@ -273,8 +274,7 @@ def die_with_parent() -> None:
 
 
 def nursery(control: socket.socket) -> None:
-    """Fork a member for each socket that arrives on ``control``, and reply with its pid, until ``control`` is
-    closed."""
+    """Fork a member for each socket that arrives on ``control``, and reply with its pid, until ``control`` ends."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     control.sendall(b"\n")
@@ -301,7 +301,7 @@ if __name__ == "__main__":
     if sys.argv[2] == "ucx":
         os.environ.update(SETTINGS)  # UCX reads some of these settings while it is loaded
         import ucxx  # noqa: F401
-    # imported by its full name: commands and reports are classes of that module, not of __main__
+    # imported by its full name, because commands and reports must be classes of that module, not of __main__
     from rrl.tests.support.weights import member as _this
 
     _this.nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The driver's side of :mod:`rrl.tests.support.weights.member`: start members, send them commands, inject failures."""
+"""Drives the processes of :mod:`rrl.tests.support.weights.member`: starts, commands, stops and kills members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rrl.tests.support.weights import orders as say
 from rrl.transport.messages import WeightSource
 
 TIMEOUT_S = 120.0
-"""Deadline (s) of everything that a member does; only a broken build reaches it."""
+"""Deadline (s) of each operation of a member, which only a broken build reaches."""
 SECRET = b"w" * 32
 _PID_BYTES = 4
 
@@ -29,9 +29,10 @@ T = TypeVar("T")
 class Nursery:
     """A process that forks members.
 
-    ``inside`` is the beginning of its command line, which starts it in another network namespace. There UCX is limited
-    to TCP, because it would otherwise use shared memory between the namespaces of one machine. For nixl UCX is always
-    limited to TCP: over shared memory a read ends within the call that begins it, so a test cannot interrupt the read.
+    ``inside`` is the beginning of its command line, which starts it in another network namespace. In this case UCX is
+    limited to TCP, because it would otherwise use shared memory between the namespaces of one machine. With nixl, UCX
+    is always limited to TCP. Over shared memory, a read would end within the call that begins it, so that a test could
+    not interrupt the read.
     """
 
     def __init__(self, kind: str, inside: tuple[str, ...] = ()) -> None:
@@ -72,7 +73,7 @@ class Member:
     def __init__(self, incarnation: Incarnation, pid: int, on: Callable[[Member, say.Report], None] | None) -> None:
         self.incarnation, self.pid = incarnation, pid
         self._process = os.pidfd_open(pid)
-        """Pidfd for signals: after the member's end its pid may belong to another process."""
+        """Pidfd for signals, because the pid may belong to another process after the member's end."""
         self.reports: list[say.Report] = []
         self.gone = False
         self.version: Version | None = None
@@ -151,7 +152,7 @@ class Member:
         self._signal(signal.SIGCONT)
 
     async def leave(self) -> None:
-        """Make the member end as a role does on request: it disconnects first."""
+        """Make the member disconnect and then end, as a role does on request."""
         self.send(say.Leave())
         await asyncio.wait([self._reading], timeout=TIMEOUT_S)
 

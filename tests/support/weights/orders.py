@@ -14,8 +14,10 @@ MAX_LINE_BYTES = 2**20
 
 # ── commands to a member ───────────────────────────────────────────────────────────────────────────────────────────
 class Start(Struct, frozen=True, tag=True):
-    """The first command. ``nbytes`` is the size of every version; with ``check`` each version is compared when it is
-    complete."""
+    """The first command.
+
+    ``nbytes`` is the size of every version. With ``check`` each version is compared when it is complete.
+    """
 
     incarnation: Incarnation
     kind: str
@@ -74,8 +76,10 @@ Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 # ── reports of a member ────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
-    """The member serves. ``born`` is the time after its imports. All times are in s, by the machine's monotonic
-    clock."""
+    """The member serves.
+
+    ``born`` is the time at which its imports were done. All times are in s, by the machine's monotonic clock.
+    """
 
     born: float
     address: str
@@ -84,7 +88,7 @@ class Serving(Struct, frozen=True, tag=True):
 class Published(Struct, frozen=True, tag=True):
     version: Version
     loaded: float
-    """Seconds to create the tensors; a real trainer has them already."""
+    """Seconds to create the tensors, which a real trainer already has."""
     seconds: float
     """Seconds to copy the tensors into one buffer, with digests."""
 
@@ -115,7 +119,7 @@ class Forgot(Struct, frozen=True, tag=True):
 
 
 class Dialled(Struct, frozen=True, tag=True):
-    """Seconds for each connection, including the handshake and the first answer."""
+    """Report of the seconds for each connection, including the handshake and the first answer."""
 
     seconds: tuple[float, ...]
 

@@ -1,4 +1,4 @@
-"""A process whose memory NIXL can read, to be stopped and killed by tests.
+"""A process whose memory NIXL can read, and which tests stop and kill.
 
 ``python -m rrl.tests.support.weights.slots`` fills one slot with :func:`content`, prints what a reader needs, ``NAME
 METADATA_HEX ADDRESS``, and ends when its standard input ends.

@@ -1,8 +1,8 @@
 """A source of one weight version in its own process, which tests kill and stop.
 
 ``python -m rrl.tests.support.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address and
-serves a version until its standard input ends: :func:`content` as :data:`VERSION`, or the version that it pulls from
-UPSTREAM.
+serves one version until its standard input ends. The version is :data:`VERSION` with :func:`content`, or the version
+that it pulls from UPSTREAM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Transfers versions from a publisher to receivers, each a process, which are killed, stopped and restarted at random.
+"""Transfers versions from a publisher to receivers while these processes are killed, stopped and restarted at random.
 
-Every receiver checks every byte of every version that it commits. One receiver is never killed, and the publisher only
-in the second half of the faults. So the growth of their memory over many faults of other members can be measured.
+Every receiver checks every byte of every version that it commits. One receiver is never killed, and the publisher is
+killed only in the second half of the faults. So the growth of the memory of these two can be measured over many faults
+of other members.
 
     python -m rrl.tests.support.weights.torture KIND FAULTS [SEED] prints the result
 """
@@ -29,24 +30,24 @@ NBYTES = 6 * 2**20 + 4321
 CHUNK_BYTES = {"tcp": 64 * 2**10, "ucx": 64 * 2**10, "nixl": 16 * INLINE_BYTES}
 """Bytes of a chunk; with nixl, chunks of this size are read from the source's memory."""
 CHUNK_BY = 0.5
-"""Deadline of a chunk in s, shorter than some freezes."""
+"""Deadline of a chunk (s), which is shorter than some freezes."""
 WITNESS = "rollout/0"
 """Receiver that is never killed."""
 _APART = (0.0, 0.15)
-"""Range of the seconds between two faults; the transfer of a version takes longer."""
+"""Range of the time (s) between two faults. The transfer of a version takes longer."""
 _FROZEN = (0.02, 0.7)
 """Range of the duration of a freeze in s."""
 _LONG_FREEZE_S = STARVATION_TIMEOUT_S + 1
-"""Duration of a long freeze in s: longer than a receiver waits for a source that is itself waiting."""
+"""Duration of a long freeze (s): longer than a receiver waits for a source that itself waits for chunks."""
 _LONG_EVERY = 6
-"""One of this number of freezes is long."""
+"""One of this many freezes is long."""
 _NOTICED = (0.0, 0.2)
-"""Range of the seconds until a dead member is no longer listed as a source; until then others send requests to it."""
+"""Range of the time (s) for which a dead member is still listed as a source, so that others send requests to it."""
 _FAULT_KINDS = ("kill", "kill", "freeze", "freeze", "restart")
 _CHECK_EVERY_FAULTS = 40
-"""Faults between two measurements of the processes' resources, with all processes idle."""
+"""Number of faults between two measurements of the processes' resources, for which all processes are idle."""
 _ROUNDS = 2
-"""Versions that all members commit before a measurement, so that the buffers that they keep are allocated by then."""
+"""Number of versions that all members commit before a measurement, so that their permanent buffers are allocated."""
 
 
 class Tally(Struct):
@@ -56,12 +57,12 @@ class Tally(Struct):
     wrong: list[str] = field(default_factory=list)
     """Versions that were committed with wrong bytes."""
     failed: list[str] = field(default_factory=list)
-    """Pulls that were given up, which is allowed."""
+    """Pulls that receivers gave up, which is allowed."""
     usage: dict[str, list[say.Usage]] = field(default_factory=lambda: {WITNESS: [], TRAINER: []})
     """Measurements of the members that are never killed, and of the publisher until it is killed."""
 
     def growth(self) -> say.Usage:
-        """Return the largest growth of a member between the means of its earlier and its later measurements.
+        """Return the largest growth of a member from the mean of its earlier to the mean of its later measurements.
 
         The means hide short peaks, and buffers that are allocated once.
         """
@@ -85,7 +86,7 @@ class _Torture:
         self._newest: Version | None = None
         self._harming: dict[str, asyncio.Task[None]] = {}
         self._rest = asyncio.Lock()
-        """Lock that is held while a version is published, and while no version may be published."""
+        """A lock that is held during each publishing, and at times when no version may be published."""
         self.tally = Tally()
 
     async def run(self) -> Tally:
@@ -140,7 +141,7 @@ class _Torture:
                 await self._publish()
             newest = self._newest
             if newest is not None:
-                with contextlib.suppress(TimeoutError):  # the witness or its source is stopped: go on without it
+                with contextlib.suppress(TimeoutError):  # continues if the witness or its source is stopped
                     await self._members[WITNESS].committed(newest, by=self._chance.uniform(0.1, 2.0))
             await asyncio.sleep(0)
 
@@ -221,8 +222,10 @@ class _Torture:
 
 
 async def torture(kind: str, faults: int, seed: int) -> Tally:
-    """Inject ``faults`` faults with transport ``kind``. Raises TimeoutError if a member never gets the newest
-    version."""
+    """Inject ``faults`` faults with transport ``kind``.
+
+    Raises TimeoutError if a member never gets the newest version.
+    """
     nursery = await asyncio.to_thread(Nursery, kind)
     try:
         return await _Torture(nursery, faults, seed).run()

@@ -1,4 +1,4 @@
-"""Weight transports and sources under test, in this process or in their own, and a transport that counts chunks."""
+"""Provides weight transports and sources under test, and a transport that counts chunks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS = tuple(os.environ.get(TRANSPORTS_ENV, "tcp").split(","))
 """Transports that the tests of this process use.
 
 ucx runs in its own network namespace (test_ucx_apart.py), because its ports have no authentication. nixl runs in its
-own process (test_nixl_apart.py), because its UCX and the UCX of ucxx cannot share a process. After tests of ucx, nixl
-and ucx in turn, UCX's thread crashed when a peer died (SIGSEGV in ucp_memh_invalidate, in 4 of 4 runs). Without nixl it
-never crashed.
+own process (test_nixl_apart.py), because its UCX and the UCX of ucxx cannot share a process. When one process ran tests
+of ucx, nixl and ucx in turn, UCX's thread crashed when a peer died (SIGSEGV in ucp_memh_invalidate, in 4 of 4 runs).
+Without nixl, the thread never crashed.
 """
 TIMEOUT_S = 30.0
 SECRET = b"s" * 32
@@ -38,7 +38,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 def calm() -> AdaptiveTimeout:
-    """Return chunk timeouts that a busy machine does not reach."""
+    """Return timeouts of chunks that are so long that a busy machine does not reach them."""
     return AdaptiveTimeout(TIMEOUT_S, TIMEOUT_S)
 
 
@@ -72,7 +72,8 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
     """Start a source in a process of its own; provide its address and pid.
 
     Args:
-        upstream: Address of the source from which the child pulls; if empty, it has the version already.
+        upstream: Address of the source from which the child pulls; if empty, the child has the version from the
+            beginning.
     """
     argv = [
         sys.executable,
@@ -94,7 +95,7 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
 
 
 class SpyTransport:
-    """A transport that counts chunks by source and calls ``after(address, count)`` after each fetched one."""
+    """A transport that counts chunks by source, and calls ``after(address, count)`` after each fetched chunk."""
 
     def __init__(self, transport: WeightTransport, after: Callable[[str, int], None] = lambda at, count: None) -> None:
         self.kind = transport.kind

@@ -34,7 +34,7 @@ _STORE_TIMEOUT_S = 600.0
 
 
 class EndpointProcess:
-    """Starts and kills the process of such a replica, any number of times."""
+    """Starts and kills the process of a replica of the endpoint, any number of times."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -46,7 +46,7 @@ class EndpointProcess:
         return incarnation_of("endpoint/0", self.incarnations)
 
     def start(self) -> None:
-        """Start the next incarnation, which the store must know as a member."""
+        """Start the next incarnation, which must be in the membership of the store."""
         arguments = [str(self._run.path), str(self.incarnations)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rrl.tests.support.roles.endpoint.endpoint_process", *arguments]
@@ -61,7 +61,7 @@ class EndpointProcess:
 
 
 class _Store:
-    """The methods of a client of the store, each awaited in the event loop of the caller."""
+    """Has the methods of a client of the store; the event loop of the caller awaits each call."""
 
     def __init__(self, client: TrajectoryClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop

@@ -1,5 +1,4 @@
-"""A stand-in for a replica of the endpoint, which answers each request as the test demands and can break
-connections."""
+"""A stand-in for a replica of the endpoint, which answers as the test demands and can break connections."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ Act = Callable[[Request], Awaitable[Response]]
 
 
 class FakeEndpoint:
-    """Answers each request by the next of its acts, and repeats the last act. Without acts, each answer has the text
-    "5"."""
+    """Answers each request by the next one of ``acts``, and repeats the last one.
+
+    Without acts, each answer has the text "5".
+    """
 
     def __init__(self, *acts: Act) -> None:
         self._acts = deque(acts)
@@ -51,7 +52,7 @@ class FakeEndpoint:
 
 
 class _BrokenOff(Exception):
-    """Closes a connection in the middle of its content."""
+    """Closes a connection in the middle of a response's content."""
 
 
 def replies(content: Any, status: int = 200, **headers: str) -> Act:
@@ -62,7 +63,7 @@ def replies(content: Any, status: int = 200, **headers: str) -> Act:
 
 
 def plain(status: int, text: str) -> Act:
-    """Answer as the server that runs the application does."""
+    """Answer with a plain body, as the endpoint's server does."""
 
     async def act(request: Request) -> Response:
         return Response(text, status, media_type="text/plain")
@@ -71,7 +72,7 @@ def plain(status: int, text: str) -> Act:
 
 
 def breaks(*pieces: bytes, media_type: str = "application/json") -> Act:
-    """Send pieces of a content, then close the connection in the middle of it."""
+    """Send the first pieces of a response's content, and then close the connection."""
 
     async def act(request: Request) -> Response:
         async def content() -> AsyncIterator[bytes]:

@@ -25,9 +25,9 @@ class FakeTurns:
         self.turns: dict[int, Turn] = {}
         self.max_new: dict[int, int] = {}
         self.recorded: list[Turn] = []
-        """Turns of an earlier attempt, as the store would return them."""
+        """Turns that the store would return as those of an earlier attempt."""
         self.holding: tuple[int, ...] = ()
-        """The turns that the newest request reported to have."""
+        """The turns that the endpoint had according to its newest request."""
         self._episode_of: dict[int, int] = {}
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A served endpoint: its real server over a stand-in for the store, or over the real store."""
+"""Serves an endpoint: its real server over a stand-in for the store, or over the real store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAT = open_chat(ModelSpec(tokenizer=TokenizerSpec((*"0123456789", "12", "<", ">
 })))  # fmt: skip
 MAX_LENGTH = 24
 DEADLINE_S = 30.0
-"""Seconds after which a test gives up; only a broken build takes so long."""
+"""Seconds after which a wait fails. Only a broken build takes so long."""
 USER: list[Any] = [{"role": "user", "content": "7"}]
 
 
@@ -39,7 +39,7 @@ class Scene:
         self.turns = FakeTurns(self._opened)
         self.opened: list[Turn] = []
         self.policy: Callable[[Turn], None] | None = None
-        """Samples each turn when it is opened; None if the test does so itself."""
+        """A function that samples each turn when it is opened; None if the test samples turns itself."""
         self._changed = threading.Condition()
         run: dict[str, Any] = {"policy": Policy(1.0), "max_new": 4, "max_length": MAX_LENGTH, **changed}
         self.endpoint = Endpoint(ServedRun(RUN, SECRET, **run), chat, self.turns)

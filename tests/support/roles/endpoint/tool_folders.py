@@ -51,7 +51,7 @@ TOOLS_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""Chat template that writes conversations as the models of the family Qwen3 do."""
+"""Chat template that writes conversations as the templates of the models Qwen3 do."""
 PLAIN_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -64,7 +64,7 @@ def make(folder: Path, template: str = TOOLS_TEMPLATE, *, tags: bool = True) -> 
     """Write a folder.
 
     The tokenizer has the single bytes and the pair ``12``. So a sampled ``1`` and a sampled ``2`` become one other
-    token when their text is encoded. With ``tags`` it also has a token for each tag of the family.
+    token when their text is encoded. With ``tags`` it also has a token for each tag of these models.
     """
     folder.mkdir(exist_ok=True)
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Snapshot servers without an agent: in a thread (:func:`snapshot_server`), or in a process (:func:`process`).
+"""Starts snapshot servers without an agent, in a thread (:func:`snapshot_server`) or in a process (:func:`process`).
 
 ``python -m rrl.tests.support.roles.snapshots.servers KEYS NODE`` prints the server's address and serves until its
 standard input is closed.

@@ -25,7 +25,7 @@ from rrl.transport.keys import RunKeys
 
 RUN, NODE, GANG = "run-1", NodeName("n1"), ReplicaId("trainer/0")
 SIZE = 5 * 2**20 + 17
-"""Bytes of a snapshot: two chunks, of which the last is shorter."""
+"""Bytes of a snapshot, which has two chunks; the second chunk is shorter."""
 _LAST = 3
 """Number of the step in which an incarnation kills itself."""
 _CHUNK_BYTES = 64 * 2**10
@@ -58,7 +58,7 @@ def _member(keys: RunKeys, progress: mmap.mmap, incarnation: int, where: str) ->
             mock.patch("rrl.roles.snapshots.client.digest_of", _die).start()
         if step == last and where == "head":
             mock.patch.object(MappedBuffer, "commit", _half_a_head).start()
-        view = client.buffer(SIZE, step)  # the snapshot of the step before is sealed now
+        view = client.buffer(SIZE, step)  # the snapshot of the previous step is sealed now
         struct.pack_into("<Q", progress, 0, step)
         whole = bytes([step % 251]) * _CHUNK_BYTES
         for start in range(0, SIZE, _CHUNK_BYTES):

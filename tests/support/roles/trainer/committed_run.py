@@ -47,7 +47,7 @@ class CommittedRun:
         self.folders: dict[int, Path] = {}
 
     def commit(self, number: int, *, untrained: bool = False) -> Path:
-        """Commit a step with random weights, or with those of the untrained model; return the checkpoint's folder."""
+        """Commit a step with random weights or those of the untrained model; return the checkpoint's folder."""
         spec = self.job.model
         model = build_model(spec, open_tokenizer(spec).size, seed=number)
         with torch.random.fork_rng(devices=[]), torch.no_grad():

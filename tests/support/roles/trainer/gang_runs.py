@@ -1,4 +1,4 @@
-"""Runs of a gang of real trainer processes: kill a member at a given moment, and compare the final states."""
+"""Runs gangs of real trainer processes, kills a member at a given moment, and compares the final states."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ async def dies(stage: Stage, moment: str, step: int, rank: int = 0) -> None:
 
 
 def goes_on_from(stage: Stage) -> str:
-    """Return the state that the newest incarnation continued from."""
+    """Return the state from which the newest incarnation continued."""
     lines = stage.log(stage.incarnation).splitlines()
     return next(line for line in lines if "continues from" in line).split("from ")[1]

@@ -1,6 +1,6 @@
-"""The learning loop in one process, without manager, store or sockets: rollouts sample, a task scores, a learner steps.
+"""The learning loop in one process, without manager, store or sockets: sampling, scoring, training.
 
-``lag`` batches wait between sampling and training, as they do in a run in which rollouts work ahead of the trainer.
+``lag`` batches wait between sampling and training, as in a run whose rollouts work ahead of the trainer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Part, Segment, Trajectory
 
-torch.set_num_threads(1)  # the tests share their cores, and so small a model gains nothing from a second core
+torch.set_num_threads(1)  # the tests share their cores, and a model of this size is not faster on two cores
 SMALL = ModelSpec(
     hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, head_dim=16, max_length=64,
     initializer_range=0.05,
 )  # fmt: skip
 Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
-"""Takes the item's index and the answer's tokens; returns (reward, training reward)."""
+"""A function of the item's index and the answer's tokens, which returns (reward, training reward)."""
 
 
 def settings(**changes: float | None) -> TrainerSettings:
@@ -54,7 +54,7 @@ def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> N
 def engine(
     weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
 ) -> TorchEngine:
-    """Return an engine with the learner's current weights; the engine's model is built with another seed."""
+    """Return an engine with the learner's current weights, whose model was built with another seed."""
     made = TorchEngine(
         build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling
     )
@@ -63,8 +63,10 @@ def engine(
 
 
 def roll_out(with_engine: Engine, items: Sequence[Item]) -> dict[int, list[Segment]]:
-    """Return all segments by trajectory, those of earlier incarnations first. The engine must report each item as
-    finished once."""
+    """Return all segments by trajectory, those of earlier incarnations first.
+
+    The test fails if the engine does not report each item as finished exactly once.
+    """
     segments = {item.trajectory: list(item.so_far) for item in items}
     finished: list[int] = []
     waiting = list(items)

@@ -1,4 +1,4 @@
-"""A real trainer process that kills itself with SIGKILL at a moment that the test names."""
+"""A real trainer process that kills itself by SIGKILL at a moment that the test names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PUBLISHED = "published"
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
     """Run the trainer of the launch file, with its output in ``log``.
 
-    If ``dies``, it kills itself at ``moment`` of ``step``. Random states are seeded with ``seed``, so that a state that
-    is not restored changes the result.
+    If ``dies``, the trainer kills itself at ``moment`` of ``step``. The random states begin with ``seed``. If a random
+    state is not restored, the result of the training changes.
     """
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -81,7 +81,7 @@ def _die() -> None:
 
 
 def _compute_deterministically() -> None:
-    """Choose GPU kernels that always give the same bits; some of the fast kernels add in any order."""
+    """Choose GPU kernels that always give equal bits, because some of the fast kernels add in any order."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch demands this setting; cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_flash_sdp(False)
@@ -121,8 +121,11 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 
 def _while_the_batch_is_shared(step: int) -> None:
-    """Die after the first member has received the batch and before it has sent any share of it; or, in another
-    member, before receiving a share."""
+    """Die while the batch is shared.
+
+    The first member dies after it has received the batch, before it sends a share. Another member dies before it
+    receives its share.
+    """
     next_, now = process_group._next_part, [0]
 
     def noted(me: Worker, gang: Gang, number: int, index: int) -> Part | None:
@@ -139,7 +142,7 @@ def _in_the_step(step: int) -> None:
 
 
 def _after_a_part(step: int) -> None:
-    """Die after training on the first part, when the second part is there."""
+    """Die after training on the first part, once the second part has arrived."""
     _before(Learner, "add", lambda _, part: (part.number, part.index) == (step, 1))
 
 

@@ -1,5 +1,4 @@
-"""Publishing outside of a run: a worker that publishes versions without receivers, and gang members with a model of 200
-MB."""
+"""Publishing outside of a run: a worker without receivers, and gang members with a model of 200 MB."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class PublishingWorker(SimpleNamespace):
         self.announced: list[int] = []
         """Steps of the versions that were announced, in order."""
         self.phases: list[str] = []
-        """The nested phases of the training thread; the last one is the current phase."""
+        """The nested phases of the training thread, of which the last one is the current phase."""
         self._chunk = chunk
         self.launch = SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1))
         self._connection: Any = SimpleNamespace(
@@ -73,7 +72,7 @@ class PublishingWorker(SimpleNamespace):
 
     @contextmanager
     def idle(self, cause: str) -> Iterator[None]:
-        """Return a context that does not count the wait."""
+        """Return a context that ignores the time of the wait."""
         yield
 
     @contextmanager
@@ -131,9 +130,9 @@ def gang_of(rank: int, world: int, folder: str) -> Gang:
 
 
 def compare(rank: int, world: int, folder: str, dtype: str, batches: Sequence[Batch]) -> None:
-    """Train, save and publish; write to ``rank-0.json`` for each published version whether it is bit-equal.
+    """Train, save and publish; write to ``rank-0.json`` whether each published version is right.
 
-    A version must have the bits of the model's weights after that step, cast to ``dtype``.
+    A right version has exactly the bits of the model's weights after its step, cast to ``dtype``.
     """
     torch.set_num_threads(1)
     gang = gang_of(rank, world, folder)
@@ -180,8 +179,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def play(rank: int, world: int, folder: str, dtype: str) -> None:
     """Publish the live weights and then a host copy, and load the host copy into an engine.
 
-    Writes to ``rank-N.json`` the largest memory growth (bytes) during each of these operations, and whether all
-    values were right.
+    Write to ``rank-N.json`` the largest memory growth (bytes) during each of these operations, and whether all values
+    were right.
     """
     torch.set_num_threads(1)
     gang = gang_of(rank, world, folder)

@@ -1,4 +1,4 @@
-"""A gang of real trainer processes, a real store with recorded trajectories, and real snapshot servers.
+"""Runs a gang of real trainer processes with a real store of recorded trajectories and real snapshot servers.
 
 The manager is a substitute: it welcomes members, sends them the peer directory, and fences all members when one has
 died. The processes are forked from a process that has imported torch, so that an incarnation starts in one second
@@ -36,7 +36,7 @@ from rrl.transport.control.endpoints import Listener
 from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, VersionAvailable, Welcome
 
 END_TIMEOUT_S = 120.0
-"""Deadline for the end of an incarnation; no test depends on how fast it is."""
+"""Deadline (s) for the end of an incarnation. No test depends on the time that it takes."""
 GANG = ReplicaId("trainer/0")
 VOCABULARY = 13
 _GROUP, _PER_BATCH, _MAX_NEW = 3, 3, 3
@@ -52,13 +52,13 @@ def nursery() -> Iterator[ForkServerContext]:
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it runs as long as pytest
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # without this, it runs as long as pytest
 
 
 def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False) -> Store:
-    """Return a store with all trajectories that ``steps`` steps train on; they are the same at every call.
+    """Return a store with all trajectories that ``steps`` steps train on; every call returns equal trajectories.
 
-    With ``stream`` each part has one group, because a second group would not fit into the message.
+    With ``stream`` each part has one group, because two groups do not fit into the message.
     """
     dice = random.Random(7)
     cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}
@@ -83,7 +83,7 @@ class Stage:
     """A run of ``steps`` training steps in ``path`` by a gang of ``world`` members, each on a node of its own.
 
     Args:
-        snapshots: Whether each node, and one further node, has a snapshot server.
+        snapshots: Whether each member's node and one further node have a snapshot server.
         model: Table ``[model]`` of job.toml, instead of the small model that is built.
         gpus: Number of this machine's GPUs that each member uses; with 0, members compute on the CPU.
         stream: Whether a step comes in three parts.

@@ -36,7 +36,7 @@ def open_agents_store(folder: Path, members: Sequence[Incarnation] = CREW, **cha
 
 
 def reopened(store: Store, folder: Path, members: Sequence[Incarnation] = CREW, **changed: Any) -> Store:
-    """Open the store twice, so that the second one reads a log that the first has rewritten."""
+    """Open the store again twice, so that the second store reads a log that the first one has rewritten."""
     for _ in range(2):
         store.flush()
         store.close()

@@ -1,4 +1,4 @@
-"""A run of the store with agents, with every kind of record of episodes, and a check that a store keeps it."""
+"""Plays a run of agents with every kind of record of episodes, and checks that a store keeps it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def view_of(store: Store) -> View:
 
 
 class AgentsScript:
-    """The run. ``calls[i]`` changed ``views[i]`` to ``views[i + 1]``; it is None for a change of the membership."""
+    """A run of the store.
+
+    ``calls[i]`` is the request that changed ``views[i]`` to ``views[i + 1]``; None if a change of the membership did.
+    """
 
     def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
         self.folder = folder
@@ -154,7 +157,7 @@ class AgentsScript:
                 leased = self._lease(self._agents, 1)
                 pending[0] = leased[0]
             pending = [item for item in pending if item.group != group] + self._lease(OTHER_AGENTS, GROUP - 1)
-        if number == 4:  # an agent outside of the run, whose reward comes later
+        if number == 4:  # an agent outside of the run finishes an episode; its reward arrives later
             self._fail(pending[0])
             leased = self._call(OpenEpisode(OTHER_AGENTS, OUTSIDE))
             assert isinstance(leased, LeasedEpisodes)
@@ -188,8 +191,10 @@ class AgentsScript:
         self._call(FailAttempt(self._of(item), item.episode, item.attempt, "broken tool"))
 
     def _turns(self, item: EpisodeItem, step: int) -> None:
-        """Make two turns. Odd episodes also get a branch, a turn that is never complete, one that is cut, and a foreign
-        one."""
+        """Make two turns in each episode.
+
+        Odd episodes also get a branch, an incomplete turn, a turn that is cut, and a foreign turn.
+        """
         first = self._turn(item, "first", None, 0, (5, 6), step)
         self._turn(item, "second", first, 4, (8,), step)
         if item.episode % 2:
@@ -230,10 +235,9 @@ def check(
 ) -> None:  # fmt: skip
     """Check that a store that opens ``folder`` shows each episode as one of ``views``.
 
-    ``views`` are the last acknowledged view and the next one, of which a crash may leave only the first records.
-
-    It must answer the ``repeated`` requests as before, and continue to step ``to`` without losing an episode or
-    training one twice.
+    ``views`` are the last acknowledged view and the next one, of which a crash may leave only the first records. The
+    store must answer the ``repeated`` requests as before, and continue to step ``to`` without losing an episode or
+    training it twice.
     """
     store = open_agents_store(folder, members, episodes=_SETTINGS, **changed)
     view = view_of(store)

@@ -1,4 +1,4 @@
-"""A run of the store with every kind of record, and a check that a store keeps what it has acknowledged."""
+"""Plays a run of the store with every kind of record, and checks that a store keeps what it has acknowledged."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ AFTER = (9, 9, 9, 9)
 """Tokens that are generated after the crash; trajectories that were acknowledged before it have other tokens."""
 NEXT = incarnation_of("trainer/0", 2)
 _IN_PARTS = {2: 9, 4: 9, 5: 1}
-"""Step → largest number of parts that are requested while some groups are not scored. After them the whole batch is
-requested."""
+"""For each step with parts: the largest number of parts that are requested while some groups are not scored. After
+these parts, the whole batch is requested."""
 _LATE = 3
 """Step whose binding makes a group too old, if there is a limit on the age."""
 
 
 class Acknowledged(Struct):
-    """What the store had acknowledged by the time its file had ``size`` bytes."""
+    """What the store had acknowledged when its file had ``size`` bytes."""
 
     size: int
     segments: dict[tuple[int, int], Segment] = {}
@@ -178,7 +178,7 @@ class Script:
         for number in range(1, steps + 1):
             mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
             begun = {x.trajectory: number for x in mine}
-            if number == _LATE and self._staleness is not None:  # young enough for this step, but not complete
+            if number == _LATE and self._staleness is not None:  # young enough for step _LATE, but not complete
                 begun[mine[-1].trajectory] = number - 1 - self._staleness
             self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
@@ -203,8 +203,7 @@ class Script:
 
 
 def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> Iterator[Batch]:
-    """Finish the run up to step ``to`` and yield its batches: first those that are bound and not committed, then new
-    ones."""
+    """Finish the run up to step ``to`` and yield its batches, beginning with those that are bound and uncommitted."""
     start, earlier = store.committed(who), list[Batch]()
     bound = max(store.audit().steps, default=0)
     assert isinstance(start, CommittedState)
@@ -226,14 +225,14 @@ def check(
 ) -> None:  # fmt: skip
     """Check that a store that opens ``folder`` keeps everything in ``promised``.
 
-    It must answer the ``repeated`` requests as before, and continue to step ``to`` without losing a trajectory or
-    training one twice.
+    The store must answer the ``repeated`` requests as before, and continue to step ``to`` without losing a trajectory
+    or training it twice.
     """
     who = NEXT
     store = open_store(folder, **changed)
     for request, given in repeated:
         fenced = request.incarnation == TRAINER and promised.fence > TRAINER.number
-        if not isinstance(given, Leased):  # leases are forgotten: the first member that requests the work gets it
+        if not isinstance(given, Leased):  # a crash loses leases: the first member that requests the work gets it
             sent_words = answer(store, request)
             assert isinstance(sent_words, Denied) if fenced else sent_words == given, (request, sent_words)
     store.flush()

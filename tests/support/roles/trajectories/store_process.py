@@ -33,7 +33,7 @@ from rrl.transport.keys import RunKeys
 
 
 class StoreProcess:
-    """Starts and kills the process of such a store, any number of times, and sends it memberships."""
+    """Starts and kills the process of a store, any number of times, and sends memberships to it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._settings = settings
@@ -78,7 +78,7 @@ class StoreProcess:
 async def open_clients(
     deadline_s: float, process: StoreProcess, *incarnations: Incarnation
 ) -> AsyncIterator[list[TrajectoryClient]]:
-    """Connect a client for each incarnation; the block and each request must end within ``deadline_s``."""
+    """Connect a client for each incarnation; the block and each request must end within ``deadline_s`` seconds."""
     made = [TrajectoryClient(process.keys, each, process.find, timeout=deadline_s) for each in incarnations]
     running = [asyncio.create_task(client.run()) for client in made]
     try:

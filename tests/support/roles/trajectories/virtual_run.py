@@ -1,4 +1,4 @@
-"""A whole run around the real ``Store`` in virtual time: in one tick, each running trajectory gets one token.
+"""Plays a run of the real ``Store`` in virtual time; in one tick, each running trajectory gets one token.
 
 Trajectories have random lengths, rollouts receive new weights late, and the test adds other events: failures,
 restarts, scores that fail, items without a prompt, a resume with another limit. The same seed gives the same run.
@@ -74,16 +74,19 @@ class Setting(Struct, frozen=True):
 class _Rollout(Struct):
     weights: int = 0
     held: dict[int, list[Segment]] = {}
-    """Segments by trajectory that the rollout has generated and not appended yet."""
+    """Segments that the rollout has generated but not appended yet, by trajectory."""
     made: dict[int, int] = {}
-    """Number of generated tokens by trajectory, appended or not."""
+    """Number of generated tokens by trajectory, including those that are not appended yet."""
     requested_back: set[int] = set()
     """Trajectories that the rollout gives back with its next segment."""
 
 
 class VirtualRun:
-    """A run. ``length`` returns the length of an item's next trajectory; by default it is log-normal around 8, with
-    sigma 1."""
+    """A run.
+
+    ``length`` returns the length of an item's next trajectory. By default, lengths are log-normal with median 7.4 and
+    sigma 1.
+    """
 
     def __init__(
         self, folder: Path, setting: Setting, seed: int = 0, length: Callable[[int], int] | None = None
@@ -128,7 +131,7 @@ class VirtualRun:
         self._train()
 
     def restart_store(self) -> None:
-        """Restart the store: it forgets leases, and rollouts continue with the trajectories that they have."""
+        """Restart the store, which loses its leases; rollouts continue with the trajectories that they have."""
         self.store.flush()
         self.store.close()
         self.store = self._open()
@@ -139,7 +142,7 @@ class VirtualRun:
         self.store.update_membership(self._members())
 
     def kill_trainer(self) -> None:
-        """Replace the trainer: the next incarnation continues from the committed step and publishes it first."""
+        """Replace the trainer; its next incarnation continues from the committed step and publishes this step first."""
         self.incarnations[TRAINER] += 1
         self.store.update_membership(self._members())
         state = self.store.committed(self._incarnation(TRAINER))
@@ -268,7 +271,7 @@ class VirtualRun:
         self._check_groups(part.number, part.groups, part.trajectories, part.max_age)
 
     def _check(self, who: Incarnation, batch: PackedBatch) -> None:
-        """Check that the parts of a bound step together are its batch, whether parts or the batch were requested."""
+        """Check that the parts of a bound step are together its batch, no matter how the step was requested."""
         number = batch.number
         assert self.batches.setdefault(number, batch) == batch, "a batch has changed"
         self._check_groups(number, batch.groups, batch.trajectories, batch.max_age)
