@@ -15,7 +15,7 @@ from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
-# pytest-xdist sets it, which would wrap output that goes to no terminal
+# removed, because pytest-xdist sets it, and rrl would wrap output that goes to no terminal
 os.environ.pop("COLUMNS", None)
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
@@ -23,7 +23,7 @@ _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
 _MARK = "pytest.mark.slurm"
 _NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/slurm/test_cut_nodes.py"]
 collect_ignore = [] if netns.possible() else _NETWORK_FILES
-"""Test files that need root, because their nodes have networks of their own; without root they are not collected."""
+"""Test files that are not collected without root, because they give each node a network of its own."""
 LONG_FILES = (
     "unit/roles/trainer/test_gang.py", "integration/local/test_runs.py", "integration/slurm/cluster/test_cluster.py",
     "integration/local/test_stream.py",
@@ -41,8 +41,8 @@ LONG_FILES = (
     "integration/local/test_idle_shares.py", "unit/manager/test_crash_points.py",
     "unit/health/detection/test_scenarios.py",
 )  # fmt: skip
-"""Files that take longest on two cores, the longest first. They start first: pytest-xdist gives a whole file to
-one worker, and a long file that starts last leaves the other workers without work."""
+"""Files that take longest on two cores, the longest first. They start first, because pytest-xdist gives a whole file to
+one worker: a long file that starts last leaves the other workers without work."""
 _TOGETHER = "tests/unit/roles/trainer/"
 """Folder whose files go to one worker, because they fork trainer processes from a process that has loaded torch."""
 
@@ -67,7 +67,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m 'slurm and …'`` import only the files that need Slurm, because importing all takes a worker 20 s."""
+    """Import only the files that need Slurm with ``-m 'slurm and …'``; all files take a worker 20 s."""
     wanted = str(config.option.markexpr)
     only_slurm = wanted.split(" ")[0] == "slurm" and " or " not in wanted
     if only_slurm and collection_path.match("test_*.py") and not _names_slurm(collection_path):
@@ -77,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _names_slurm(path: Path) -> bool:
-    """Return whether the text of a test module contains the name of a lab or the Slurm marker."""
+    """Return whether a test module's source contains the name of a lab fixture or the Slurm marker."""
     text = path.read_text()
     return any(name in text for name in (*_LABS, _MARK))
 
@@ -144,7 +144,8 @@ def accounting_lab() -> Iterator[SlurmLab]:
 def preempting_lab() -> Iterator[SlurmLab]:
     """Yield a lab like ``slurm_lab``, without GPUs, whose partitions allow preemption.
 
-    Slurm preempts the jobs of some partitions (6 s of grace), and suspends the jobs of other partitions in turn.
+    In some partitions, Slurm cancels or requeues preempted jobs after a grace of 6 s; in others, it suspends jobs in
+    turn.
     """
     _require()
     with SlurmLab.start(nodes=LAB_NODES, preempting=6) as lab:

@@ -1,4 +1,4 @@
-"""Collect the tests of vLLM only where vLLM is installed: it has an environment of its own (make test-vllm)."""
+"""Collects the tests of vLLM only if vLLM is installed. vLLM has an environment of its own (make test-vllm)."""
 
 from __future__ import annotations
 

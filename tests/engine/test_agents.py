@@ -1,4 +1,4 @@
-"""Agents in whole runs with vLLM: the shipped example, and an unchanged agent that was not written for rrl."""
+"""The shipped example and an agent that was not written for rrl run with vLLM, without changes of their code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 2400.0
 
 @pytest.fixture(autouse=True, scope="module")
 def smollm2() -> None:
-    """Make the model's folders, once per machine, as ``make smollm2`` does."""
+    """Make the model's folders as ``make smollm2`` does; once per machine."""
     subprocess.run([sys.executable, make_model.__file__], check=True)
 
 
@@ -35,7 +35,7 @@ def smollm2() -> None:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Yield the test's folder, and remove it afterwards.
 
-    pytest would keep three such folders, and each step of SmolLM2 leaves a checkpoint of 1.6 GB.
+    pytest would keep the folders of three sessions, and each step of SmolLM2 leaves a checkpoint of 1.6 GB.
     """
     yield tmp_path
     shutil.rmtree(tmp_path)
@@ -60,7 +60,7 @@ def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
 ) -> None:
     from rrl.benchmarks import _agents_drift
 
-    # rollouts are up to three steps ahead of the first new weights, so that some of these steps use new weights
+    # more than three steps: rollouts may sample three steps before the first new weights arrive
     drift = _agents_drift.measure(folder, steps=5)
     print(drift)
     assert drift.token_drift == 0
@@ -68,7 +68,7 @@ def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
     assert drift.trained_tokens > 500
     assert drift.turns > 2 * drift.episodes, "an episode has no second turn"
     assert drift.samples > drift.episodes, "no episode has a branch"
-    assert drift.versions > 1, "no new weights came"
+    assert drift.versions > 1, "no tokens were sampled with new weights"
 
 
 def turns_by_episode(run: TestRun) -> Counter[int]:

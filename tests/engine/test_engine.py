@@ -65,7 +65,7 @@ def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engi
     engine.add(given)
     usual, pauses = [], []
     for step, model in ((1, _B), (2, _A), (3, _B)):
-        # not a multiple of the segment length: tokens of the old version have not been delivered yet
+        # not a multiple of the segment length, so that the engine still holds tokens of the old version
         for _ in range(11):
             began = time.perf_counter()
             made.take(*engine.step())
@@ -278,7 +278,7 @@ def test_nothing_is_sampled_before_weights_are_loaded(tmp_path: Path) -> None:
 def test_parameters_that_vllm_derives_from_weights_are_not_required_of_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters that vLLM computes itself, such as the scales of fp8, are in no file of the next version.
+    """vLLM accepts a next version without the parameters that it computes itself, such as the scales of fp8.
 
     The test adds such a parameter to a layer, because vLLM has no fp8 on a CPU.
     """

@@ -1,7 +1,6 @@
 """The shipped examples with vLLM rollouts run unchanged, with their planned kills, on the local cluster.
 
-For every version, the log-probabilities that vLLM recorded are those that torch computes with the weights that each
-token names.
+For every version, the log-probabilities that vLLM recorded equal those that torch computes with the version's weights.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMOLLM2 = EXAMPLES / "smollm2.toml"
 QUICKSTART = EXAMPLES / "vllm_quickstart.toml"
 TIMEOUT_S = 1500.0
-"""Time limit of a run (s); SmolLM2 took 13 minutes on two cores that 15 other processes used, too."""
+"""Time limit of a run (s). The run of SmolLM2 took 13 minutes on two cores that it shared with 15 other processes."""
 ROLLOUT, TRAINER = ReplicaId("rollout/0"), ReplicaId("trainer/0")
 
 
@@ -38,7 +37,7 @@ ROLLOUT, TRAINER = ReplicaId("rollout/0"), ReplicaId("trainer/0")
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Yield the test's folder, and remove it afterwards.
 
-    pytest would keep it, and each step of SmolLM2 leaves a checkpoint of 1.6 GB in it.
+    pytest would keep the folder, and each step of SmolLM2 leaves a checkpoint of 1.6 GB in it.
     """
     yield tmp_path
     shutil.rmtree(tmp_path)
@@ -62,7 +61,7 @@ def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path
     recorded = Recorded(run.run)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.run.hf_model))
     worst = {}
-    for step in sorted(recorded.grew.keys() - {0}):  # version 0, of the warm start, is in no checkpoint
+    for step in sorted(recorded.grew.keys() - {0}):  # no checkpoint has version 0, which is the warm start
         recorded.load(step, model)
         worst[step] = recorded.worst(step, model, 1.0)
     _print_result(run, recorded, worst)

@@ -1,4 +1,4 @@
-"""Whole runs on the local cluster with vLLM rollouts; all other roles are those of any run."""
+"""Runs on the local cluster with vLLM rollouts survive deaths; all other roles are the usual ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 400.0
-"""Time limit for a condition (s); vLLM takes 10 s to start on two idle cores, and minutes on busy ones."""
+"""Time limit for a condition (s). vLLM takes 10 s to start on two idle cores, and minutes on busy cores."""
 ROLLOUT, VICTIM = ReplicaId("rollout/0"), ReplicaId("rollout/1")
 
 

@@ -1,4 +1,4 @@
-"""The settings given to vLLM, and mistakes that end a rollout before it joins."""
+"""vLLM gets the job's settings, and an invalid setting ends the rollout before it joins."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_user_arguments_reach_vllm_and_the_defaults_fit_a_rollout_on_cpu(tmp_pat
     assert moved.cache_config.kv_cache_memory_bytes == 2**25
     assert plain.model_config.max_model_len == SPEC.max_length
     assert plain.model_config.enforce_eager
-    a_token = 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * 4  # bytes: keys and values of each layer
+    a_token = 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * 4  # bytes of a token's keys and values in all layers
     assert 16 * 256 * a_token <= plain.cache_config.kv_cache_memory_bytes <= MEMORY / 2
     many = _configure(tmp_path, lease=100_000)
     assert many.scheduler_config.max_num_seqs == 1024
@@ -96,7 +96,7 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     role = RoleSpec("rollout", "rollout", 1, 1, Resources(mem=MEMORY), True, ())
     job = RunSpec("x", 1, "local", (role,), (), model=model, rollout=RolloutSettings("vllm", lease=16))
     incarnation = Incarnation(ReplicaId("rollout/0"), 1)
-    me = SimpleNamespace(  # it has no __enter__, so that joining fails
+    me = SimpleNamespace(  # no __enter__, so that joining would fail
         job=job,
         launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),

@@ -1,4 +1,4 @@
-"""vLLM's two worker processes on CPU, as tensor parallelism needs them, and what they exchange with the role."""
+"""vLLM's two worker processes of tensor parallelism (on CPU) get weights from the role, and end with it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.vllm
 TEMPERATURE = 0.7
 _A, _B = engines.random_weights(SPEC, 1), engines.random_weights(SPEC, 2)
 _BUCKET = 20_000
-"""Size of a bucket in bytes: less than a layer has, and less than most tensors."""
+"""Size of a bucket in bytes. A layer is larger, and most tensors are."""
 _LISTENS = "0A"
 """The state TCP_LISTEN, as proc(5) prints it."""
 _MESSAGE = 10_000
-"""Upper bound for the bytes of all messages to vLLM about one version; the version itself has 400 KB."""
+"""Upper bound for the bytes of all messages to vLLM about one version. The version itself has 400 KB."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     sampling = Sampling(temperature=TEMPERATURE, segment_tokens=8)
     with pytest.MonkeyPatch.context() as outside:
         for one in interfaces():
-            if not one.address.startswith("127."):  # a site may set it so, for jobs of several nodes
+            if not one.address.startswith("127."):  # a site may set this variable for jobs of several nodes
                 outside.setenv("GLOO_SOCKET_IFNAME", one.name)
         engine = engines.vllm_engine(SPEC, tmp_path_factory.mktemp("model"), sampling, tensor_parallel_size=2)
     yield engine

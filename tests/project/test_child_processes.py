@@ -1,6 +1,6 @@
-"""Commands that are run to their end go through :mod:`rrl.core.command_runner`, which enforces a deadline.
+"""Only :mod:`rrl.core.command_runner`, which enforces deadlines, and the modules in ``STARTERS`` start processes.
 
-Processes that outlive the call are started in the module that supervises them.
+Each module in ``STARTERS`` supervises processes that outlive the call that starts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STARTS = frozenset({
 STARTERS = {
     "cli/results/track.py": "the process of a tracker, which the command waits for",
     "core/command_runner.py": "commands with a deadline",
-    "health/readers/isolation/client.py": "the supervisor of a node's readers, which lives as long as its client",
+    "health/readers/isolation/client.py": "the supervisor of a node's readers, which runs as long as its client",
     "manager/bootstrap/pool_supervisor.py": "the manager of a run",
     "manager/cluster/local.py": "first processes of steps, which outlive the manager",
     "manager/cluster/slurm/readers/child_process.py": "the process that uses pyslurm, as long as its manager",
@@ -30,7 +30,7 @@ STARTERS = {
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/launcher/process_group.py": "the command of a role",
 }
-"""The modules that may start processes, with the processes that each starts."""
+"""The modules that may start processes, each with the processes that it starts."""
 
 
 def starts_of(source: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The pages name only existing commands, flags, make targets and files; the README's programs fit the worker API."""
+"""The pages name only existing commands, flags, make targets and files. The README's programs fit the worker API."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _code(page: Path) -> Iterator[str]:
 
 
 def _commands(page: Path, program: str) -> Iterator[list[str]]:
-    """Yield the arguments of each call of ``program`` on a page; text after #, |, ; or an arrow is no argument."""
+    """Yield the arguments of each call of ``program`` on a page; text after #, |, ; or an arrow is not an argument."""
     for line in _code(page):
         if match := re.match(rf"(?:\S*/)?{program} +(.*)", line.strip()):
             yield shlex.split(re.split(r"\s+[#|;─◄►]", match[1])[0])

@@ -24,7 +24,7 @@ SLURM = {
     "scontrol": "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'",
     "sacctmgr": "exit 1",
 }
-"""Scripts in place of Slurm's commands, as on the login node of the cluster for which the example is written."""
+"""Scripts that replace Slurm's commands, and print what they print on the login node of the example's cluster."""
 NOT_HERE = "on this machine; the nodes need"
 
 
@@ -34,7 +34,7 @@ def test_examples_folder_has_jobs() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up a login node, and a home with the files of ``make smollm2`` that a check reads."""
+    """Set up a login node, and a home folder with those files of ``make smollm2`` that a check reads."""
     commands, home = tmp_path / "bin", tmp_path / "home"
     commands.mkdir()
     for name, script in SLURM.items():
@@ -51,12 +51,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(path)
-    # the model's folder is a fake, with which the task cannot be made
+    # the task cannot be made, because the model's folder is a fake
     no_task = ["--no-task"] if job.model is not None and job.model.path else []
     assert main.run(["check", str(path), *no_task]) == 0
     shown, complained = capsys.readouterr()
     reported = doubts_in(shown)
-    if job.cluster.kind == "slurm":  # a job for a cluster names folders that exist only there
+    if job.cluster.kind == "slurm":  # a job for a cluster names folders that exist only on the cluster
         reported = [line for line in reported if NOT_HERE not in line]
     assert (reported, complained) == ([], "")
 

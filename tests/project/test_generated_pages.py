@@ -1,4 +1,4 @@
-"""The generated pages of docs/ agree with the code, and describe what the commands really print."""
+"""The generated pages of docs/ agree with the code and with the output of the commands."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_command_with_json_is_on_the_page_of_json_outputs() -> None:
 
 @pytest.fixture
 def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Return the arguments of each command; by default a command gets a run in which a rollout was replaced."""
+    """Return the arguments of each command. The default argument is a run in which a rollout was replaced."""
     root, job = tmp_path / "runs", tmp_path / "job.toml"
     monkeypatch.setenv(RUNS_ENV, str(root))
     job.write_text(JOB)
@@ -74,7 +74,7 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[s
 
 
 def _keys(command: str) -> set[str]:
-    """Return the keys that the page gives for a command."""
+    """Return the keys that the page lists for a command."""
     (output,) = [one for one in make_json.OUTPUTS if one.command == command]
     tables = Tables(output.structs)
     return {"schema"} | {

@@ -21,9 +21,9 @@ TEXTS = frozenset({
     "because", "detail", "details", "err", "evidence", "message", "last_line", "out", "output", "reason", "reasons",
     "rejection", "said", "stderr", "stdout", "text", "told", "why",
 })  # fmt: skip
-"""Names of variables and attributes with text for people, and last words of such names (as in ``srun_output``)."""
+"""Names of variables and attributes that hold text for people, and last words of such names (as in ``srun_output``)."""
 ONE_TEXT = frozenset({"detail", "reason", "why"})
-"""Names for a single text, never for a collection, so that any ``in`` searches the text."""
+"""Names that always hold a single text and never a collection, so that any ``in`` searches the text."""
 MATCHES = frozenset({"startswith", "endswith"})
 CLEANS = frozenset({"lower", "upper", "strip", "lstrip", "rstrip", "casefold"})
 """Methods that return the same text, trimmed or in another case."""
@@ -34,9 +34,9 @@ INSTEAD = {
     "text": "Finding.flags, Evidence.source, an enum beside the text",
     "why": "ExitReason on the end of a step, UnreadCause on an Unread, an enum beside the why",
 }
-"""What to use for a decision in place of each kind of text."""
+"""For each name of a text, what a decision must use instead of the text."""
 PARSERS = {
-    "cli/main.py": "puts punctuation behind a message of click",
+    "cli/main.py": "appends punctuation to a message of click",
     "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
     "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
@@ -46,13 +46,13 @@ PARSERS = {
     "manager/reporting/logs/log_buffers.py": "splits logs into lines",
     "roles/agent/stack_dumps.py": "reads what py-spy prints",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
-    "health/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
-    "core/log_lines.py": "reads the mark of a line that rrl itself put into a log file",
+    "health/drains.py": "reads rrl's mark in the reason of a drain, because Slurm keeps no other field",
+    "core/log_lines.py": "recognizes lines that rrl itself has written into a log file",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
     "config/job/document.py": "reads TOML, and the settings of a command line",
     "config/toml_positions.py": "reads TOML",
 }
-"""Modules and folders that may match text, each with the reason. They never decide by text that rrl wrote for
+"""Modules and folders that may match text, each with the reason. None of them decides by text that rrl wrote for
 people."""
 VIEWS = "cli/views"
 """Folder that only lays out text for the screen."""
@@ -103,7 +103,7 @@ def _is_text(node: ast.expr) -> bool:
 def _is_literal(node: ast.expr, tree: ast.Module) -> bool:
     """Return whether a node is a string, a collection with a string, or a constant of a module that is either.
 
-    An empty string does not count: a comparison with it only asks whether there is a text.
+    An empty string does not count, because a comparison with it only tests whether the text is empty.
     """
     if isinstance(node, ast.Tuple | ast.Set | ast.List):
         return any(_is_literal(one, tree) for one in node.elts)
@@ -113,7 +113,7 @@ def _is_literal(node: ast.expr, tree: ast.Module) -> bool:
 
 
 def _names_text(name: str, tree: ast.Module) -> bool:
-    """Return whether the module's constant of this name, which may be imported, contains a string."""
+    """Return whether the constant that this name has in the module contains a string; the name may be imported."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and name in {one.id for one in _names(node.targets)}:
             return _holds_string(node.value)

@@ -1,4 +1,4 @@
-"""The layers of the product: imports only go downwards, the core is pure, and commands import no heavy package."""
+"""Layers of the product import only lower layers, the core is pure, and commands import no heavy package."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PLANTED = (
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the output of lint-imports for a copy of the package that has every import of ``PLANTED``."""
+    """Return the output of lint-imports for a copy of the package to which every import of ``PLANTED`` was added."""
     folder = tmp_path_factory.mktemp("planted")
     house = folder / "rrl"
     house.mkdir()

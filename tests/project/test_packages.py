@@ -11,7 +11,10 @@ NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 
 
 def test_the_wheel_has_every_folder_with_python_in_it() -> None:
-    """A subpackage that pyproject.toml does not list is missing only from the wheel, which no other test would find."""
+    """The wheel has every folder with Python in it.
+
+    A subpackage that pyproject.toml does not list is missing only from the wheel. No other test would find this.
+    """
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("*.py")}

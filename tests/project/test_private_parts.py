@@ -1,7 +1,7 @@
-"""The list of private parts of other packages that the product uses, each of which the installed release must have.
+"""Installed packages still have the private parts that the product uses, and the list of these parts is complete.
 
-The ranges of versions in pyproject.toml have no upper bounds. If a release lacks a part, the test here names the module
-of the product that needs it, before a user's run fails.
+The ranges of versions in pyproject.toml have no upper bounds. If a new release lacks a part, these tests name the
+module of the product that needs the part, before a user's run fails.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Part(NamedTuple):
     name: str
     used_in: str
     has: Callable[[Any], bool] = callable
-    """Returns whether the object is still what that module expects."""
+    """A function that returns whether the part is still as ``used_in`` expects it."""
 
 
 def takes(*parameters: str) -> Callable[[Any], bool]:
-    """Return a function that checks for a function with exactly these parameters."""
+    """Return a function that checks whether its argument is a function with exactly these parameters."""
     return lambda function: list(inspect.signature(function).parameters) == list(parameters)
 
 
 def names(*attributes: str) -> Callable[[Any], bool]:
-    """Return a function that checks for a class with these attributes."""
+    """Return a function that checks whether its argument has these attributes."""
     return lambda found: all(hasattr(found, name) for name in attributes)
 
 
@@ -67,7 +67,7 @@ PARTS = (
          "roles/rollout/vllm/weight_transfer.py", lambda found: isinstance(found, dict)),
 )  # fmt: skip
 INSTALLED = tuple(part for part in PARTS if find_spec(re.split(r"[.:]", part.name)[0]) is not None)
-"""Parts of the packages that are installed in this environment; vLLM has an environment of its own."""
+"""The parts whose packages are installed in this environment. vLLM has an environment of its own."""
 
 
 def release(part: Part) -> str:
@@ -102,7 +102,10 @@ def test_a_part_that_is_gone_is_reported_with_the_place_that_uses_it() -> None:
 
 
 def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them(tmp_path: Path) -> None:
-    """start_failure.py and manager_job.py in manager/bootstrap look for ``ID_submitted*`` and ``ID_0_log.err``."""
+    """submitit's files have the names ``ID_submitted*`` and ``ID_0_log.err``.
+
+    start_failure.py and manager_job.py in manager/bootstrap look for files of these names.
+    """
     from submitit.core.utils import JobPaths
 
     paths = JobPaths(tmp_path, "77", 0)

@@ -1,4 +1,4 @@
-"""The content of sdist and wheel, their page in an index, and an installed rrl that works without the repository."""
+"""Sdist and wheel have the right content and page, and an rrl installed from the wheel works without the repository."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released(
 def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Rrl:
     """Return a function that calls the rrl of the wheel, outside of the repository and without Slurm on PATH.
 
-    The wheel is in an environment of its own. The module path of this environment ends with the packages of the test's
-    environment, because rrl requires them.
+    The wheel is installed in a separate environment. Its module path ends with the packages of the test's environment,
+    because rrl requires them.
     """
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)

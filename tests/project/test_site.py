@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning: no dead link, no dead anchor, no page outside of the navigation."""
+"""The documentation site builds without a warning about a dead link or anchor, or a page outside of the navigation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_site_has_no_dead_link_and_every_page_is_in_the_navigation(tmp_path:
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the complaints of the build of a site with mistakes."""
+    """Build a site with mistakes, and return the warnings of the build."""
     source = tmp_path_factory.mktemp("site")
     (source / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "conf.py", source / "docs")

@@ -1,4 +1,4 @@
-"""The product keeps its layout: no import circles, small folders, one idea per file, no unexplained name twice.
+"""The product has no import circles, small folders, one idea per file, and no repeated module name without a reason.
 
 The tests parse files and do not import them. ``lint-imports`` (test_layers.py) checks the direction of imports between
 packages, and does not find a circle within one package.
@@ -20,18 +20,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 NOT_ENTRIES = ("__init__.py", "__pycache__")
 MAX_ENTRIES = 12
-"""Largest number of files and folders in a folder: as many as a reader can take in at once."""
+"""Largest number of files and folders in a folder, so that a reader can survey it."""
 MAX_LINES = 500
-"""Largest number of lines of a file: a longer file has more than one idea."""
+"""Largest number of lines of a file. A longer file probably has more than one idea."""
 SHORT_LINES = 60
-"""Number of lines below which a file is short: a helper that is this short belongs into the module that uses it."""
+"""A file with fewer lines is short. A helper that is this short belongs in the module that uses it."""
 MAX_SHORT_SHARE = 0.1
 """Share of all files that may be short."""
 REPEATED_NAMES = {
-    "admission": "of a node: what the manager makes of a Hello, and what the agent looks at before it sends one",
+    "admission": "of a node: how the manager handles a Hello, and what the agent checks before it sends a Hello",
     "base": "the protocol of a package of interchangeable parts",
     "check": "rrl check of a job, rrl health check of a node",
-    "client": "the asking side of a package with a server or supervisor",
+    "client": "the side of a package that sends requests to its server or supervisor",
     "command": "rrl doctor, rrl logs: the command itself in a package of its parts",
     "commands": "rrl's own commands, Slurm's commands",
     "connection": "of a worker to the manager, of a client to the snapshot server",
@@ -39,7 +39,7 @@ REPEATED_NAMES = {
     "engine": "the protocol of engines, and vLLM's",
     "episodes": "the command and its view",
     "fabric": "the reader and the check of one subject",
-    "fault_injection": "the manager's half and the agent's half",
+    "fault_injection": "the manager's part and the agent's part of an injection",
     "faults": "kinds of faults, and their table in job.toml",
     "files": "log files as the launcher writes them, and as rrl logs reads them",
     "framing": "on a pipe to a reader process, on a connection",
@@ -68,7 +68,7 @@ REPEATED_NAMES = {
     "types": "vocabulary of the whole product, vocabulary of trajectories",
     "xid_events": "the reader and the check of one subject",
 }
-"""Module names that several packages use, each with the reason why it misleads no reader."""
+"""Module names that several packages use. The reason why a name misleads no reader is what it means in each package."""
 
 
 class Import(NamedTuple):
@@ -80,8 +80,8 @@ class Import(NamedTuple):
 class Product:
     """Modules below a folder that stands for the package ``rrl``, and the imports between them.
 
-    An import within a function counts, because it only delays a circle until the first call. An import for type
-    checkers does not count.
+    An import within a function counts, because it only delays the effect of a circle until the first call. An import
+    for type checkers does not count.
     """
 
     def __init__(self, root: Path) -> None:
@@ -104,7 +104,7 @@ class Product:
             yield from {Import(module, name, node.lineno) for name in names if name in self.files and name != module}
 
     def place(self, one: Import) -> str:
-        """Return file, line and target of an import, for a message."""
+        """Return a description of an import for a message: its file, line and target."""
         path = self.files[one.importer].relative_to(self.root)
         return f"    {path}:{one.line} imports {one.imported.removeprefix('rrl.')}"
 
@@ -196,7 +196,7 @@ def package_circles(product: Product) -> list[str]:
 
 
 def _member(module: str, package: str) -> str:
-    """Return the member of ``package`` that is or contains this module; empty for the package itself or another one."""
+    """Return the member of ``package`` that is or contains this module; "" if no member does."""
     if not module.startswith(f"{package}."):
         return ""
     return f"{package}.{module.removeprefix(f'{package}.').partition('.')[0]}"
@@ -209,13 +209,13 @@ def crowded_folders(root: Path) -> list[str]:
         if folder.is_dir() and folder.name != "__pycache__":
             entries = sorted(path.name for path in folder.iterdir() if path.name not in NOT_ENTRIES)
             if len(entries) > MAX_ENTRIES:
-                found.append(f"{folder.relative_to(root)} has {len(entries)} entries, {MAX_ENTRIES} at most: give what"
-                             f" belongs together a folder, or merge it: {', '.join(entries)}")  # fmt: skip
+                found.append(f"{folder.relative_to(root)} has {len(entries)} entries, but at most {MAX_ENTRIES} are"
+                             f" allowed: move some into a folder, or merge them: {', '.join(entries)}")  # fmt: skip
     return found
 
 
 def _lengths(product: Product) -> dict[Path, int]:
-    """Return the number of lines of each file with code, and so leave out an ``__init__.py`` with only a docstring."""
+    """Return the number of lines of each file that has code; an ``__init__.py`` with only a docstring has none."""
     texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
     return {path: len(text.splitlines()) for path, text in texts.items() if _has_code(text)}
 
@@ -227,7 +227,7 @@ def _has_code(text: str) -> bool:
 
 def long_files(product: Product) -> list[str]:
     return [
-        f"{path} has {lines} lines, {MAX_LINES} at most: move its second idea to a module of its own"
+        f"{path} has {lines} lines, but at most {MAX_LINES} are allowed: move its second idea to another module"
         for path, lines in _lengths(product).items()
         if lines > MAX_LINES
     ]
@@ -240,25 +240,25 @@ def short_files(product: Product) -> list[str]:
     if len(short) < MAX_SHORT_SHARE * len(lengths):
         return []
     return [
-        f"{len(short)} of {len(lengths)} files have fewer than {SHORT_LINES} lines, less than one in"
-        f" {1 / MAX_SHORT_SHARE:.0f} may: merge a helper into the only module that uses it",
+        f"{len(short)} of {len(lengths)} files have fewer than {SHORT_LINES} lines, but less than one in"
+        f" {1 / MAX_SHORT_SHARE:.0f} may have so few: merge a helper into the only module that uses it",
         *(f"    {path} ({lines})" for lines, path in short),
     ]
 
 
 def misleading_names(product: Product) -> list[str]:
-    """Describe repeated names that are not in REPEATED_NAMES, and names there that are no longer repeated."""
+    """Describe repeated names that REPEATED_NAMES lacks, and names in REPEATED_NAMES that are no longer repeated."""
     paths: dict[str, list[str]] = defaultdict(list)
     for path in product.files.values():
         if path.name != "__init__.py":
             paths[path.stem].append(str(path.relative_to(product.root)))
     twice = [
-        f"{' and '.join(those)} have the same name: rename one by what is in it, or say in REPEATED_NAMES why nobody"
+        f"{' and '.join(those)} have the same name: rename one by its content, or add to REPEATED_NAMES why no reader"
         " is misled"
         for name, those in paths.items()
         if len(those) > 1 and name not in REPEATED_NAMES
     ]
-    return twice + [f"{name} of REPEATED_NAMES is not repeated any more: remove it from there"
+    return twice + [f"{name} in REPEATED_NAMES is not repeated any more: remove it from REPEATED_NAMES"
                     for name in REPEATED_NAMES if len(paths[name]) < 2]  # fmt: skip
 
 
@@ -370,5 +370,5 @@ def test_a_name_of_two_modules_without_a_reason_is_found(tmp_path: Path) -> None
     product = planted(tmp_path, {"core/thing.py": "", "roles/thing.py": "", "core/main.py": "", "roles/main.py": ""})
     found = misleading_names(product)
     assert found[0].startswith("core/thing.py and roles/thing.py have the same name")
-    assert "base of REPEATED_NAMES is not repeated any more: remove it from there" in found
+    assert "base in REPEATED_NAMES is not repeated any more: remove it from REPEATED_NAMES" in found
     assert not [line for line in found if line.startswith("main ")]

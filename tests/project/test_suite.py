@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imported_test_modules(root: Path) -> list[str]:
-    """Return the place and the statement of each import of a test module below ``root``."""
+    """Return place and statement of each import below ``root`` that imports a test module."""
     found = []
     modules = {path.stem for path in (root / "tests").rglob("test_*.py")}
     for path in sorted((root / "tests").rglob("*.py")):

@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 QUOTED = re.findall(r"^> `(.+)`$", PAGE.read_text(), re.MULTILINE)
 MIN_CHARS = 4
-"""Least length, in characters, of a part of a message between two values; shorter parts are not compared."""
+"""Smallest length (characters) of a part of a message between two values. Shorter parts are not compared."""
 
 
 def _texts() -> Iterator[str]:
-    """Yield the texts in the code, in which … replaces each value of an f-string."""
+    """Yield the texts in the code; in f-strings, … replaces each value."""
     for package in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]:
         for path in sorted(ROOT.joinpath(*package.split(".")[1:]).glob("*.py")):
             for node in ast.walk(parse(path.read_text(), path)):

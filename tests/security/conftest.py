@@ -1,4 +1,4 @@
-"""Two plain users for tests of attacks: the owner of a run, and another user of the same machine."""
+"""Provides two plain users for tests of attacks: the owner of a run, and another user of the same machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def owner() -> Iterator[PlainUser]:
 
 @pytest.fixture(scope="session")
 def attacker() -> Iterator[PlainUser]:
-    """Return another user of the same cluster, without any right to the owner's files and processes."""
+    """Return another user of the same machine, who has no right to the owner's files and processes."""
     yield from _made("attacker")
 
 

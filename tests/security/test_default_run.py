@@ -1,6 +1,6 @@
-"""The ports of a run with the default weight transport, attacked by another plain user of the machine.
+"""Another plain user attacks the ports of a run with the default weight transport, without effect.
 
-The owner is a plain user too, so no packet filter protects the ports: only root may attach one.
+The owner is a plain user too, so no packet filter protects the ports, because only root may attach one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_default_run_listens_on_loopback_and_loads_no_ucx(run: TestRun, owner:
 
 
 def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]]:
-    """Return the result of the attack of :mod:`rrl.tests.support.security.ucx_attack` at each port."""
+    """Attack each port by :mod:`rrl.tests.support.security.ucx_attack`, and return the results by port."""
     if importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
     attack = attacker.popen(sys.executable, "-m", "rrl.tests.support.security.ucx_attack", LOOPBACK, *map(str, ports))
@@ -98,7 +98,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
 
 
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
-    """This test shows that the attack works; otherwise the next test could pass because the attack does nothing."""
+    """The attack reaches UCX if the job trusts its network. So the next test does not pass for lack of an attack."""
     keys = owner.home / "victims_keys.json"
     owner.call(lambda: RunKeys.make().save(keys), TIMEOUT_S)
     victim = owner.popen(sys.executable, "-m", "rrl.tests.support.security.victim", "ucx", str(keys))
@@ -131,7 +131,7 @@ def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
-    assert len(listeners) >= len(workers(run)) + 2  # the manager and the store listen, too
+    assert len(listeners) >= len(workers(run)) + 2  # the workers, the manager and the store
 
     def attack() -> None:
         for port in ports:
@@ -140,6 +140,6 @@ def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     attacker.call(attack, TIMEOUT_S)
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     while kept := {pid: most for pid, most in listeners.items() if Footprint.of(pid).descriptors > most}:
-        assert time.monotonic() < deadline, f"some processes keep descriptors open; by pid, their number before: {kept}"
+        assert time.monotonic() < deadline, f"descriptors stay open; by pid, their number before the attack: {kept}"
         time.sleep(0.2)
     assert current_incarnations(run.wait(lambda state: state.step > began + 2)) == before

@@ -1,4 +1,4 @@
-"""The port of the endpoint, attacked in a process of its own: attackers and slow readers have no lasting effect."""
+"""Attackers and slow readers have no lasting effect on an endpoint, which has a process of its own here."""
 
 from __future__ import annotations
 
@@ -27,17 +27,14 @@ SOON = 60.0
 FRAMES = 400
 HALF_OPEN = 200
 ROUNDS = 3
-"""Rounds of the same attack.
-
-The first ones fill the pools of libraries; only the cost of the last one counts.
+"""Number of rounds of an attack. The first rounds fill the memory pools of libraries, so only the cost of the last
+round counts.
 """
 GROWTH = 3 * 2**20
 """Bytes by which an attack may increase the memory permanently."""
 READERS = 16
 READER_BYTES = 2**19
-"""Bytes of memory for a stream whose reader does not read.
-
-Twice the buffers of asyncio and h11, and one event.
+"""Maximum bytes of memory for a stream whose reader does not read: twice the buffers of asyncio and h11, and one event.
 """
 BODY = {"model": "any", "messages": USER}
 
@@ -61,7 +58,7 @@ class Victim:
         return encode_key(EpisodeKey(RUN, episode, 1), self.keys.secret)
 
     def serve_an_agent(self) -> None:
-        """Send a request as an agent does, and check the answer."""
+        """Send a valid request, as agents do, and check the answer."""
         connection = http.client.HTTPConnection(*self.port, timeout=SOON)
         headers = {"authorization": f"Bearer {self.key(1)}", "connection": "close"}
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
@@ -91,7 +88,7 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Yield one process for all tests: each test leaves it as it was, or fails."""
+    """Yield one process for all tests, because a test fails if it has a lasting effect on the process."""
     made = Victim(tmp_path_factory.mktemp("victim"))
     try:
         made.serve_an_agent()
@@ -162,7 +159,10 @@ def test_attacks_have_no_lasting_effect_and_agents_are_served_during_them(victim
 @pytest.mark.parametrize("begin", [b"", b"GET", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
 @pytest.mark.parametrize("proved", [False, True])
 def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim, begin: bytes, proved: bool) -> None:
-    """The test includes connections that send a byte now and then, and connections that were answered before."""
+    """A connection that does not complete a request is cut off.
+
+    Some of the connections send a byte now and then; others have completed a request before.
+    """
     with socket.create_connection(victim.port, SOON) as slow:
         if proved:
             key = victim.key(1).encode()
@@ -187,7 +187,7 @@ def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim
 
 def test_streams_without_a_reader_stop_and_take_little_memory(victim: Victim) -> None:
     with victim.stream(0) as reader:
-        assert reader.recv(15) == b"HTTP/1.1 200 OK"  # loads modules once, whose memory stays
+        assert reader.recv(15) == b"HTTP/1.1 200 OK"  # the first stream loads modules, whose memory stays in use
     before = victim.footprint
     with ExitStack() as readers:
         for episode in range(READERS):
@@ -200,11 +200,11 @@ def test_streams_without_a_reader_stop_and_take_little_memory(victim: Victim) ->
 
 
 def until_idle(victim: Victim) -> None:
-    """Wait until the process has used no processor time for a second."""
+    """Wait until the process has used almost no processor time for a second."""
     deadline = time.monotonic() + SOON
     used, since = victim.cpu_ticks(), time.monotonic()
     while time.monotonic() - since < 1.0:
-        assert time.monotonic() < deadline, "the process does not stop working on streams that nobody reads"
+        assert time.monotonic() < deadline, "the process keeps working on streams that no client reads"
         time.sleep(0.05)
         if (now := victim.cpu_ticks()) > used + 1:
             used, since = now, time.monotonic()

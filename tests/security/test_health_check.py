@@ -1,4 +1,4 @@
-"""A plain user who tries to make ``rrl health check`` fail a healthy node."""
+"""A plain user cannot make ``rrl health check`` fail a healthy node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ comm = sys.argv[1].encode()
 ctypes.CDLL(None).prctl(15, comm, 0, 0, 0)  # PR_SET_NAME
 ctypes.CDLL(os.path.abspath(sys.argv[2])).crash()
 """
-"""A program that sets its own name and crashes in a library of the attacker: the kernel prints both names."""
+"""A program that sets its own name and crashes in a library of the attacker. The kernel prints both names."""
 LIBRARY = "void crash(void) { *(volatile int *)0 = 1; }\n"
 NAMES = ["NVRM: Xid (PCI:0000:cb:00): 79, x", "mce: [Hardware Error]: Uncorrected", "EXT4-fs error (device sda1): x"]
 COMMS = ["x", "EDAC MC0: UE on", "ib0: Link down"]
@@ -128,9 +128,10 @@ def kernel_messages(after: int) -> list[str]:
 
 
 def test_crashes_of_programs_with_hostile_names_cause_no_finding_about_the_node(attacker: PlainUser) -> None:
-    """The test uses a real user's program and the lines of the real kernel.
+    """Crashes of programs with hostile names cause no finding about the node.
 
-    It is skipped where the machine prints no crashes (debug.exception-trace).
+    The test uses a program of a real user and the lines of the real kernel. It is skipped if the kernel prints no
+    crashes (debug.exception-trace).
     """
     before = int((kernel_messages(-1) or ["0,-1"])[-1].split(",")[1])
 
@@ -149,7 +150,7 @@ def test_crashes_of_programs_with_hostile_names_cause_no_finding_about_the_node(
     if not crashes:
         pytest.skip("this kernel prints no crashes, or this machine has no compiler")
     assert all(line.startswith("6,") for line in crashes), (
-        "a line is not of the kernel's own facility, for which this test is made"
+        "a line is not of the kernel's own facility, but this test is only made for that facility"
     )
     for line in crashes:
         assert recognise(line.partition(";")[2].encode(), 0.0) is None, line

@@ -1,7 +1,4 @@
-"""A user writes arbitrary data into the shared history.
-
-No node is accused because of this data, and no report is delayed by it.
-"""
+"""Arbitrary data that a user writes into the shared history accuses no node and delays no report."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ from rrl.tests.support.health.site_history import (
 from rrl.tests.support.plain_user import PlainUser
 
 DEADLINE_S = 300.0
-"""Time limit for one report (s), which takes some seconds."""
+"""Time limit (s) for one report. A report takes some seconds."""
 TERABYTE = 2**40
 NODES = [f"n{i}" for i in range(1, 9)]
 
@@ -67,7 +64,7 @@ def write_runs(history: Path, folder: str, records: list[SourcedRecord]) -> None
 
 
 def honest(user: str) -> list[SourcedRecord]:
-    """Return the records of a run that had all nodes for a day, and in which one of its own programs crashed."""
+    """Return the records of a run that had all nodes for a day and in which one of the run's programs crashed."""
     at = time.time() - BEGAN - 2 * DAY_S
     return sourced(
         user, "math-1", began(at, "math-1", user), held(at, *NODES), failed(at + HOUR, "n1"),
@@ -102,8 +99,11 @@ def assert_no_node_is_accused(document: dict[str, Any], user: str) -> None:
 def test_invented_runs_of_one_user_accuse_no_node(
     owner: PlainUser, attacker: PlainUser, history: Path, by_number: bool
 ) -> None:
-    """With ``by_number`` the attacker writes half of the records into a folder named by the uid, to count as two
-    users."""
+    """Invented runs of one user accuse no node.
+
+    With ``by_number`` the attacker writes half of the records into a folder that is named by the uid, in order to count
+    as two users.
+    """
     records = invented(attacker.name)
 
     def attack() -> None:
@@ -145,7 +145,7 @@ def test_files_that_no_run_writes_are_named_with_their_reason_and_not_read(
     assert "not a regular file" in reasons["fifo"]
     assert "not a regular file" in reasons["link"]
     assert sources["files"] == 2
-    assert document["report"]["site"]["runs"] == 1  # the owner's; the attacker's own run is too old for the report
+    assert document["report"]["site"]["runs"] == 1  # the owner's run; the attacker's run is too old for the report
     assert len([line for line in err.splitlines() if line.startswith("rrl: not read: ")]) == 1
 
 
@@ -178,5 +178,5 @@ def test_record_forged_in_the_owners_name_is_rejected(owner: PlainUser, attacker
     owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
     attacker.call(attack, timeout_s=60)
     document, _ = report(owner, history)
-    assert document["sources"]["skipped"] == 15  # the attacker's lines, which name the owner as their user
+    assert document["sources"]["skipped"] == 15  # the attacker's lines, although they name the owner as their user
     assert_no_node_is_accused(document, attacker.name)

@@ -1,6 +1,6 @@
 """The sockets on which the processes of a local run listen cannot be reached from outside of the machine.
 
-torch's TCPStore and gloo authenticate nobody, so that only the address to which they are bound protects them.
+torch's TCPStore and gloo authenticate no client. So only the address to which they are bound protects them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ _START_TIMEOUT_S = 300.0
 
 @pytest.fixture
 def gang_run(owner: PlainUser) -> Iterator[TestRun]:
-    """Yield a run of the owner: the quickstart with a trainer of two ranks, and weights over TCP.
-
-    The run is cancelled afterwards.
-    """
+    """Yield a run of the owner, the quickstart with two trainer ranks and weights over TCP; cancel it at the end."""
     toml = with_light_task(QUICKSTART.read_text()).replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
     toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
-    # further rollouts would listen on the same kinds of sockets
+    # one rollout is enough, because others would listen on the same kinds of sockets
     toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")
     toml += '\n[transport]\nweights = "tcp"\n'
     folder = owner.home / "gang"
@@ -41,7 +38,7 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     end_runs_with_caller(folder / "runs")
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
-        # An interface that the user's own shell names must not make gloo bind to it.
+        # gloo must not bind to the interface that the user's shell names
         env = owner.environment(**{RUNS_ENV: str(folder / "runs"), "GLOO_SOCKET_IFNAME": _outside()})
         ends = {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": None, **popen}
         return popen_as(owner.name, [RRL, *argv], env, folder, **ends)
@@ -75,7 +72,8 @@ def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> 
         if rank.role == "trainer":
             assert rank.pid is not None
             mine = [one for one in found if one.pid == rank.pid]
-            # gloo binds one for each group (all, talk, files, mesh), and the weights or the rendezvous bind another one
+            # gloo binds one socket for each group (all, talk, files, mesh); the weights or the rendezvous bind another
+            # one
             assert len(mine) >= 2, f"{rank.id} listens on fewer than two sockets: {mine}"
     assert not [one for one in found if one.kind == "udp"]
 

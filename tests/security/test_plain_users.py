@@ -1,4 +1,4 @@
-"""Neither of the two users of this folder's tests may read the files of the other."""
+"""Neither of the two users of the security tests may read the files of the other one."""
 
 from __future__ import annotations
 

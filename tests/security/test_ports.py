@@ -1,4 +1,4 @@
-"""Each kind of port of a run, attacked in a process of its own: attacks have no lasting effect."""
+"""Attacks have no lasting effect on any kind of port of a run; each kind has a process of its own here."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ SOON = 30.0
 FRAMES = 400
 HALF_OPEN = 200
 BOUND = 180
-"""Descriptors that connections without a proof may take at a port.
-
-The larger of both limits (64, 128), and 50 for connections that are being accepted.
+"""Maximum number of descriptors for connections without a proof at a port. It is the larger one of two limits (64 and
+128), plus 50 for connections that are being accepted.
 """
 ROUNDS = 3
-"""Rounds of the same attack.
-
-The first ones fill the pools of libraries; only the cost of the last one counts.
+"""Number of rounds of an attack. The first rounds fill the memory pools of libraries, so only the cost of the last
+round counts.
 """
 GROWTH = 3 * 2**20
 """Bytes by which an attack may increase the memory: 5 % of a manager's memory."""
@@ -69,7 +67,7 @@ class Victim:
 
     @property
     def weights(self) -> bool:
-        """Whether the port has the proofs and bounds of a weight transport, which snapshots share."""
+        """Whether the port has the proofs and limits of a weight transport. The port for snapshots has them, too."""
         return self.kind in ("tcp", "ucx", "nixl", "snapshots")
 
     @property
@@ -82,7 +80,7 @@ class Victim:
         return Footprint.of(self.pid)
 
     async def serve_a_member(self) -> None:
-        """Send a request as a member of the run, and check the answer."""
+        """Send a valid request, as a process of the run, and check the answer."""
         if self.kind == "snapshots":
             await asyncio.to_thread(self._request_stored_keys)
             return
@@ -126,7 +124,7 @@ class Victim:
                 if self.kind == "snapshots":
                     with member(self.keys) as client:
                         await asyncio.to_thread(client.list_snapshots, f"tcp://127.0.0.1:{proxy.port}")
-                elif self.weights:  # tcp and ucx begin with the same bytes
+                elif self.weights:  # a connection of ucx begins with the same bytes as one of tcp
                     kind = "tcp" if self.kind == "ucx" else self.kind
                     pipe = open_transport(kind, self.keys.secret, trusted_network=True)
                     try:
@@ -162,7 +160,7 @@ async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
 
 @pytest.fixture(params=KINDS, scope="module")
 def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Yield one process for all tests of a kind: each test leaves it as it was, or fails."""
+    """Yield one process for all tests of a kind, because a test fails if it has a lasting effect on the process."""
     if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
     made = Victim(request.param, tmp_path_factory.mktemp("victim"))
@@ -189,9 +187,10 @@ def until_back(victim: Victim, before: Footprint) -> None:
 
 
 def test_attacks_have_no_lasting_effect_and_members_are_served_during_them(victim: Victim) -> None:
-    """UCX's own port is not attacked: it accepts connections only while a member connects.
+    """Attacks have no lasting effect, and members are served during them.
 
-    A foreign connection from these milliseconds would stay open for ever (docs/sources.md).
+    UCX's own port is not attacked, because it accepts connections only in the milliseconds in which a member connects.
+    A foreign connection that it accepted would stay open permanently (docs/sources.md).
     """
     recorded = victim.recorded()
     hearing = [port for port in victim.ports if not attacks.deaf(port)]
@@ -268,13 +267,13 @@ def test_replayed_session_receives_only_the_challenge(victim: Victim) -> None:
             reported += piece
         else:
             raise AssertionError("the connection was not cut off")
-    # a weight transport sends its nonce and proof, nixl in a frame; control sends its greeting, WELCOME and ERROR
+    # a weight transport sends its nonce and proof (nixl in a frame); the control port sends greeting, WELCOME and ERROR
     assert len(reported) <= (64 + 9 * (victim.kind == "nixl") if victim.weights else 64 + 170 + 64), reported
     asyncio.run(victim.serve_a_member())
 
 
 def _cut(connection: socket.socket) -> bool:
-    """Return whether the other end has closed the connection."""
+    """Return whether the peer has closed the connection."""
     try:
         while select.select([connection], [], [], 0)[0]:
             if not connection.recv(4096):
@@ -302,7 +301,7 @@ def test_member_of_another_run_gets_no_reply(victim: Victim) -> None:
                 await pipe.close()
             return
         victims_server = msgspec.structs.replace(other, server_public=victim.keys.server_public)
-        for keys in (other, victims_server):  # a stranger, and a stranger who knows the server's public key
+        for keys in (other, victims_server):  # the second one: an attacker who knows the server's public key
             dialer = Dialer(keys, FromManager, lambda: Address(0, victim.endpoint))
             task = asyncio.create_task(dialer.run())
             with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""Damaged, foreign or unexpected files in a run directory are reported in one clear line, and no damage is added."""
+"""A damaged, foreign or unexpected file in a run directory is reported in one clear line, and causes no more damage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(root: Path) -> RunDir:
-    """Return a complete run without a manager, as a submission leaves it."""
+    """Return a complete run directory without a manager, as a submission creates it."""
     made = Story("mine-1").works().written(root)
     RunKeys.make().save(made.keys)
     made.run_spec.write_bytes(msgspec.json.encode(job()))
@@ -82,7 +82,7 @@ def test_torn_record_at_the_end_is_ignored_and_reported(
     )
     Journal(run, 9).close()
     assert ": ignored 50 bytes of an unfinished record" in caplog.text, (
-        "the next manager does not log the unfinished record"
+        "the next manager did not log the unfinished record"
     )
 
 
@@ -184,12 +184,16 @@ def open_root() -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
 def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mode: int) -> None:
-    """As root, the test runs the commands as ``nobody``; as another user, it removes that user's own rights."""
+    """Every command on another user's run names the owner of the run.
+
+    If the test runs as root, it runs the commands as ``nobody``. Otherwise it removes the user's rights to the run
+    directory.
+    """
     run = Story("his-1").works().written(open_root)
     run.path.chmod(mode)
     other = os.geteuid() == 0 and others_can_run_us()
     if not other:
-        if os.geteuid() == 0:  # root may enter even folders of mode 0000
+        if os.geteuid() == 0:  # root may enter a folder in spite of mode 0000
             return
         run.path.chmod(0o000 if mode == 0o700 else 0o755)
         run.journal.chmod(0o700 if mode == 0o700 else 0o000)
@@ -219,7 +223,7 @@ def test_command_written_by_another_user_is_set_aside(
     os.mkfifo(run.mailbox / "4.json")
     if os.geteuid() == 0:
         os.chown(run.mailbox / "1.json", NOBODY, -1)
-    else:  # only root can give a file away, so the file is removed, as if it belonged to another user
+    else:  # only root can change the owner of a file, so the file is removed; neither case may leave a command
         (run.mailbox / "1.json").unlink()
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     reported = caplog.text
@@ -231,7 +235,10 @@ def test_command_written_by_another_user_is_set_aside(
 
 # ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes replaces a full disk: the submission ends at the first file that is larger."""
+    """A submission on a full disk leaves nothing.
+
+    A limit on file sizes replaces the full disk. The submission ends at the first file that exceeds the limit.
+    """
     (tmp_path / "job.toml").write_text(light_job("local", 5))
     for source in (Path(__file__).parents[1] / "support" / "light_roles").glob("*_task.py"):
         (tmp_path / source.name).write_text(source.read_text())
@@ -250,7 +257,11 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 # ── address of the manager ─────────────────────────────────────────────────────────────────────────────────────────
 def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
-    """manager.json first names a port without a listener, then another run's manager, then is torn, then correct."""
+    """A worker sends nothing to a wrong address, and finds its manager later.
+
+    manager.json first names a port without a listener, then the manager of another run. Then it is torn, and at last it
+    is correct.
+    """
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
     async def story() -> None:

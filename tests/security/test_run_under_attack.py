@@ -1,4 +1,4 @@
-"""A whole run is attacked on all its ports while it trains, and continues as without an attack."""
+"""A run whose ports are all attacked while it trains continues as without an attack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
     victims = [target for target in targets(run) if target not in agents[1:]]  # they are all alike
     named = {victim.name for victim in victims}
     assert {agents[0].name, "manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
-    assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # the first attack fills the pools of the libraries
+    assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # fills the memory pools of libraries
     began = run.state().step
     costs, _ = assault(run, victims, FRAMES, HALF_OPEN)
     state = run.wait(lambda s: s.step > began + 2)
@@ -57,8 +57,7 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
 
 
 def _second_process(run: TestRun, replica: ReplicaId) -> None:
-    """Launch the replica's step once more, and check that the second process exits without a change of the first one's
-    files."""
+    """Launch the replica's step again; check that the second process exits and changes no file of the first one."""
     tag = run.state().replica(replica).step
     assert tag is not None
     file = str(run.run.launch_file(tag))
@@ -66,5 +65,5 @@ def _second_process(run: TestRun, replica: ReplicaId) -> None:
     second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
     assert "the other process with the same tag continues" in second.stderr, second.stderr
     assert not run.run.exit_file(tag).exists(), (
-        "the second process wrote an exit record, which counts as that of the first one"
+        "the second process wrote an exit record, which would count as the exit record of the first process"
     )

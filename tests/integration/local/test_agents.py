@@ -1,4 +1,4 @@
-"""``[roles.agents]`` in whole runs: the shipped example with its real agent and client of OpenAI.
+"""``[roles.agents]`` works in whole runs: the shipped example with its real agent and OpenAI's client.
 
 The trainer and the rollouts are light, because the tests are about agents and the store. The example with its model is
 played by ``make test-long``. In ``make test``, test_outside_agents.py trains that model.
@@ -82,7 +82,8 @@ def wait_completed(run: TestRun, steps: int, episodes_per_step: int = 64) -> Non
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     """Play the example while a rollout and the store, and then the process of the agents, are killed.
 
-    It has more steps than are trained while the rollout is away; without the store or the agents no step is trained.
+    The run cannot end before the last kill: it has more steps than are trained while the rollout is away, and no step
+    is trained without the store or the agents.
     """
     light = request.param == "light"
     steps, episodes = (100, 4) if light else (40, 64)
@@ -144,7 +145,7 @@ if __name__ == "__main__":
 """
 """An agent that always has three turns, and waits after the second one until the test lets it continue.
 
-It does without OpenAI's client, whose import would take each process of the second case a second of CPU.
+It does not use OpenAI's client, because each process of the second case would take a second of CPU to import it.
 """
 
 
@@ -163,7 +164,7 @@ def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Pa
     answers = shown_answers(run, shown)
     again = {episode for episode, attempt, _ in answers if attempt == 2}
     assert len(again) == at_once
-    for episode in again:  # both attempts got equal tokens, in order
+    for episode in again:  # both attempts got the same tokens in the same order
         for turn in (0, 1):
             assert answers[episode, 1, turn] == answers[episode, 2, turn]
     sampled = sampled_turns(run)
@@ -176,7 +177,7 @@ def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Pa
 
 
 def shown_answers(run: TestRun, path: Path) -> dict[tuple[int, int, int], list[int]]:
-    """Return the tokens that agents received, by episode, attempt and turn."""
+    """Return the tokens that the agents have written down, by episode, attempt and turn."""
     secret = RunKeys.load(run.run.keys).secret
     answers: dict[tuple[int, int, int], list[int]] = {}
     for line in path.read_text().splitlines():

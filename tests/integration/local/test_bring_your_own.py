@@ -30,7 +30,7 @@ def test_shipped_job_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_shipped_job_polls_slurm_no_more_often_than_the_default(path: Path) -> None:
     assert resolve(load_job(path), "python").limits.poll >= Limits().poll, (
-        "the job polls Slurm more often than the default, and users copy it to clusters"
+        "the example polls Slurm more often than the default, but users copy it to clusters"
     )
 
 
@@ -58,7 +58,7 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
     first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
     assert last > first + 0.2, "the reward did not grow by 0.2"
     kept = sorted(folder.name.partition(".")[0] for folder in run.run.checkpoints.iterdir())
-    assert kept == ["step-59", "step-60"], "keep_checkpoints = 2 does not hold for a trainer that is not rrl's"
+    assert kept == ["step-59", "step-60"], "the user's trainer did not keep exactly its newest 2 checkpoints"
     assert state.token_ages.steps, "rrl status has no ages of tokens to show"
 
 
@@ -66,7 +66,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "bring-your-own.md"
 
 
 @pytest.mark.torch
-@pytest.mark.long  # 20 s; test_docs.py compares the programs with the API, and the shipped example runs above
+@pytest.mark.long  # takes 20 s; test_docs.py compares the programs with the API, and the shipped example runs above
 def test_example_of_the_page_learns_unchanged(tmp_path: Path) -> None:
     files = dict(re.findall(r"^`([\w.]+)`:\n```\w+\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     assert files.keys() == {"job.toml", "task.py", "trainer.py", "rollout.py"}

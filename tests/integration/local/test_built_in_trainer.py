@@ -1,6 +1,6 @@
-"""A run of the built-in trainer, the example of streaming: it trains in parts, dies once and exports its checkpoints.
+"""In the example of streaming, the built-in trainer trains in parts, dies once and exports its checkpoints.
 
-In tests/unit/roles/trainer/test_checkpoint_export.py the exported checkpoints are those of a trainer with two ranks.
+tests/unit/roles/trainer/test_checkpoint_export.py tests the export of checkpoints of a trainer with two ranks.
 """
 
 from __future__ import annotations

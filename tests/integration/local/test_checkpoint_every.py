@@ -46,13 +46,13 @@ def _job(**changed: Any) -> str:
 
 
 def _between_commits(state: State) -> bool:
-    """Return whether the trainer has just published the first step after a commit, two steps before the next commit."""
+    """Return whether the trainer has just published the first step after a commit, and has two more to train."""
     published = state.replica(TRAINER).weight_version
     return all_work(state) and published is not None and published.step == state.step + 1
 
 
 def _kill_between_commits(run: TestRun, victim: ReplicaId) -> Incarnations:
-    """Kill a replica once the trainer has published the first step after a commit; return the incarnations before."""
+    """Kill a replica once the trainer has published the first step after a commit; return the earlier incarnations."""
     before = current_incarnations(run.wait(_between_commits))
     pid = before[victim][1]
     assert pid is not None
@@ -66,7 +66,7 @@ def _kill(run: TestRun, victim: ReplicaId) -> None:
 
 
 def _batches(run: TestRun) -> dict[int, list[list[dict[str, Any]]]]:
-    """Return the batch of each step, once for each incarnation of the trainer that trained the step."""
+    """Return the batch of each step, with one entry for each incarnation of the trainer that trained the step."""
     found: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
     for path in (run.run.path / "batches").glob("*.json"):
         found[int(path.name.split(".")[0])].append(json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""Whole runs of plain commands: the effect of [env], [container] and [transport] network on the roles' environment."""
+"""[env], [container] and [transport] network determine the environment of plain commands in whole runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 FAKE_APPTAINER = Path(__file__).parents[2] / "support" / "fake_apptainer"
 SHELL = {"LOOK_SECRET": "s3", "SLURM_NTASKS": "64", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5"}
-"""Variables of the submitting shell; the last four belong to a launcher that has nothing to do with the run."""
+"""Variables of the submitting shell. The last four belong to a launcher of another program."""
 BOXED = """
 [container]
 image = "box.sif"

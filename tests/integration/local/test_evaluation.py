@@ -1,4 +1,4 @@
-"""Evaluations in whole runs: each due step has one result whatever is killed, and no step trains on the answers."""
+"""Each due step of a run gets one evaluation result, whatever is killed, and no step trains on the answers."""
 
 from __future__ import annotations
 

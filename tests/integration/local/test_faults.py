@@ -1,4 +1,4 @@
-"""Every kind of fault that the local cluster can inject is injected into a whole run, and the run continues."""
+"""A run survives every kind of fault that the local cluster can inject."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ PLANNED = [
     ("exception", "trainer/0", 6, ""),
     ("kill", "trajectories/0", 12, ""),
     ("out_of_memory", "rollout/1", 14, ""),
-    # long after the kill of rollout/0, whose next incarnation may be late on a busy machine
+    # long after the kill of rollout/0, because its next incarnation may be late on a busy machine
     ("freeze", "rollout/0", 30, ""),
     ("crash", "rollout/1", 50, ""),
 ]
 STEPS = 140
-"""Number of steps, of 0.1 s each.
-
-The run must not end before the dead agent is replaced and the dead engine is found.
+"""Number of steps of 0.1 s. They are so many that the run ends after the dead agent is replaced and the dead engine is
+found.
 """
 RECOVERED = {
     "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
@@ -80,7 +79,7 @@ def _rejoined(id: ReplicaId) -> Callable[[State], bool]:
 
 
 def _commands(run: TestRun) -> None:
-    """Send three requests during the run: one is carried out, the command refuses one, and the manager refuses one."""
+    """Send a valid request during the run, one that ``rrl inject`` refuses, and one that the manager refuses."""
     code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
     assert (code, "SIGSTOP to pid" in out) == (0, True), err
     code, _, err = _inject(run, "kill", "--target", "judge/0")
@@ -100,7 +99,7 @@ def test_run_survives_every_fault_and_marks_only_these_failures_as_injected(tmp_
     _commands(run)
     run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.triggered_faults))
     run.wait(_rejoined(AGENT))
-    # the next manager would start the waiting time for the dead engine again
+    # waits for this before the manager is killed, because its successor would begin anew to wait for the dead engine
     run.wait(_rejoined(ReplicaId("rollout/2")))
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     assert _inject(run, "kill", "--target", "manager")[0] == 0
@@ -162,7 +161,7 @@ def survives_a_full_disk(disk: Path) -> None:
 
 
 def is_cancelled_on_a_full_disk(disk: Path) -> None:
-    """Cancel a run on a disk that stays full until the run's end: only the run's own reserve frees space."""
+    """Cancel a run on a disk that stays full until the run's end, so that only the run's own reserve can free space."""
     run = submit_here(disk, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     run.wait_steps(2)
     with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
@@ -177,7 +176,7 @@ def is_cancelled_on_a_full_disk(disk: Path) -> None:
     assert not run.run.space_reserve.exists()
 
 
-if own_mounts():  # defined only where mounts are possible, because CI takes a skipped test for a failure
+if own_mounts():  # defined only if mounts are possible, because CI takes a skipped test for a failure
 
     def test_run_is_cancelled_on_a_full_disk(tmp_path: Path) -> None:
         argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), "is_cancelled_on_a_full_disk"]

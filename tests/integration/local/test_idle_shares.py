@@ -1,4 +1,4 @@
-"""The clocks of a whole run with a rollout's death: how its processes spent their time."""
+"""The clocks of a run in which a rollout dies show how its processes spent their time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def total_s(run: TestRun, role: str) -> float:
 
 
 def launched_and_ended(run: TestRun, replica: ReplicaId, number: int = 1) -> tuple[float, float]:
-    """Return when an incarnation was to be launched, and when the run ended (s)."""
+    """Return the time at which an incarnation's launch was decided, and the time at which the run ended (s)."""
     events = run.events()
     me = Incarnation(replica, number)
     launched = next(

@@ -30,10 +30,9 @@ from rrl.tests.support.slurm.lab import SlurmLab
 STEPS_AWAY = 40
 """Number of steps that are trained while the manager is away."""
 MAX_AGE = 10
-"""Age (training steps) that a trained token may have while the manager is away.
-
-As long as versions arrive, tokens of the light run are 1 to 4 steps old (the default ``ahead`` and a pull). Without new
-versions a token of the last of these steps is about 40 old.
+"""Maximum age (training steps) of a trained token while the manager is away. As long as versions arrive, tokens of the
+light run are 1 to 4 steps old (the default ``ahead`` and a pull). Without new versions, tokens of the last step would
+be about 40 steps old.
 """
 
 
@@ -48,7 +47,7 @@ def _trained(run: TestRun, step: int) -> Path | None:
 
 
 def _wait_trained(run: TestRun, step: int) -> None:
-    """Wait until a step is trained, without the journal, to which no manager writes at that time."""
+    """Wait until a step is trained; do not read the journal, because no manager writes to it at that time."""
     until = time.monotonic() + TIMEOUT_S
     while _trained(run, step) is None:
         assert time.monotonic() < until, f"step {step} was never trained; the newest trained step is {_newest(run)}"
@@ -60,7 +59,7 @@ def _newest(run: TestRun) -> int:
 
 
 def _age(run: TestRun, step: int) -> int:
-    """Return the number of versions between the oldest token of this step and the newest weights when it was bound."""
+    """Return the age of the step's oldest token, in training steps."""
     path = _trained(run, step)
     assert path is not None
     sampled_by: list[int] = [weights for one in json.loads(path.read_text()) for weights in one["weights"]]
@@ -117,7 +116,10 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_versions_arrive_although_both_managers_of_a_slurm_run_are_cancelled(slurm_lab: SlurmLab) -> None:
-    """Both the active and the waiting manager are cancelled; a person starts another one after the last step."""
+    """Versions still arrive when both the active and the waiting manager are cancelled.
+
+    A person starts another manager after the last step.
+    """
     steps = 3 + STEPS_AWAY
     run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0, warm=False))
     run.wait_steps(3)

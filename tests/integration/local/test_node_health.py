@@ -1,6 +1,6 @@
-"""Whole runs on nodes with GPUs of a fake driver.
+"""A GPU that fails during a run costs the run only its node; a GPU that is broken from the start is never used.
 
-A GPU that fails costs the run only its node, and a GPU that is broken from the start is never used.
+The runs use nodes with GPUs of a fake driver.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _ends_well(run: TestRun) -> None:
 
 
 def test_broken_gpus_exclude_their_nodes_and_only_the_role_on_them_moves(tmp_path: Path) -> None:
-    """A spare that is broken from the start is never used, and later two nodes lose a GPU, one after the other."""
+    """A run never uses a spare that is broken from the start, and leaves each of two nodes that lose a GPU later."""
     gpus = Gpus(tmp_path, nodes=10)
     broken = NodeName("local5")
     gpus.of[broken].set(0, "ecc_volatile_uncorrected", 1)

@@ -1,4 +1,4 @@
-"""Notifications of whole runs: sent by real commands, and only once even if managers die."""
+"""Real commands send the notifications of a run, each only once even if managers die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``[roles.endpoint]`` in whole runs: agents outside of the run, with their real client, and an endpoint that dies."""
+"""Agents outside of a run play its episodes with their real client, even if its endpoint dies."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Player:
             self.finished.add(opened["episode"])
 
     async def _post(self, path: str, key: str, body: Any, name: str = "") -> Any:
-        """Post until the endpoint answers; return None if the run has ended, or has no episode."""
+        """Repeat a POST request until the endpoint answers; return None if the run has ended, or has no episode."""
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "idempotency-key": name}
         request = urllib.request.Request(f"{self._root}/rrl/v1/episodes{path}", json.dumps(body).encode(), headers)
         while not self.ended.is_set():
             try:
                 return await asyncio.to_thread(_send, request)
             except urllib.error.HTTPError as error:
-                if error.code == 410:  # the relay answers so once the run has ended
+                if error.code == 410:  # the relay answers with this status once the run has ended
                     break
                 if error.code != 503:
                     raise

@@ -1,4 +1,4 @@
-"""Rollouts that continue in a preloaded process on their node: whole runs of light roles."""
+"""Killed rollouts continue in a preloaded process on their node, in whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def preloaded_beside(state: State, replica: ReplicaId) -> Replica | None:
 
 
 def wait_with_unfinished_work(run: TestRun) -> Replica:
-    """Stop the rollout in its work, and wait until all roles work and its node has a ready preloaded process."""
+    """Stop the rollout while it works, and wait until all roles work and its node has a ready preloaded process."""
     run.wait_steps(2)
     run.hold_in_the_middle(1)
     state = run.wait(lambda s: preloaded_beside(s, ROLLOUT) is not None and all_work(s))
@@ -64,7 +64,7 @@ def end_well(run: TestRun) -> None:
     run.wait_end()
     run.wait_gone()
     check_sound(run.run)
-    assert run.continued(dead=-101.0), "no other incarnation has continued the unfinished trajectories"
+    assert run.continued(dead=-101.0), "the next incarnation has not continued the unfinished trajectories"
 
 
 def test_killed_rollout_continues_in_the_preloaded_process_and_gets_a_new_one(tmp_path: Path) -> None:

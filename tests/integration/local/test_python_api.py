@@ -1,4 +1,4 @@
-"""The Python API on real runs: the example of a sweep in a running event loop, and the programs of docs/python.md."""
+"""The Python API works on real runs: the example of a sweep in an event loop, and the programs of docs/python.md."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 EXPORT = ".export("
-"""Text by which programs with an export are left out, because the light trainer has no weights to export.
-
-The page's export is tested in tests/unit/api/test_run.py.
+"""Programs that contain this text are left out, because the light trainer has no weights to export.
+tests/unit/api/test_run.py tests the export of the page.
 """
 
 
@@ -42,7 +41,7 @@ def in_a_cell(code: str, names: dict[str, Any]) -> None:
     asyncio.run(cell())
 
 
-@pytest.mark.long  # the same example runs on Slurm, and the programs of the page below run in a running event loop, too
+@pytest.mark.long  # this example also runs on Slurm, and the programs of the page below also run in an event loop
 def test_a_notebook_finds_the_best_of_three_learning_rates(
     job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

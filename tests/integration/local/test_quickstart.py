@@ -1,7 +1,8 @@
-"""A few small steps of the quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy).
+"""The quickstart survives a killed rollout and a stopped engine, with its real roles.
 
-One rollout is killed. Once it is back, the engine of the other one stops while its process continues to send
-heartbeats. The tests read the journal and the files of this one run.
+The roles use torch, transformers, reasoning-gym, UCX and py-spy. One rollout is killed. Once it is back, the engine of
+the other rollout stops, while the process of that rollout continues to send heartbeats. The tests read the journal and
+the files of this one run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rrl.tests.support.slow_quickstart import slow_quickstart
 KILLED, WEDGED = ReplicaId("rollout/1"), ReplicaId("rollout/0")
 WEDGED_INCARNATION = Incarnation(WEDGED, 1)
 IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
-"""Limits with which a stopped engine is found soon; ``step_grace`` is long, as torch exits slowly on a busy machine."""
+"""Limits with which a stopped engine is found soon. ``step_grace`` is long, because torch exits slowly on a busy
+machine."""
 TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.torch
@@ -76,7 +78,7 @@ def test_killed_rollout_comes_back_with_current_weights_over_ucx(run: TestRun) -
 
 def test_roles_exit_on_a_stop_request_without_being_killed(run: TestRun) -> None:
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
-    reasons = {  # a standby process gets no grace, and a rollout with a stopped engine does not use its grace
+    reasons = {  # a standby process gets no grace, and a rollout with a stopped engine cannot use its grace
         end.reason
         for end in ends
         if role_of(end.incarnation.replica) != STANDBY_ROLE and end.incarnation != WEDGED_INCARNATION
@@ -105,9 +107,9 @@ def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> N
     assert suspected < dumps[-1].seq < fenced, "the stacks were not dumped before the incarnation was fenced"
     assert suspected < failed < fenced
 
-    stacks = dumps[-1].event  # the last dump: on a slow machine an earlier training step may have been suspected, too
+    stacks = dumps[-1].event  # the last one: on a slow machine an earlier training step may have been dumped, too
     assert isinstance(stacks, ev.StacksCollected)
-    assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
+    assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the dump does not show where it hangs"
     dump = (run.run.path / stacks.file).read_text()
     assert "/rollout/main.py:" in dump
     assert '"rrl-connection"' in dump, "the file of stacks lacks the thread that sends heartbeats"

@@ -1,4 +1,4 @@
-"""``rrl report`` of real runs: the estimate of the strict ETTR, compared with a run without faults."""
+"""``rrl report`` estimates the strict ETTR of a real run as a comparison with a run without faults does."""
 
 from __future__ import annotations
 

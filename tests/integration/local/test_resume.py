@@ -1,4 +1,4 @@
-"""A run that has ended is resumed from its last committed step under the same id, and single replicas are restarted."""
+"""A run that has ended is resumed from its last committed step under its id, and ``rrl restart`` restarts replicas."""
 
 from __future__ import annotations
 

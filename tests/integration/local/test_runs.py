@@ -1,4 +1,4 @@
-"""Whole runs on the local cluster: isolated failures, the manager's death, every way to end, and no process left."""
+"""A run on the local cluster survives single failures and its manager's death, and ends without leaving processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_killed_rollout_restarts_alone_and_its_prompts_continue_from_their_prefi
 
 
 def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) -> None:
-    """The store restarts from its log, and the trainer from its commit; a killed launcher ends its role, too.
+    """The store restarts from its log, the trainer from its commit, and the role of a killed launcher as a whole.
 
     While the store or the trainer is away no step is committed, so that the run cannot end before the last kill.
     """
@@ -96,7 +96,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     run = submit_here(tmp_path, light_job("local", 40, warm=False))
     before = current_incarnations(
         run.wait_steps(15)
-    )  # by then the manager has received the first line that the rollout printed
+    )  # the manager has received the rollout's first printed line by this step
     node = before[VICTIM][2]
     assert node is not None
     crash(run.run, node)
@@ -158,7 +158,7 @@ def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: P
     run.wait_gone()
 
 
-@pytest.mark.long  # in test_user_code.py a rollout that never joins rejects its job
+@pytest.mark.long  # long, because in test_user_code.py a rollout that never joins has its job rejected, too
 def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     toml = light_job("local", 10, extra='[recovery]\nfirst_start = 2\nbackoff = "100ms"\n')
     toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')
@@ -214,7 +214,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 
 
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
-    """A frozen rollout is replaced; once it continues, it receives the message that it is fenced, and exits."""
+    """A frozen rollout is replaced, and exits once it continues, because it receives the message that it is fenced."""
     run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]

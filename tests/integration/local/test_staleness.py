@@ -30,6 +30,6 @@ def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_
     assert observed == set(range(1, 7))
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert set(audit["dropped"]) <= {"the run is complete"}, (
-        "a group was dropped for its age, though steps wait for groups"
+        "a group was dropped for its age, although steps wait for groups"
     )
     assert (run.summary()["stale_groups"], run.summary()["max_age"], audit["max_age"]) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Trainers and rollouts that continue in a standby process: whole runs of light roles."""
+"""Failed trainers and rollouts continue in a standby process, in whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def standbys(state: State) -> list[Replica]:
 
 
 def wait_for_standby(run: TestRun) -> Replica:
-    """Wait, with paused rollouts, until every role works and the trainer's node has a standby process; return it."""
+    """Pause the rollouts; return the standby process of the trainer's node once it is ready and every role works."""
     run.wait_steps(3)
     for index in (0, 1):
         run.hold_in_the_middle(index)
@@ -96,7 +96,7 @@ def warm_rollouts(cluster: str, steps: int) -> str:
 
 
 def wait_for_engine(run: TestRun) -> Replica:
-    """Stop the rollouts in their work; return the standby rollout on the spare once it is ready and all roles work."""
+    """Pause the rollouts; return the standby rollout on the spare once it is ready and every role works."""
     run.wait_steps(2)
     for index in (0, 1):
         run.hold_in_the_middle(index)
@@ -107,8 +107,8 @@ def wait_for_engine(run: TestRun) -> Replica:
 def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
     """Check that a rollout whose node is lost continues in this standby process.
 
-    The node of rollout/1 is lost in the middle of its work. Its next incarnation is this process, which continues the
-    unfinished trajectories, and no other replica changes.
+    The node of rollout/1 is lost while it works. The standby process becomes the next incarnation of rollout/1 and
+    continues the unfinished trajectories. No other replica changes.
     """
     before = current_incarnations(run.state())
     node = run.state().replica(ROLLOUT).node
@@ -137,7 +137,7 @@ def test_rollout_of_a_crashed_node_continues_at_once_in_the_warm_rollout(tmp_pat
 
 @pytest.mark.long
 def test_next_manager_completes_a_promotion_interrupted_by_the_managers_death(tmp_path: Path) -> None:
-    """The standby process is frozen when the first manager promotes it, so that the next manager must do it."""
+    """The next manager completes the promotion of a standby process that was frozen while its manager promoted it."""
     run = submit_here(tmp_path, light_job("local", 100))
     standby_process = wait_for_standby(run)
     before = current_incarnations(run.state())

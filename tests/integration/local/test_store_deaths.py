@@ -1,4 +1,4 @@
-"""If the store or the reward role dies or hangs at any moment of a run, it alone is restarted.
+"""If the store or the reward role dies or hangs at any moment of a run, only this role is restarted.
 
 The other roles wait for it without being suspected, and nothing is lost or trained twice.
 """

@@ -1,7 +1,7 @@
-"""``[sampling] stream`` in a whole run: training of a step begins before the step is complete.
+"""With ``[sampling] stream``, training of a step begins before the step is complete.
 
-After a death of the trainer the step has the same parts. In test_built_in_trainer.py the built-in trainer trains the
-example in parts.
+After a death of the trainer, the step has the same parts as before. In test_built_in_trainer.py, the built-in trainer
+trains the example in parts.
 """
 
 from __future__ import annotations

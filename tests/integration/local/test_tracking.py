@@ -1,6 +1,6 @@
 """Whole runs with trackers: each tracker gets every step once, whatever is killed.
 
-A tracker that does not work causes one line in the log.
+A tracker that fails causes one line in the log.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end
     assert all(float(row["seconds_train"]) > 0 for row in rows)
     logged = [(row["step"], row["trainer/0/first"], row["trainer/0/second"]) for row in rows]
     assert logged == [(step, f"{step}.0", f"-{step}.0") for step, *_ in logged], (
-        "logged values do not belong to the step of the commit that follows them"
+        "values were not logged with the step of the commit that follows them"
     )

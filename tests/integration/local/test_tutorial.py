@@ -1,6 +1,6 @@
-"""The commands of docs/tutorial.md run in their order in one shell, in a real run with torch that survives a kill.
+"""The commands of docs/tutorial.md work in their order in one shell, on a real run with torch that survives a kill.
 
-The run's steps are smaller than those of the quickstart, but each step takes as long.
+The run's steps have fewer trajectories than those of the quickstart, but each step takes as long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mistake in the user's code ends a whole run, or the run shows what it loses by the mistake.
+"""A mistake in the user's code ends a run, or the run reports what it loses by the mistake.
 
 In both cases rrl names the exception and its line.
 """
@@ -91,7 +91,7 @@ with rrl.join() as me:
 """
 
 
-@pytest.mark.long  # test_runs.py has the rollout whose exception ends three starts
+@pytest.mark.long  # long, because test_runs.py also has a rollout that ends three times in a row
 def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_worked(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_FORGETS_WHAT_WAS_BEGUN)
     toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True)

@@ -1,4 +1,4 @@
-"""All jobs of a run, with those of its managers, are cancelled on a real Slurm, and a person starts a new manager."""
+"""A run whose jobs are all cancelled, its managers' jobs included, continues once a person starts a new manager."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs on nodes that lose their network connection and get it back.
+"""A run survives nodes that lose their network connection and get it back.
 
-These tests are collected only where network namespaces are possible.
+These tests are collected only if network namespaces are possible.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
 
 
 def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
-    """Return which component ended the incarnation on the node that came back; empty if none did.
+    """Return which component ended the incarnation on the node that came back, or "" if none did.
 
-    The first process of the incarnation's step records how it ended, unless Slurm kills the whole step: on the
-    manager's request, or because Slurm had set the node down.
+    The first process of the incarnation's step records how it ended. The record is missing if Slurm killed the whole
+    step, on the manager's request or because it had set the node down.
     """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""rrl doctor on a real Slurm, as a plain user: its findings are true, and it leaves no job and no file behind."""
+"""On a real Slurm, the findings of rrl doctor are true, and it leaves no job and no file behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slurm
 
 TIMEOUT_S = 30.0
 TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
-"""A replacement for torch, whose import would take two seconds on two cores."""
+"""A replacement for torch, because the import of torch takes two seconds on two cores."""
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env
     assert not checks["node.nofile"]["found"].startswith(f"{OPEN_FILES} "), (
         "the check of the node shows the limit of the shell, which does not apply to steps"
     )
-    assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # fake GPUs, which no driver knows
+    assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # no driver has the lab's fake GPUs
     lab.wait_no_jobs()
     assert not Path(env[RUNS_ENV]).exists()
 

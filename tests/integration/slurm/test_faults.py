@@ -1,4 +1,4 @@
-"""Faults that a plain user injects on a real Slurm: agents send signals, and the test cluster injects other faults."""
+"""A plain user injects faults on a real Slurm: agents send the signals, and the test cluster injects all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = '[recovery]\nbackoff = "100ms"\n[faults]\nallow = true\n'
 
 
 def inject(run: TestRun, *words: str) -> str:
-    """Inject a fault and return what was done."""
+    """Inject a fault and return the output, which describes what was done."""
     process = run.call("inject", run.run.id, *words, "--wait", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

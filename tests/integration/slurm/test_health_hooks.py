@@ -1,6 +1,6 @@
-"""The hooks of examples/health in a real Slurm: which verdicts drain a node or keep jobs from it.
+"""The hooks of examples/health drain failing nodes of a real Slurm or keep jobs from them.
 
-Also, hooks remove only their own drains.
+Hooks remove only their own drains.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TIMEOUT_S = 120.0
 
 
 class HookedLab:
-    """A lab of two nodes with the hooks installed, which record what they find.
+    """A lab of two nodes with installed hooks, which record their findings.
 
-    Each node has its own rules, which expect a certain folder. Every call of a Slurm command by a hook is counted.
+    Each node has its own rules: a certain folder must exist. Every call of a Slurm command by a hook is counted.
     """
 
     def __init__(self, lab: SlurmLab) -> None:
@@ -59,7 +59,7 @@ class HookedLab:
         return self.dir / f"scratch-{node}"
 
     def rules(self, node: str, text: str = "") -> None:
-        """Enable only the checks that the test needs, as this machine is busy and other programs write to its log."""
+        """Enable only the checks that the test needs, because other programs use this machine and write to its log."""
         new = self.dir / f"{node}.new"
         new.write_text(f'[expect]\nmounts = ["{self.mount(node)}"]\n{text}\n[checks]\n{_OFF}\n')
         new.rename(self.dir / f"{node}.toml")
@@ -74,7 +74,7 @@ class HookedLab:
         return next((line.strip()[len("Reason=") :] for line in shown.splitlines() if "Reason=" in line), "")
 
     def check_count(self, node: str) -> int:
-        """Return how often the node was checked."""
+        """Return the number of checks of the node so far."""
         log = self.dir / f"{node}.looks"
         return log.read_text().count("\n") if log.exists() else 0
 
@@ -100,7 +100,7 @@ class HookedLab:
         return self._calls.read_text().splitlines()
 
     def requests(self) -> dict[str, int]:
-        """Return how many requests of commands slurmctld has answered, by kind and without those of sdiag."""
+        """Return how many requests of commands slurmctld has answered, by kind and without the requests of sdiag."""
         shown = re.findall(r"^\s*(REQUEST_\w+)\s.*count:(\d+)", self.lab.slurm("sdiag"), re.MULTILINE)
         return {kind: int(count) for kind, count in shown if not kind.startswith("REQUEST_STATS")}
 
@@ -143,7 +143,7 @@ _OFF = "\n".join(
 
 @pytest.fixture(scope="module")
 def _hooked_lab(slurm_lab: SlurmLab) -> Iterator[HookedLab]:
-    """Yield a lab of its own, because the tests change its configuration; skip or fail as ``slurm_lab`` does."""
+    """Yield a separate lab, because the tests change its configuration; skip or fail as ``slurm_lab`` does."""
     with SlurmLab.start(nodes=2) as lab:
         yield HookedLab(lab)
 
@@ -200,7 +200,7 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
         f"HealthCheckProgram={hooked.dir}/healthcheck.sh", "HealthCheckInterval=1", "HealthCheckNodeState=ANY"
     )
     for node in hooked.lab.nodes:
-        # the first check after a boot asks slurmctld whether the hooks have drained the node
+        # the first check after a boot queries slurmctld whether the hooks have drained the node
         hooked.wait_for_checks(node)
     hooked.forget_calls()
     before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
@@ -209,7 +209,7 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
         assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
         time.sleep(0.5)
     assert (hooked.calls(), hooked.requests()) == ([], {})
-    assert list(hooked.history.rglob("*")) == [], "a healthy node wrote history"
+    assert list(hooked.history.rglob("*")) == [], "a healthy node added to its history"
 
 
 def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what_it_found(hooked: HookedLab) -> None:
@@ -247,7 +247,7 @@ def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedL
     assert hooked.check_count("n1") >= 4, "the prolog did not run"
 
     hooked.rules("n1")
-    hooked.forget_checks()  # otherwise the prolog would rely on the last check
+    hooked.forget_checks()  # without this, the prolog would rely on the last check
     hooked.mount("n1").rmdir()
     failing = lab.popen_as_user(run)
     try:
@@ -257,8 +257,7 @@ def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedL
         assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
         hooked.mount("n2").rmdir()
         lab.run_as_user(["srun", "-n1", "-w", "n2", "--mem=100M", "true"])
-        # the node completes its job first; hooks may drain at most one of two nodes, and n1 is drained, so n2 becomes
-        # idle
+        # after its job, n2 becomes idle: n1 is drained, and hooks may drain at most one of two nodes
         lab.wait_states({"n2": "idle"}, TIMEOUT_S)
     finally:
         if ids := [job.split()[0] for job in lab.jobs()]:

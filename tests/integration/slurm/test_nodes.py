@@ -88,7 +88,10 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
 
 
 def test_replica_restarts_on_its_node_after_its_job_has_lost_another_node(slurm_lab: SlurmLab) -> None:
-    """Slurm 22.05 does not free the cores of the store's first step, because the job has become smaller since then."""
+    """A replica restarts on its node although Slurm 22.05 does not free the cores of its previous step.
+
+    The reason is that the job has become smaller since the start of that step, the first one of the store.
+    """
     run = submit_on(slurm_lab, "smaller", light_job("slurm", 100_000, spares=1))
     joined_incarnations(run)
     node = node_of(run, R0)
@@ -108,10 +111,11 @@ def test_replica_restarts_on_its_node_after_its_job_has_lost_another_node(slurm_
 
 
 def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:
-    """Slurm sets the lost node down long after the run has excluded it.
+    """The run of an administrator drains and undrains a lost node, but no other node.
 
-    Otherwise Slurm would take the node from the run at once, without a drain. The exclusion lasts longer than the
-    rollout takes to restart elsewhere, after which the node is released.
+    Slurm sets the lost node down long after the run has excluded it. Otherwise Slurm would take the node from the run
+    at once, without a drain. The exclusion lasts longer than the restart of the rollout on another node, after which
+    the lost node is released.
     """
     recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "45s"\nbreaker = 1.0\n'
     with SlurmLab.start(nodes=6, accounting=True, slurmd_timeout=int(2 * TIMEOUT_S)) as lab:

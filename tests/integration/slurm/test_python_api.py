@@ -1,4 +1,4 @@
-"""The example of the Python API on a real Slurm, started by a plain user."""
+"""A plain user runs the example of the Python API on a real Slurm."""
 
 from __future__ import annotations
 

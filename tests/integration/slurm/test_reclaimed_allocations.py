@@ -1,4 +1,4 @@
-"""Allocations that Slurm takes back while the run continues: preempted, suspended, cancelled or at their walltime.
+"""A run continues if an allocation is preempted, suspended, cancelled or at its walltime.
 
 The tests use a real Slurm as a plain user, and the lab performs the actions of an administrator.
 """
@@ -66,8 +66,11 @@ def preempt(lab: SlurmLab, node: str) -> str:
 def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
     lab: SlurmLab, partition: str, times: int
 ) -> None:
-    """``per_replica`` is 0, so that a restart that counted against the budget would end the run."""
-    # the rollouts use all nodes of the lab
+    """A preempted rollout exits within its grace, and returns with a new node.
+
+    ``per_replica`` is 0: if this restart counted against the budget, the run would end.
+    """
+    # long, because the rollouts use all nodes of the lab
     toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)
     run = submit_on(lab, f"preempted-{partition}", toml)
     before = joined_incarnations(run)
@@ -120,7 +123,10 @@ def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmL
 
 @pytest.mark.long
 def test_jobs_that_take_turns_on_a_node_are_not_failures(lab: SlurmLab) -> None:
-    """Gang scheduling suspends the job every five seconds, and the manager may or may not poll during a suspension."""
+    """Jobs that take turns on a node are not failures.
+
+    Gang scheduling suspends the job every five seconds, whether or not the manager polls during a suspension.
+    """
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
     before = joined_incarnations(run)
     node = run.state().replica(VICTIM).node
@@ -167,7 +173,7 @@ def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
-        number = run.wait(all_work).replica(TRAINER).incarnation_number  # a first launch may fail on a busy slurmctld
+        number = run.wait(all_work).replica(TRAINER).incarnation_number  # a first launch may fail if slurmctld is busy
         pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
         lab.slurm("scancel", *pools)
         run.wait(lambda s, n=number: s.replica(TRAINER).incarnation_number > n or s.finish is not None)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Whole runs on a real Slurm, submitted by a plain user without operator rights."""
+"""Runs of a plain user without operator rights survive failures on a real Slurm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _end_well(run: TestRun, lab: SlurmLab) -> None:
 
 
 def _hold_all(run: TestRun) -> None:
-    """Stop the rollouts in their work, so that the run cannot end before the next manager has started."""
+    """Stop the rollouts while they work, so that the run cannot end before the next manager has started."""
     for index in (0, 1):
         run.hold_in_the_middle(index)
 

@@ -1,6 +1,6 @@
 """If Slurm is unreachable, slow, incomplete or out of date, no node is excluded and nothing starts twice.
 
-The roles continue. The tests use a real Slurm whose commands tests/support/slurm/fake_slurm_commands can make fail.
+The roles continue. The tests use a real Slurm; tests/support/slurm/fake_slurm_commands can make its commands fail.
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmL
 
 @pytest.mark.parametrize(("late", "in_time"), [(4, True), (25, False)])
 def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
-    """A request that takes effect within ``limits.quiet`` (10 s) is found by its tag.
+    """A request that timed out and takes effect later is either used or released.
 
-    A request that takes effect later has been replaced by then, and is released.
+    If it takes effect within ``limits.quiet`` (10 s), it is found by its tag and used. If it takes effect later,
+    another request has replaced it, and its nodes are released.
     """
     fake = FakeSlurm(lab, f"late-{late}")
     run = submit_on(lab, f"late-{late}", light_job("slurm", 100_000, rollouts=1, spares=0), fake.shell)

@@ -1,4 +1,4 @@
-"""SlurmCluster on a real Slurm. Scenarios run as a plain user in a forked child, as a manager does."""
+"""SlurmCluster works with a real Slurm. Scenarios run as a plain user in a forked child, as a manager does."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_step_survives_the_kill_of_its_srun_and_can_be_stopped(lab: SlurmLab, ru
             for p in slurm_processes.running_processes().values()
             if p.comm == "srun" and f"{run.id}." in p.command
         ]
-        assert len(sruns) == 2, "the step has no second srun, the child that can end the step"
+        assert len(sruns) == 2, "the first srun of the step has not forked a second one, which can end the step"
         await slurm.release_launcher(run.tag("rollout-0.1"))
-        while any(is_alive(srun) for srun in sruns):  # bounded by the test's own time limit
+        while any(is_alive(srun) for srun in sruns):  # endless only until the test's own time limit
             await asyncio.sleep(0.05)
-        await asyncio.sleep(4.0)  # if only srun was killed, its step ends after 2.5 s (measured): no event to wait for
+        await asyncio.sleep(4.0)  # if only srun was killed, its step ends after 2.5 s (measured), without an event
         assert is_alive(pid)
         assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
@@ -193,7 +193,7 @@ def test_pending_request_outlives_its_manager_and_starts_once_nodes_are_free(lab
         slurm = run.cluster()
         await slurm.release(run.pool)
         await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.RUNNING)
-        await asyncio.sleep(5.0)  # a job with an unreachable salloc ends 3 s after its start (measured): no event
+        await asyncio.sleep(5.0)  # a job with an unreachable salloc ends 3 s after its start (measured)
         assert state(await slurm.observe(), run.tag("more-1")) is AllocationState.RUNNING
 
     as_user(lab, first)
@@ -231,7 +231,7 @@ def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: R
         assert {state(observed, tag) for tag in (first, third)} == {AllocationState.RUNNING}
         await slurm.launch(msgspec.structs.replace(run.step("role-2.2", nodes[third][0]), allocation=third))
         await run.pid("role-2.2")
-        await asyncio.gather(slurm.release(first), slurm.release(third))  # the first release waits for the others
+        await asyncio.gather(slurm.release(first), slurm.release(third))  # only the last release ends the job
         await until(slurm, lambda snapshot: snapshot.steps == {} and state(snapshot, first) is AllocationState.ENDED)
         await slurm.close()
 
@@ -309,10 +309,10 @@ def test_unanswered_request_is_settled_by_its_tag_later(lab: SlurmLab, run: Run)
         assert [type(other) for other in others] == [Unanswered] * 4, others
         assert "timed out" in observed.unknown
         assert "timed out" in str(others[0])
-        # "timed out" if slurmctld kept the command waiting
+        # "timed out" if slurmctld let the command wait
         assert re.search(r"no answer within 0.5 s|timed out", str(others[3]))
 
-    async def later() -> None:  # the request took effect, and is found by its tag
+    async def later() -> None:  # the request took effect, and the poll finds it by its tag
         await until(run.cluster(), lambda snapshot: state(snapshot, run.pool) is AllocationState.RUNNING)
 
     with lab.controller_stopped():
@@ -325,7 +325,7 @@ def test_inactive_limit_decides_between_salloc_and_sbatch(lab: SlurmLab, run: Ru
         await run.hold(run.cluster(), 1)
 
     as_user(lab, one_pool)
-    # salloc --no-shell: the pool has no batch host whose failure would end it
+    # by salloc --no-shell, so that no node is the batch host, whose failure would end the pool
     assert batch_flags(lab) == ["BatchFlag=0"]
     lab.clear()
     conf = lab.conf.read_text()
@@ -352,7 +352,7 @@ def test_steps_outlive_a_killed_manager_and_are_found_by_the_next_one(lab: Slurm
             await slurm.launch(run.step(name, node))
             await run.pid(name)
         await slurm.release_launcher(run.tag("rollout-0.1"))
-        os._exit(0)  # like kill -9: none of our processes runs any more, only the srun of rollout-1
+        os._exit(0)  # as after kill -9: of the manager's processes, only the srun of rollout-1 still runs
 
     async def second() -> None:
         slurm = run.cluster()

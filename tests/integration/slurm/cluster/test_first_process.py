@@ -1,4 +1,4 @@
-"""First processes of steps on a real Slurm, as a plain user: GPUs, environment, and a missing interpreter."""
+"""The first process of a step on a real Slurm gets its GPUs and environment; a missing interpreter is reported."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_missing_interpreter_on_the_node_is_refused_with_slurms_message(site: Sl
 
 
 def hold_gpu(at: Lab, role: Launch) -> Launch:
-    """Let the role's command run, and so keep its GPU, until the lab is closed."""
+    """Let the role's command run until the lab is closed, so that the role keeps its GPU."""
     role = msgspec.structs.replace(role, argv=("sh", "-c", "env; exec sleep 1005"))
     write_atomically(at.run.launch_file(role.tag), msgspec.json.encode(role))
     return role

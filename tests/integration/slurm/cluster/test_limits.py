@@ -1,4 +1,4 @@
-"""Limits on a user's jobs: the output of sacctmgr, and what a plain user can read on a real Slurm with slurmdbd."""
+"""Limits on a user's jobs are read from the output of sacctmgr, also by a plain user on a real Slurm with slurmdbd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single nodes of a real Slurm are drained, undrained and released, with and without the right to drain."""
+"""Single nodes of a real Slurm are drained and undrained if the user has the right to, and released in any case."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown(lab: SlurmLab, node: str) -> str:
 
 
 def by(read: RunCommand, write: RunCommand) -> SlurmNodes:
-    """Return a SlurmNodes whose commands these two functions run."""
+    """Return a SlurmNodes that runs its commands through these two functions."""
     return SlurmNodes(CommandReader(read, write), write)
 
 
@@ -104,7 +104,10 @@ def test_drain_by_another_user_stays_and_is_named(lab: SlurmLab) -> None:
 
 
 def test_drain_without_rights_is_tried_once_and_refused(lab: SlurmLab, run: Run) -> None:
-    """The test does nothing unless root starts the lab: otherwise the plain user is SlurmUser and may drain."""
+    """A drain without rights is tried once and refused.
+
+    Without root the test does nothing, because the plain user is then SlurmUser and may drain.
+    """
     if lab.user == getpass.getuser():
         return
 

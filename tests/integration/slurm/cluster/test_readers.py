@@ -1,6 +1,6 @@
-"""The readers of a real Slurm: commands, and pyslurm if the installed one matches Slurm (make test-pyslurm).
+"""All readers of a real Slurm read equal values: commands, and pyslurm if it matches Slurm (make test-pyslurm).
 
-pyslurm runs in its child process, as in a manager. All readers read each moment, one after the other.
+pyslurm runs in its child process, as in a manager. At each moment of the test, all readers read one after the other.
 """
 
 from __future__ import annotations
@@ -49,16 +49,14 @@ LIMITS = SlurmLimits(read_timeout_s=30.0, write_timeout_s=30.0)
 REASON = "rrl:readers:gpu: xid: Xid 79, [GPU 3] fell = off"
 KILLS = 100
 LOOKS = 3
-"""Largest number of attempts to read a moment, until all readers agree.
-
-Slurm may change between two readers.
+"""Largest number of attempts at a moment until all readers agree. Slurm's state may change between two readers.
 """
 
 T = TypeVar("T", bound=Callable[..., None])
 
 
 def needs_pyslurm(test: T) -> T:
-    """Collect a test only where pyslurm matches Slurm: CI has no pyslurm, and takes a skipped test for a failure."""
+    """Collect a test only if pyslurm matches Slurm. CI has no pyslurm, and takes a skipped test for a failure."""
     test.__test__ = WITH_PYSLURM  # type: ignore[attr-defined]
     return test
 
@@ -115,7 +113,7 @@ class Read(Struct):
 
 
 def differing(values: dict[str, dict[str, Struct]]) -> dict[str, tuple[Struct | None, Struct | None]]:
-    """Return the values, as (commands, last reader), in which the commands and the last reader differ."""
+    """Return by name the values (of the commands, of the last reader) in which these two readers differ."""
     expected, found = values["commands"], values[READERS[-1]]
     return {
         name: (expected.get(name), found.get(name))
@@ -232,7 +230,7 @@ def test_auto_takes_pyslurm_on_this_cluster(read: Read, preempting_lab: SlurmLab
 
 @needs_pyslurm
 def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preempting_lab: SlurmLab) -> None:
-    """The polls of a manager return that all is unknown, and its event loop is never blocked for 0.5 s."""
+    """A manager's polls return that everything is unknown, and never block its event loop for 0.5 s."""
 
     async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0, reads_per_minute=10_000),
@@ -264,7 +262,7 @@ def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preemp
 
 
 def mark_of(node: NodeInfo) -> str:
-    """Return the reason of a node's drain; empty if it is not drained. Other flags of the node change by themselves."""
+    """Return the reason of a node's drain, or "" if the node is not drained; other flags change by themselves."""
     return node.reason if node.draining else ""
 
 
@@ -272,7 +270,7 @@ def mark_of(node: NodeInfo) -> str:
 def test_nothing_is_lost_when_the_process_is_killed_a_hundred_times(read: Read, preempting_lab: SlurmLab) -> None:
     """Each drain and undrain either succeeds or is unanswered.
 
-    After an unanswered request Slurm shows the node's state from before the request, or the requested one.
+    After an unanswered request, Slurm shows either the previous state of the node or the requested one.
     """
     node = NodeName("n1")
 

@@ -1,4 +1,4 @@
-"""A lab with slurmdbd: Slurm enforces limits and records jobs as at a real site."""
+"""In a lab with slurmdbd, Slurm enforces limits and records jobs as at a real site."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_accounting_remembers_ended_jobs(lab: SlurmLab) -> None:
                           check=False).stdout.strip()  # fmt: skip
     lab.wait_for(
         lambda: lab.slurm("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode") == "FAILED|3:0\n",
-        f"job {job} is not remembered",
+        f"job {job} is not in the database",
     )

@@ -1,4 +1,4 @@
-"""The lab's fault service: the plain user may inject faults into its own lab only, and no other user may inject any."""
+"""The lab's fault service lets the plain user inject faults only into its own lab, and lets no other user do so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def socket_path(lab: SlurmLab) -> str:
-    """Return the socket whose path is in the user's environment."""
+    """Return the path of the fault service's socket, which is in the user's environment."""
     return lab.user_env()[fault_service.ENV]
 
 

@@ -1,4 +1,7 @@
-"""Nodes with networks of their own. These tests are collected only where network namespaces are possible (root)."""
+"""Each node of an isolated lab has a network of its own.
+
+These tests are collected only if network namespaces are possible (as root).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 @pytest.fixture
 def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield isolated_lab
-    isolated_lab.clear(timeout_s=90)  # Slurm polls nodes rarely after a network link was down
+    isolated_lab.clear(timeout_s=90)  # long, because Slurm polls nodes rarely after a network link was down
 
 
 def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
@@ -75,7 +78,7 @@ def test_delayed_node_answers_late_until_it_is_healed(lab: SlurmLab) -> None:
 
     lab.delay("n4", 50)
     try:
-        assert seconds() >= 0.1  # the round trip; the machine's load adds more
+        assert seconds() >= 0.1  # at least the delays of a round trip; the machine's load adds to them
         lab.delay("n4", 100)
         assert seconds() >= 0.2
         out = lab.run_as_user(["srun", "-n1", "-w", "n4", "--mem=100M", "head", "-c", "500000", "/dev/zero"]).stdout
@@ -93,7 +96,7 @@ def test_stopped_or_swept_lab_leaves_no_network_devices() -> None:
         network = lab.network
         lab.delay("n1", 50)
         assert network is not None
-        assert len(netns.left(network)) == 7  # a bridge, two namespaces, two links, and the pair that delays packets
+        assert len(netns.left(network)) == 7  # bridge, two namespaces, two links, and a pair of devices for the delay
     assert netns.left(network) == []
     code = (
         "import os; from rrl.tests.support.slurm.lab import SlurmLab; lab = SlurmLab.start(nodes=1, isolated=True)\n"

@@ -23,7 +23,7 @@ LAB = (sys.executable, "-m", "rrl.tests.support.slurm.lab")
 def _needs_slurm(slurm_lab: SlurmLab) -> None:
     """Skip or fail each test where Slurm is not installed, as ``slurm_lab`` does.
 
-    The lab of that fixture keeps running beside those that the tests start.
+    The session's lab keeps running beside those that the tests start.
     """
 
 
@@ -65,7 +65,7 @@ def test_lab_jobs_run_as_a_plain_user_without_the_right_to_drain(slurm_lab: Slur
     assert slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "id", "-un"]).stdout == f"{slurm_lab.user}\n"
     if os.geteuid() != 0:
         return
-    if not others_can_run_us():  # the checkout is in a private folder, and the lab has warned that root submits jobs
+    if not others_can_run_us():  # root submits jobs if the checkout is in a private folder; the lab has warned of this
         assert slurm_lab.user == "root"
         return
     assert slurm_lab.user != "root"
