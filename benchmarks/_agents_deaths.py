@@ -77,7 +77,7 @@ _PIECES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Deaths(Struct, frozen=True):
-    """The failures that agents have observed, and what the store has recorded."""
+    """The failures that agents have observed, and counts from the store's log."""
 
     times: dict[str, int]
     """How often each row was carried out."""
@@ -350,10 +350,10 @@ class StoreLog:
                 pass
 
     def resampled_tokens(self) -> int:
-        """Return the number of tokens that later attempts sampled for the request of an orphaned turn of their episode.
+        """Return the number of tokens that later attempts sampled again for the requests of orphaned turns.
 
-        An attempt that failed by itself, because its tool was gone, is repeated from the beginning. So the turns before
-        such a failure do not count for the attempts after it.
+        If an attempt failed because its tool was gone, the next attempt begins from the start. So turns of attempts up
+        to this failure are not compared with turns of later attempts.
         """
         had = {self._question(created): turn for turn in self.orphaned if (created := self.turns[turn]) is not None}
         return sum(

@@ -48,12 +48,12 @@ class Drift(Struct, frozen=True):
     token_drift: int
     """Number of trained tokens that no engine sampled in this context, with this log-probability and version."""
     max_logprob_error: float
-    """Largest difference (nats) between the log-probability of a trained token and the one that torch computes."""
+    """Largest difference (nats) between a trained token's log-probability and torch's log-probability."""
     versions: int
     """Number of versions that sampled trained tokens."""
     samples: int
     samples_of_several_versions: int
-    """Number of samples with trained tokens of more than one version."""
+    """Number of samples whose trained tokens were sampled by more than one version."""
     turns_of_several_versions: int
     """Number of answers during which the weights changed."""
     turns: int

@@ -132,7 +132,7 @@ def kill(run: TestRun, target: ReplicaId | str, step: int) -> None:
 
 
 def joined(state: State, target: ReplicaId, number: int) -> bool:
-    """Return whether this incarnation of a replica, or a later one, has joined."""
+    """Return whether this incarnation of a replica, or a later incarnation, has joined."""
     replica = state.replica(target)
     return replica.incarnation_number >= number and replica.status is Status.JOINED
 

@@ -152,7 +152,7 @@ async def _measure(held: dict[str, list[HeldEpisode]], rounds: int) -> Overhead:
 
 
 async def _turn(arm: str, number: int, at_once: int, client: openai.AsyncOpenAI, index: int) -> Turn:
-    """Ask a question that no other call of the arm asks, and return how long the answer took."""
+    """Send a request that differs from all other requests to the arm; return the turn with its duration."""
     question = f"Write a long story about the number {1000 * (number + 1) + index}."
     started = time.perf_counter()
     reply = await client.chat.completions.create(

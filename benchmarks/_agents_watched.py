@@ -1,4 +1,4 @@
-"""An agent that records every call it makes, in the run or outside of it (``python -m``).
+"""An agent that records each of its calls, in the run or outside of the run (``python -m``).
 
 Each episode is a conversation of some turns, of which every other one is a stream. The agent's questions depend only on
 the item and the answers, so that a replay makes the same requests. ``tool`` is a tool that fails once each time the
@@ -30,7 +30,7 @@ OPEN_TIMEOUT_S = 90.0
 
 
 class WatchedCall(Struct, frozen=True, omit_defaults=True):
-    """A call of an agent as its client saw it."""
+    """A call of an agent, with the answer or error that its client got."""
 
     api_key: str
     turn: int
@@ -50,7 +50,7 @@ class ToolGone(Exception):
 
 
 class CallLog:
-    """Appends calls to a file, one a line.
+    """Appends calls to a file, with one call on each line.
 
     Args:
         path: The file.

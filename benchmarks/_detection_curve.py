@@ -39,7 +39,7 @@ class MatchedDelay(Struct, frozen=True):
     """
 
     ratio: float | None
-    """Median delay of rrl over that of RobustRL, for the hangs that both find; None without such hangs."""
+    """Median delay of rrl divided by RobustRL's median delay, for the hangs that both find; None if both find none."""
     factor: float
     """Factor of rrl's limits at which the comparison is made."""
     reached: bool
@@ -53,7 +53,7 @@ def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
 
 
 def match_delay(own_points: Mapping[float, Sequence[Played]], baseline: Sequence[Played]) -> MatchedDelay:
-    """Compare rrl (``own_points``, by factor) with RobustRL (``baseline``) at the same rate of false alarms.
+    """Compare rrl (``own_points``, by factor) with RobustRL (``baseline``) at an equal rate of false alarms.
 
     RobustRL's limits stay as published: longer limits hardly reduce its false alarms, because much of what RobustRL
     mistakes for a failure never ends. rrl's limits are shortened if it raises fewer false alarms than RobustRL, else

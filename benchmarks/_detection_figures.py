@@ -1,8 +1,8 @@
-"""The figures of benchmarks/detection.py with the limits that rrl ships: delays of hangs by role, and counts by suite.
+"""Computes the figures of benchmarks/detection.py with rrl's default limits: delays by role, and counts by suite.
 
 A suite is a top folder of the scenarios: rrl ships the suites ``faults`` and ``no_fault``. The delays of two methods
-are compared over the hangs that both find, for each role separately, because each method's deadlines depend on the
-role. Median, mean and 95th percentile are all given, so that none of them is chosen after the fact.
+are compared over the hangs that both find. Roles are compared separately, because each method's deadlines depend on the
+role. Median, mean and 95th percentile are all given, so that no statistic is selected after the measurement.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def suites(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return suite → method → counts; the last suite, ``all``, has all plays."""
+    """Return the counts by suite and method; the last suite, ``all``, has all plays."""
     names = sorted({_suite(play) for each in plays.values() for play in each})
     return {
         **{name: {method: counts([play for play in each if _suite(play) == name]) for method, each in plays.items()}

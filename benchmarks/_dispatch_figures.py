@@ -1,8 +1,8 @@
-"""The figures of benchmarks/dispatch.py, with their standard errors.
+"""Computes the figures of benchmarks/dispatch.py, with their standard errors.
 
-A figure is a function of the seeds whose steps it sums. Its standard error is that of the jackknife: it is computed
-from the values of the figure with one seed left out at a time. All arms of a seed have the same lengths, so the ratio
-of two arms is paired.
+A figure is a function of the seeds whose steps it sums. Its standard error is computed by the jackknife, from the
+values that the figure has with one seed left out at a time. All arms of a seed have the same lengths, so the ratio of
+two arms is paired.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Trace(Struct):
         return self._seconds(arm, seeds) / self._seconds(f"fifo {kind(arm)}", seeds)
 
     def oracle(self, prompts: str, seeds: Seeds | None = None) -> float:
-        """Return the oracle's seconds (``known`` or ``new`` prompts) divided by those of first come, first served."""
+        """Return the oracle's seconds divided by those of first come, first served, for prompts of this kind."""
         best = self.over_fifo(f"clairvoyant {prompts}", seeds)
         return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
 
     def share(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return an arm's gain over first come, first served as a share of the oracle's gain."""
+        """Return the gain of an arm over first come, first served, divided by the oracle's gain."""
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.oracle(kind(arm), seeds))
 
     def share_of_attainable(self, arm: str, seeds: Seeds | None = None) -> float:

@@ -29,7 +29,7 @@ _TAIL = 0.2
 
 
 class FirstCome:
-    """First come, first served: an engine that requests work gets the first answers that wait."""
+    """First come, first served: an engine that requests work gets the waiting answers that were created first."""
 
     def choose(self, world: World, engine: Engine) -> list[Answer]:
         numbers = sorted(world.waiting)[: engine.free]
@@ -54,7 +54,7 @@ class FixedLists(FirstCome):
 
 
 class Product(FirstCome):
-    """The policy of the store, by its own functions (``roles/trajectories/dispatch``).
+    """The policy of the store, which calls the store's own functions (``roles/trajectories/dispatch``).
 
     Args:
         expected: Estimate of each group before it begins; None if the true length of each answer is known.
@@ -186,7 +186,7 @@ def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> Fi
 
 
 def clairvoyant(world: World) -> FixedLists:
-    """Return a schedule that knows all true lengths from the start: longest answers first, by marginal cost."""
+    """Return a schedule from all true lengths: it assigns the longest answers first, by marginal cost."""
     finish = [0.0] * len(world.engines)
     lists: list[list[int]] = [[] for _ in world.engines]
     for answer in sorted(world.answers, key=lambda answer: -answer.length):

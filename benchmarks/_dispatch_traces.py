@@ -1,8 +1,8 @@
-"""Prompts and lengths of answers for benchmarks/dispatch.py: synthetic ones with a long tail, and recorded ones.
+"""Prompts and answer lengths for benchmarks/dispatch.py: synthetic lengths with a long tail, and recorded prompts.
 
-The recorded prompts are those of 14 tasks of reasoning-gym. The length of an answer is a proxy: the number of tokens of
-the task's own answer, times a constant, times log-normal noise within a group. The constant makes the median equal to
-that of the synthetic lengths.
+The recorded prompts are those of 14 tasks of reasoning-gym. The length of an answer to a recorded prompt is a proxy:
+the number of tokens of the task's own answer, times a constant, times log-normal noise within a group. The constant
+makes the median of these lengths equal to the median of the synthetic lengths.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Prompt(Struct, frozen=True):
 
 
 def synthetic(count: int, seed: int) -> list[Prompt]:
-    """Return prompts of one text: two tokens carry no information, and one shows the mean length, with an error.
+    """Return prompts from one template, in which one token shows the mean length with an error.
 
-    The standard deviation of the error is 0.8 of that between prompts.
+    Two other tokens differ between prompts without any relation to the length. The standard deviation of the error is
+    0.8 of that between prompts.
     """
     rng = random.Random(seed)
     prompts = []

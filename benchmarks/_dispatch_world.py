@@ -1,8 +1,9 @@
 """Simulates, in virtual time, engines that request work, generate, append tokens and hand back answers as rollouts do.
 
-An engine with b answers running takes τ(b) seconds for one token of each. It requests work whenever it has free places,
-appends every :data:`SEGMENT_TOKENS` tokens, and hands over at an append the answers that it was requested to give back.
-An answer that continues on another engine first reads its prefix. Only the policy differs between two arms.
+An engine with b running answers takes τ(b) seconds for one token of each answer. It requests work whenever it has free
+places, and appends every :data:`SEGMENT_TOKENS` tokens. With an append it hands over the answers that it was requested
+to give back. An answer that continues on another engine first reads its prefix. Only the policy differs between two
+arms.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Chooses what engines get and give back."""
+    """Chooses the answers that engines get, and the answers that they give back."""
 
     def choose(self, world: World, engine: Engine) -> list[Answer]:
         """Return which of the waiting answers an engine gets, at most as many as it has free places."""
@@ -141,7 +142,7 @@ class World:
         return answer.progress
 
     def run(self, policy: Policy) -> Outcome:
-        """Run the step; ``policy`` chooses what engines get and give back."""
+        """Run the step; ``policy`` chooses the answers that engines get and give back."""
         self._policy = policy
         left = len(self.answers)
         for engine in self.engines:

@@ -19,7 +19,7 @@ from rrl.benchmarks._quickstart import quickstart_with
 PAPER_STEP_S = 42.0
 """Seconds of a step in RobustRL's headline experiment, computed from its figures (docs/sources.md)."""
 WINDOW_S, BACKOFF_S = 600.0, 1.0
-"""Default window of the budgets of restarts, and default time before the second restart, both in seconds."""
+"""Default window (s) of the restarts' budgets, and default time (s) before the second restart."""
 ANSWER_TOKENS = 5
 """Number of tokens of nearly every answer of the quickstart: four digits and the end token."""
 TAIL_MEAN_TOKENS = 14.5

@@ -49,7 +49,7 @@ MIXED = (Target.HANG, Target.ROLLOUT, Target.STORE, Target.NODE, Target.MANAGER)
 class Fault(Struct, frozen=True):
     """A fault that is injected a ``fraction`` of a step after ``step`` was committed.
 
-    A step that gets no checkpoint counts from its publishing instead.
+    If the step gets no checkpoint, the fraction counts from the step's publishing.
     """
 
     step: int

@@ -21,7 +21,7 @@ from rrl.benchmarks._ettr_paper import LONG, MIXED_PLAN, RATES
 from rrl.benchmarks._ettr_runs import FAULTS, STEPS
 
 mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "rrl"  # the same samples give the same file
+mpl.rcParams["svg.hashsalt"] = "rrl"  # so that equal samples give equal files
 
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402

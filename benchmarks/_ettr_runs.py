@@ -40,7 +40,7 @@ class Plan(Struct, frozen=True):
     workload: Workload = BALANCED
     targets: tuple[Target, ...] = (Target.TRAINER,)
     step_factor: float = 1.0
-    """Length of a step divided by that of the pilot."""
+    """Length of a step, divided by the length that the pilot has set."""
 
     @property
     def clean(self) -> str:
@@ -145,5 +145,5 @@ class Runs:
 
 
 def checkpointed(arm: Arm, every: int) -> Arm:
-    """Return the arm with one checkpoint in every ``every`` steps."""
+    """Return the arm, changed to write one checkpoint in every ``every`` steps."""
     return replace(arm, name=f"{arm.name}, checkpoint every {every}", checkpoint_every=every)

@@ -25,7 +25,7 @@ from rrl.tests.support.cli.top import managed
 WRITES_PER_S = 10
 RECORDS_PER_WRITE = 10
 """Records that are appended before each write to disk. A run of 1,024 replicas has about 100 records per second if its
-steps take 42 s, as RobustRL's do (docs/sources.md): a weight version and two phases of each replica in each step."""
+steps take 42 s, as RobustRL's do (docs/sources.md). In each step, each replica has a weight version and two phases."""
 STEPS = 1_000_000
 """Number of steps of the job, which the run never reaches."""
 AGE_S = 600.0
@@ -58,7 +58,7 @@ def live_run(root: Path, name: str, replicas: int) -> Generator[None]:
 
 
 class _Writer:
-    """Appends the events of one step after the other to the journal of a run."""
+    """Appends events to the journal of a run, step by step."""
 
     def __init__(self, run: RunDir, state: State) -> None:
         self._run, self._state = run, state
@@ -67,8 +67,7 @@ class _Writer:
         self.close = self._journal.close
 
     def append(self, records: int) -> None:
-        """Write this number of records to disk, renew the lease, and begin the next segment if the current one is
-        full."""
+        """Write this number of records to disk, renew the lease, and begin a new segment if the present one is full."""
         for event in islice(self._events, records):
             stamped = ev.Stamped(self._state.seq + 1, time.time(), _EPOCH, event)
             self._journal.append(stamped)
@@ -84,7 +83,7 @@ class _Writer:
 
 
 def _events_at_work(state: State) -> Iterator[ev.Event]:
-    """Yield the events of one step after the other: phases, a commit, clocks and weight versions."""
+    """Yield the events of endless steps: phases, a commit, clocks and weight versions of each step."""
     incarnations = [replica.incarnation for replica in workers(state)]
     trainer = next(one for one in incarnations if one.replica.startswith("trainer"))
     rollouts = [one for one in incarnations if one.replica.startswith("rollout")]

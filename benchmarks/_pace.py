@@ -52,7 +52,7 @@ class Tau(Struct, frozen=True):
     each: float
 
     def __call__(self, running: int) -> float:
-        """Return the seconds of a token with this many trajectories running; 0 if none is."""
+        """Return the seconds of a token with this many running trajectories; 0 if no trajectory runs."""
         return self.first + self.each * running if running else 0.0
 
     def seconds_of(self, tokens: Sequence[int]) -> float:

@@ -43,7 +43,7 @@ class Given(Struct, frozen=True, tag="given"):
 
 
 class Sampled(Struct, frozen=True, tag="sampled"):
-    """Tokens that an engine returned, sampled under one version."""
+    """Tokens that an engine returned and that it sampled under one version."""
 
     turn: int
     tokens: tuple[int, ...]
@@ -77,7 +77,7 @@ class Trained(Struct, frozen=True, tag="trained"):
 
 
 class _Record:
-    """Appends records to a file, one a line."""
+    """Appends records to a file, with one record on each line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -90,7 +90,7 @@ class _Record:
 
 
 class RecordedEngine:
-    """An engine that records what it is given and what it returns."""
+    """An engine that records the items that it receives and the tokens that it returns."""
 
     def __init__(self, engine: Engine, record: _Record) -> None:
         self._engine, self._record = engine, record
@@ -213,7 +213,7 @@ def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, fl
 
 
 def drift(folder: Path) -> tuple[int, int]:
-    """Compare what was trained with what the engines recorded.
+    """Compare the trained tokens with the records of the engines.
 
     Returns:
         Number of trained tokens that no engine sampled after the same tokens, with the same log-probability and
@@ -249,7 +249,7 @@ def answers_of_several_versions(folder: Path) -> int:
 
 
 def text_changes(folder: Path, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return how many answers get other tokens when decoded and encoded again, and the number of all answers."""
+    """Return the number of answers whose tokens change when they are decoded and encoded again, and of all answers."""
     longest: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
     for context, answer in _answers(folder):
         tokens = tuple(token for token, _, _ in answer)
@@ -260,7 +260,7 @@ def text_changes(folder: Path, tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def _extended(before: int, tokens: Iterable[int]) -> int:
-    """Return a hash (64 bits) of all tokens so far."""
+    """Return a hash (64 bits) of the tokens behind the hash ``before``, followed by ``tokens``."""
     for token in tokens:
         before = hash((before, token))
     return before
@@ -271,7 +271,7 @@ def _float32(value: float) -> float:
 
 
 def main() -> None:
-    """Run the built-in trainer or rollout, and record what it trains or samples."""
+    """Run the built-in trainer or rollout, and record the tokens that it trains or samples."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("trainer", "rollout"))
     parser.add_argument("--record", type=Path, required=True, help="folder of the records")

@@ -109,7 +109,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
 
 
 def missing(need: Need) -> str | None:
-    """Return why a need is not met on this machine and what would meet it, or None if it is met."""
+    """Return why a need is not met on this machine and how to meet it; None if it is met."""
     return _MISSING[need]()
 
 

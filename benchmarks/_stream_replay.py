@@ -115,7 +115,7 @@ def lengths(run: RunDir, first_step: int) -> Lengths:
 
 
 class Replay(Struct, frozen=True):
-    """The comparison of the training in a run whose roles were killed with the same training without interruption."""
+    """The comparison of a run whose roles were killed with an uninterrupted repetition of its training."""
 
     steps: int
     parts: int
@@ -124,7 +124,7 @@ class Replay(Struct, frozen=True):
     incarnations: dict[ReplicaId, int]
     """Number of the last incarnation of each replica that was killed."""
     same_weights: bool
-    """True if weights and moments are the same, bit for bit."""
+    """True if weights and moments of both trainings are equal, bit for bit."""
     largest_difference: float
 
 

@@ -1,4 +1,4 @@
-"""The processor time of ``rrl top`` while nothing happens in the runs that it shows."""
+"""Measures the processor time of ``rrl top`` while no events occur in the runs that it shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rrl.tests.support.cli.top import managed
 from rrl.tests.support.cli.waiting import eventually
 
 SETTLING_S = 3.0
-"""Seconds before the measurement, in which everything is read and drawn for the first time."""
+"""Seconds before the measurement, in which ``rrl top`` reads and draws the runs for the first time."""
 MEASURED_S = 15.0
 """Seconds of the measurement. A manager's lease must be valid for longer, because nothing renews it here."""
 COLUMNS, ROWS = 200, 60
@@ -34,7 +34,7 @@ that the displayed times change as usual."""
 def top_cost(replicas: int, runs: int, *, opened: bool) -> float:
     """Return the share of a core that ``rrl top`` takes for ``runs`` runs with ``replicas`` replicas each.
 
-    With ``opened``, ``rrl top`` shows the screen of one run, else the table of all.
+    With ``opened``, ``rrl top`` shows the screen of one run, otherwise the table of all runs.
     """
     with tempfile.TemporaryDirectory() as root:
         for number in range(runs):

@@ -1,4 +1,4 @@
-"""Measures the baseline for weight transports: a broadcast by torch.distributed's gloo, with digests like those of rrl.
+"""Measures the baseline for weight transports: a broadcast by torch.distributed's gloo, with digests as in rrl.
 
 ``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, which receives its commands
 over the socket FD. :class:`Gloo` starts the ranks and commands them. SECONDS is the timeout of the process group.
@@ -220,7 +220,7 @@ def _broadcast(
         received = time.monotonic()
         if not beside:
             with contextlib.suppress(RuntimeError):
-                dist.barrier(group=group)  # the digests of one rank would slow down the transfer to another one
+                dist.barrier(group=group)  # because one rank's digests would slow down another rank's transfer
         since = received if beside else time.monotonic()
         submit(filled.nbytes)
         for future in digests:

@@ -3,8 +3,8 @@
 Each node is a network namespace. One token bucket limits what the node sends, and one limits what the bridge sends to
 the node. ``ideal`` is the time that the bytes of one copy take at that rate without any header, so no receiver can
 finish earlier. The measured time begins when the receivers get the message about a published version, and ends when the
-last receiver has verified the last byte. The source counts as free when it has sent all but a very small rest of its
-bytes of that run, according to the counter of its NIC. The same counter shows how many copies the source sent.
+last receiver has verified the last byte. The source counts as free when the counter of its NIC shows that it has sent
+nearly all of its bytes of this transfer. This counter also shows how many copies the source sent.
 
 The five nodes share the cores of this machine, where real nodes have their own. So the NICs must be slow enough that
 the cores do not limit the transfer. The table shows the CPU time of all processes and how many cores were busy. The
@@ -76,7 +76,7 @@ class Nics(Struct):
     """Ratios of the time with a fault to the time without a fault."""
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
     gloo_reports: list[str] = field(default_factory=list)
-    """Reports of gloo's surviving ranks after one rank was killed and one stopped."""
+    """Reports of gloo's surviving ranks after one rank was killed and another one was stopped."""
     other_cores: list[float] = field(default_factory=list)
     wrong_copies: int = 0
     ideal_s: float = 0.0
@@ -99,7 +99,7 @@ def unavailable_reason() -> str | None:
         netns.make(network, NODES[:1])
         netns.shape(network, NODES[0], SHAPED_RATE)
     except (RuntimeError, OSError) as error:
-        return f"nodes cannot be shaped: {error}"
+        return f"the NICs of nodes cannot be limited: {error}"
     finally:
         netns.remove(network)
     return None
@@ -123,7 +123,7 @@ async def measure(kind: str, nbytes: int, repeats: int) -> Nics:
 def _inside(network: netns.Network, node: str) -> tuple[str, ...]:
     """Return the beginning of a command line that runs a program in the namespace of a node.
 
-    :func:`netns.inside` is not used. UCX finds its devices in /sys, so /sys must be that of the namespace.
+    :func:`netns.inside` is not used. UCX finds its devices in /sys, so the program needs the /sys of the namespace.
     """
     return ("ip", "netns", "exec", network.namespace(node))
 
@@ -257,7 +257,7 @@ class _Fleet:
         self._results.seconds["gloo, digests beside"].append(verified - began)
 
     async def _gloo_with_fault(self, killed: int, stopped: int) -> list[str]:
-        """Kill one rank and stop another in the middle of a gloo broadcast; return what the other receivers report."""
+        """Kill one rank and stop another one in the middle of a gloo broadcast; return the other receivers' reports."""
         gloo = await self._gloo(GLOO_TIMEOUT_S)
         try:
             await gloo.fill(Version(0, 1), self._nbytes, 1, RECEIVERS)

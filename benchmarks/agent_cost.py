@@ -2,7 +2,7 @@
 
 The GPUs are those of a stand-in driver, which is read once per second. Its calls take almost no time, because it
 answers from memory, where a real driver would query the GPU. So the figures leave out the time in the driver;
-docs/health.md gives that of a real driver. With ``--native``, the agent reads the GPUs of this machine with this
+docs/health.md gives the time in a real driver. With ``--native``, the agent reads the GPUs of this machine with this
 machine's driver, and the time in the driver counts. ``driver_calls`` in the JSON object names the driver. Bars: 1 % of
 one core, and 80 MiB (PSS: pages that several processes share are counted once).
 
@@ -44,7 +44,7 @@ STAND_IN_CALLS, REAL_CALLS = "free (stand-in driver)", "counted (driver of this 
 
 
 class Sample(Struct, frozen=True):
-    """What the agent and its readers used in one part of the measured time."""
+    """CPU time and memory of the agent and its readers in one part of the measured time."""
 
     seconds: float
     """Duration of the part (s)."""

@@ -17,15 +17,15 @@ Everything is real: the openai client, the endpoint, the store, the roles, vLLM 
 These figures and bars were chosen before the first measurement. ``found_last10`` is the smallest mean share of found
 digits over the last ten steps, among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the parts
 ``learning`` and ``drift`` that no engine sampled in this context with this log-probability and version (bar: 0).
-``max_logprob_error`` is the largest difference from torch (bar: 1e-3). ``text_would_change`` is the share of SmolLM2's
-complete answers that have other tokens after they were decoded and encoded again. ``added_p50_share_1`` and ``_32`` are
-the ratio of the median times of a turn with all 64 tokens (endpoint over vLLM's server), minus 1 (bar: 0.05).
-``throughput_over_direct`` is the ratio of tokens per second with 32 calls at once, over all rounds (bar: 0.9).
-``client_errors`` counts the failed calls that a client did not repeat any more (bar: 0). ``resampled_tokens`` counts
-the tokens that were sampled again although the dead attempt had received them, and the tokens that agents received and
-no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the turns of dead attempts that the
-next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that failed behind the proxy, and
-the tokens that they had received.
+``max_logprob_error`` is the largest difference from torch's log-probabilities (nats; bar: 1e-3). ``text_would_change``
+is the share of SmolLM2's complete answers that have other tokens after they were decoded and encoded again.
+``added_p50_share_1`` and ``_32`` are the ratio of the median times of a turn with all 64 tokens (endpoint over vLLM's
+server), minus 1 (bar: 0.05). ``throughput_over_direct`` is the ratio of tokens per second with 32 calls at once, over
+all rounds (bar: 0.9). ``client_errors`` counts the failed calls that a client did not repeat any more (bar: 0).
+``resampled_tokens`` counts the tokens that were sampled again although the dead attempt had received them, and the
+tokens that agents received and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the
+turns of dead attempts that the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` count the
+calls that failed behind the proxy, and the tokens that these calls had received.
 
 Prints tables, and one JSON object with all samples as its last line. The figures of a part that was not run are null.
 All parts except ``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.

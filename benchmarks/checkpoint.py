@@ -247,7 +247,7 @@ def report(samples: Samples, nbytes: int, on_disk: int, every: int) -> None:
     """Print the table and the JSON line.
 
     Args:
-        samples: What was measured.
+        samples: The measured times.
         nbytes: Bytes of the state.
         on_disk: Bytes of a checkpoint.
         every: Number of steps with one checkpoint.
@@ -288,7 +288,7 @@ def learner_of_100_million() -> Learner:
 
 
 def fixed_batches() -> Iterator[Batch]:
-    """Yield batches with the same trajectories, one for each step."""
+    """Yield a batch for each step; all batches have the same trajectories."""
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(

@@ -7,8 +7,9 @@ seconds of a token with b answers running. Each trace has several steps, with th
 is timed from its start until its last answer is done. Arms: first come, first served; the answers assigned evenly to
 the engines beforehand; StreamRL's two pools; and the production functions with rankers from none to perfect:
 
-- ``none`` has learned nothing; ``wrong`` has learned for each prompt the lengths of another one;
-- ``unseen`` and ``seen`` have learned 1,000 groups of the source, and the prompts of the steps are new or among them;
+- ``none`` has learned no lengths; ``wrong`` has learned, for each prompt, the lengths of another prompt.
+- ``unseen`` and ``seen`` have learned 1,000 groups of the source. The prompts of the steps are new to ``unseen``, and
+  ``seen`` has learned them.
 - ``perfect`` knows every length. The *oracle* is the better of this arm and of a schedule made from all true lengths.
 
 - ``true mean`` knows the mean logarithm of each prompt's lengths, and nothing else. No ranker of prompts can know more,
@@ -19,8 +20,8 @@ Seconds of a step are noisy: in some traces the ratio of one step to first come,
 of 0.05. The mean of three steps then says little about a bar of 1.02, and the largest of 120 such means exceeds it by
 chance. All arms of a seed have the same lengths, so ratios are paired, and each figure has a standard error
 (benchmarks/_dispatch_figures.py). A trace is played with ``--seeds`` seeds. As long as one of its figures is less than
-three standard errors away from its bar, it gets 8 more seeds, up to ``--most-seeds``. When this rule was chosen,
-figures of 8 seeds were known for 9 of the 24 traces, and no figures of more seeds.
+three standard errors away from its bar, it gets 8 more seeds, up to ``--most-seeds``. When this rule was chosen, 9 of
+the 24 traces had been measured, with 8 seeds each.
 
 These figures and bars were chosen before the first measurement. ``worst_over_fifo`` is the largest ratio of a trace's
 summed seconds to those of first come, first served, over all traces and the rankers from none to perfect (bar: 1.02).

@@ -1,15 +1,15 @@
 """Measures whether a run withstands 10,000 malformed frames and 200 half-open connections on every port.
 
 The run is light (real manager, store, agents and weight transport, no models), on this machine's local cluster, and is
-repeated with each weight transport; for ucx, which uses TCP here, the job declares its network as trusted. A smaller
+repeated with each weight transport. For ucx, which uses TCP here, the job declares its network as trusted. A smaller
 attack before the measurement fills the memory pools of the libraries.
 
 Three arms take turns within the same run, in three rounds. In ``alone``, nothing is done to the run. In ``attack``, a
 third of the frames is sent to each port. In ``busy``, a busy loop uses the same share of the cores as the attacker did,
 and sends nothing. The attacker runs on the run's own machine, where it takes CPU time from the run, as any program
 would. So the steps/s of ``attack`` are compared with those of ``busy``: the difference is the work that the attack
-causes in the run. ``run_affected`` is true if a part of the run was restarted, reported in a finding, or stopped, or if
-the median ratio of these steps/s is below 0.9.
+causes in the run. ``run_affected`` is true if a part of the run was restarted, reported in a finding, or stopped. It is
+also true if the median ratio of these steps/s is below 0.9.
 
 The growth of memory and descriptors of each process is measured over all rounds together. A part without an attack
 shows how much the processes grow by themselves. Prints tables, and one JSON object as its last line

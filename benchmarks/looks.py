@@ -34,7 +34,7 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 ROUNDS = 10
 COLUMNS, ROWS = 200, 60
 LIVE_S = 60.0
-"""Seconds for which the bytes of the live view are counted."""
+"""Seconds over which the bytes of the live view are counted."""
 REPLICAS = 5
 STEPS = 100_000
 """Steps of the job: more than the run commits during the measurement."""

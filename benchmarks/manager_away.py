@@ -2,17 +2,17 @@
 
 The quickstart's job (real torch roles, ``[sampling] staleness = 4``) runs in four arms, interleaved seed by seed on the
 same machine. Once step 30 is committed, the manager is stopped by SIGSTOP for 60 s in the arm ``stopped``. In
-``killed`` the manager is killed and has no successor. In ``cancelled`` the manager is requested to end: on Slurm by
-scancel of its job and of the pending one, on the local cluster by SIGTERM to it and to the next manager, which ``rrl
-manage`` starts. In ``undisturbed`` nothing is done to the manager. Where no manager is left, ``rrl manage`` ends the
-run once its last checkpoint exists.
+``killed`` the manager is killed and has no successor. In ``cancelled`` the manager is requested to end. On Slurm, its
+job and the pending manager's job are cancelled by scancel. On the local cluster, the manager gets SIGTERM, and so does
+the next manager, which ``rrl manage`` starts. In ``undisturbed`` the manager is left alone. If no manager is left,
+``rrl manage`` ends the run once its last checkpoint exists.
 
-Reward and ages are read from the store's own log, not from what roles report to the manager. The reward at the end is
+Reward and ages are read from the store's own log, not from the roles' reports to the manager. The reward at the end is
 the mean of the task's score over the trajectories of the last 20 steps (5,120 of them). The age of a token of step n is
 n - 1 minus the step of the weights that sampled the token. There are two main results, which were chosen before the
-first run. ``reward_ratio_min`` is the lowest ratio of a disturbed run's reward at the end to that of the undisturbed
-run of the same seed and cluster (bar: 0.95). ``age_max`` is the age of the oldest trained token of all runs (bar: 4).
-Prints a table, and one JSON object with the figures of every run as its last line.
+first run. ``reward_ratio_min`` is the lowest ratio of a disturbed run's reward at the end to the reward of the
+undisturbed run with its seed and cluster (bar: 0.95). ``age_max`` is the age of the oldest trained token of all runs
+(bar: 4). Prints a table, and one JSON object with the figures of every run as its last line.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def local() -> Iterator[LaunchSite]:
         return submit_here(folder / name, toml)
 
     def cancel(run: TestRun) -> None:
-        """End the manager, start the next one with ``rrl manage``, and end that one too."""
+        """End the manager, start the next manager with ``rrl manage``, and end the next one as well."""
         signal_manager(run, signal.SIGTERM)
         _wait_for(lambda: holder(run.run) is None, "the first manager does not end")
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):

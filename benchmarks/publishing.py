@@ -3,9 +3,10 @@
 Each arm trains the same fixed batch and copies the state of each step to host memory, as the saver does, but writes no
 files. benchmarks/checkpoint.py measures the writing. One arm then waits until the weights are published as bfloat16, as
 if the training thread published them. One arm leaves the publishing to the publishing thread and continues. One arm
-does not publish. The arms take turns within one run. The results are the share of a step that the training thread waits
-for publishing, how much longer whole steps take than without publishing, and how many steps pass from the end of a step
-until rollouts can pull its version. Prints a table, and one JSON object as its last line. Needs 6 GB of memory.
+does not publish. The arms take turns within one run. There are three results: the share of a step for which the
+training thread waits for publishing; how much longer whole steps take than without publishing; and how many steps pass
+from the end of a step until rollouts can pull its version. Prints a table, and one JSON object as its last line. Needs
+6 GB of memory.
 """
 
 from __future__ import annotations

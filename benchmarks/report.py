@@ -54,7 +54,7 @@ RUN = "wide-1120-064114"
 STEPS = 10_000
 REPLICAS = 64
 STEP_S = 42.0
-"""Seconds of a step: about that of RobustRL's runs (docs/sources.md)."""
+"""Seconds of a step, about as in RobustRL's runs (docs/sources.md)."""
 RESTART_S = 173.0
 """Seconds until a failed replica works again, as for RobustRL's trainer (docs/sources.md)."""
 ROLLOUT_FAILS_EVERY, TRAINER_FAILS_EVERY = 100, 500

@@ -1,7 +1,7 @@
 """Measures the time from a kill of the trainer to the commit of its next optimizer step, with three ways to restart.
 
-The arms take turns, run by run, with the same machine, cluster and job (the quickstart's real torch roles, a trainer of
-one or more ranks), and the same moments of the kills:
+The arms take turns, run by run. They have the same machine, cluster and job (the quickstart's real torch roles, with a
+trainer of one or more ranks), and kills at equal moments:
 
 - ``warm``: policy "role" with standby processes, as rrl ships.
 - ``in_place``: policy "role" without standby processes. Only the trainer starts, as a new process.
@@ -10,8 +10,8 @@ one or more ranks), and the same moments of the kills:
 - ``warm_ready``: ``warm``, but each kill waits until the trainer's nodes have ready standby processes.
 
 This program kills the trainer's rank 0 by SIGKILL; nothing informs the run of the kill. The seed draws the moment of a
-kill from the ``KILL_WINDOW_S`` after all roles work and the trainer has committed a step, whether or not a standby
-process is ready by then. A trainer without a ready standby process starts as a new process, and also counts in
+kill from the ``KILL_WINDOW_S`` that begin when all roles work and the trainer has committed a step. The kill does not
+wait for a ready standby process. A trainer without a ready standby process starts as a new process, and also counts in
 ``warm``. It was chosen before the first measurement that ``warm`` is the main result; ``warm_ready`` shows its best
 case.
 

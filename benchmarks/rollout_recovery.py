@@ -77,7 +77,7 @@ class Recovery(Struct):
 
 
 class Rest(Struct):
-    """The processor time and memory that one preloaded process uses while it waits."""
+    """The processor time and memory of one preloaded process while it waits."""
 
     core_share: float
     pss_mb: float

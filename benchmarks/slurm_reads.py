@@ -1,12 +1,12 @@
 """Measures what a poll of Slurm costs by its commands and by pyslurm: CPU time, latency, and slurmctld's CPU time.
 
-A poll (in options and figures: look) reads the jobs and steps of a user and five nodes by name, as a manager does. Both
-readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this Slurm
-(docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a poll
-in this process and its children. ``commands_ms`` and ``pyslurm_ms`` are median latencies. ``commands_slurmctld_ms`` and
-``pyslurm_slurmctld_ms`` are the CPU time of slurmctld for a poll. ``loop_gap_s`` is the longest time for which the
-event loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s). ``--raw`` names a file for
-the samples of all blocks. Prints one JSON object as its last line.
+A poll (called look in options and figures) reads the jobs and steps of a user and five nodes by name, as a manager
+does. Both readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this
+Slurm (docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a
+poll in this process and its children. ``commands_ms`` and ``pyslurm_ms`` are median latencies.
+``commands_slurmctld_ms`` and ``pyslurm_slurmctld_ms`` are the CPU time of slurmctld for a poll. ``loop_gap_s`` is the
+longest time for which the event loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s).
+``--raw`` names a file for the samples of all blocks. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Four times are measured: the copy that a step waits for (compared with a memcpy of the same bytes), the digest in the
 background, the copy to another node, and the read of the snapshot after a restart. Two real agents run on this machine
-and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: 600 MB (the default) are half
-of the state of 100 M parameters with AdamW in fp32, as one of two ranks has it, and take 3 GB of memory here. Prints a
-table, and one JSON object as its last line.
+and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: the default of 600 MB is one
+of two ranks' half of the state of 100 M parameters with AdamW in fp32. It takes 3 GB of memory here. Prints a table,
+and one JSON object as its last line.
 """
 
 from __future__ import annotations

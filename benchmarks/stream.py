@@ -236,7 +236,7 @@ def run_together(arms: Sequence[Arm], seed: int, model: Path, folder: Path) -> I
 
 
 def _has_ended(run: TestRun, kills: list[tuple[ReplicaId, int]], state: State) -> bool:
-    """Return whether the run has ended. While it continues, keep its logs, and make the next kill if it is due."""
+    """Return whether the run has ended. If it continues, keep its logs, and carry out the next kill if it is due."""
     if state.outcome is not None:
         return True
     logs = _place(run) / "logs"
@@ -302,7 +302,7 @@ def replay_of(run: TestRun) -> Replay:
     """Replay the training of a run whose roles were killed."""
     state = run.state()
     killed = {target: state.replica(target).incarnation_number for target, _ in KILLS}
-    assert min(killed.values()) > 1, f"not everything was killed: {killed}"
+    assert min(killed.values()) > 1, f"not all planned kills were made: {killed}"
     return replay(run.run, _place(run) / "logs", _place(run) / "pace", killed)
 
 

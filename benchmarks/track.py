@@ -68,7 +68,7 @@ def once() -> dict[str, float]:
 
 
 def hang(pairs: int) -> dict[str, float]:
-    """Return the ratio of the step times with a hanging tracker to those without any, and its standard error."""
+    """Return the ratio of step times with a hanging tracker to step times without a tracker, and its standard error."""
     ratios: list[float] = []
     with_tracker: list[float] = []
     without: list[float] = []
@@ -84,7 +84,7 @@ def hang(pairs: int) -> dict[str, float]:
 
 
 def step_times(toml: str) -> list[float]:
-    """Return the seconds between the commits of a run, as its manager saw them."""
+    """Return the seconds between the commits of a run, as its manager recorded them."""
     with temporary_runs_folder() as folder:
         run = submit_here(Path(folder), toml)
         run.wait_end(600.0)
