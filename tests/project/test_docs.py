@@ -178,11 +178,11 @@ _API_PROGRAMS = [
     pytest.param(program, id=f"{page} {next(one for one in ('parts', 'commit', 'append') if f'.{one}(' in program)}")
     for page in ("README.md", "docs/bring-your-own.md") for program in _programs(page) if "me.phase" in program
 ]  # fmt: skip
-"""The README's programs, and those of the complete example in docs/bring-your-own.md."""
+"""The programs of the README, and of the complete example in docs/bring-your-own.md."""
 
 
 def _attributes(kind: type) -> set[str]:
-    """Return the attributes of an instance: those of its class, and those that the class assigns."""
+    """Return the attributes of an instance: the attributes of its class, and those that the methods assign."""
     body = ast.walk(ast.parse(inspect.getsource(kind)))
     made = {one.attr for one in body if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)}
     return set(dir(kind)) | made

@@ -1,6 +1,6 @@
-"""No decision is made by matching text that rrl wrote for people: such a match breaks when the text is reworded.
+"""No decision matches text that rrl wrote for people, because the match would break when the text is reworded.
 
-What other programs print is parsed once, in the modules of :data:`PARSERS`, and becomes an enum or a number there.
+The output of other programs is parsed once, in the modules of :data:`PARSERS`, and becomes an enum or a number there.
 """
 
 from __future__ import annotations

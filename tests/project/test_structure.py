@@ -68,7 +68,7 @@ REPEATED_NAMES = {
     "types": "vocabulary of the whole product, vocabulary of trajectories",
     "xid_events": "the reader and the check of one subject",
 }
-"""Module names that several packages use. The reason why a name misleads no reader is what it means in each package."""
+"""Module names that several packages use, each with its meanings, which differ too much to mislead a reader."""
 
 
 class Import(NamedTuple):
@@ -139,7 +139,7 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
     """Describe each circle: its members, every import between them, and how to open it.
 
     Args:
-        imports: (importer, imported), as modules or as sub-packages → the import statements.
+        imports: The import statements by (importer, imported); both are modules or both are sub-packages.
         product: Knows the files of the modules.
     """
     found = []
@@ -302,7 +302,7 @@ def test_no_two_modules_share_a_name_without_a_reason(product: Product) -> None:
 
 # ── the checks themselves ────────────────────────────────────────────────────────────────────────────────────────────
 def planted(root: Path, files: Mapping[str, str]) -> Product:
-    """Write ``files`` (path → text), with an ``__init__.py`` in each of their folders."""
+    """Write ``files`` (text by path), with an ``__init__.py`` in each of their folders."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

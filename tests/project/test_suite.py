@@ -1,4 +1,4 @@
-"""The test suite keeps its layout: code that several test modules use is in ``tests/support``, not in one of them.
+"""Code that several test modules use is in ``tests/support``, and not in one of these modules.
 
 A test module that another one imports cannot be moved, renamed or split without a change of its importers. The test
 parses files and does not import them.

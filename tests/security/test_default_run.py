@@ -63,7 +63,7 @@ def workers(run: TestRun) -> dict[str, int]:
 
 
 def listening_ports(owner: PlainUser) -> set[tuple[str, int]]:
-    """Return the listening ports of all processes of the owner, as any user of the machine sees them."""
+    """Return the listening ports of all processes of the owner, which any user of the machine can list."""
     found = set()
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(name).read_text().splitlines()[1:]:

@@ -40,7 +40,7 @@ NODES = [f"n{i}" for i in range(1, 9)]
 
 @pytest.fixture
 def history() -> Iterator[Path]:
-    """Yield a history folder that both users can reach, made as docs/health-history.md tells an administrator."""
+    """Yield a history folder that both users can reach, made by the administrator's steps in docs/health-history.md."""
     folder = Path(tempfile.mkdtemp(prefix="rrl-history-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder

@@ -176,7 +176,7 @@ class TestRun:
         (self.run.path / f"hold.{index}").unlink()
 
     def continued(self, dead: float) -> list[int]:
-        """Return the ids of trained trajectories that one incarnation began and another one finished.
+        """Return the ids of trained trajectories that one incarnation began and another incarnation finished.
 
         ``dead`` is the mark of the first incarnation: the light rollout records it as log-probability.
         """
@@ -249,7 +249,7 @@ def joined_incarnations(run: TestRun) -> Incarnations:
 
 
 def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
-    """Yield pid and command line of each process with the run in its environment or command line."""
+    """Yield pid and command line of each process whose environment or command line names the run."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue

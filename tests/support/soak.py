@@ -164,7 +164,7 @@ def performed(run: RunDir) -> list[ev.FaultInjected]:
 
 
 def run_faults(run: TestRun, faults: int, tally: Tally, restarter: ManagerRestarter | None) -> None:
-    """Wait until the run's faults were injected, end the run, and check what it leaves behind."""
+    """Wait until the run's faults were injected, end the run, and check its directory and remaining processes."""
     done, since = 0, time.monotonic()
     while done < faults and time.monotonic() < since + SPELL:
         time.sleep(1.0)

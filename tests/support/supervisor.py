@@ -1,4 +1,4 @@
-"""Ends Slurm labs and local runs together with the process that started them, however that process ends.
+"""Ends Slurm labs and local runs together with the process that started them, even if it is killed.
 
 Labs and runs detach from the process that starts them, as in production. If a test or benchmark is killed, it cannot
 end them itself. So each process that starts labs or runs has one supervisor, a child process in a session of its own.
@@ -105,7 +105,7 @@ def main(pid: int) -> None:
 
 
 def _lines_until_end(pid: int) -> bytes:
-    """Return everything that the process wrote before its end."""
+    """Return all bytes that the process wrote before its end."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -46,7 +46,7 @@ def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
 
 
 class Player:
-    """Agents that play episodes until the run has none.
+    """Agents that play episodes until the run has no more episodes.
 
     Their clients repeat a failed call up to ``retries`` times.
     """

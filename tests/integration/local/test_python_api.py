@@ -51,7 +51,7 @@ def test_a_notebook_finds_the_best_of_three_learning_rates(
     in_a_cell("best = sweep('job.toml')", names)
     best: rrl.Run = names["best"]
     out, err = capfd.readouterr()
-    lines = out.splitlines()  # lines that the example prints: the API prints nothing
+    lines = out.splitlines()  # only the example prints these lines, because the API prints nothing
     assert ([line.split()[4] for line in lines], err) == (["0.00", "1.00", "0.00"], "")
     assert lines[1].endswith(f"({best.id})")
     runs = [rrl.run(path) for path in job.with_name("runs").iterdir()]

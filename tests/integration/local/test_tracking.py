@@ -1,4 +1,4 @@
-"""Whole runs with trackers: each tracker gets every step once, whatever is killed.
+"""Each tracker gets every step of a run once, even if trackers or managers are killed.
 
 A tracker that fails causes one line in the log.
 """

@@ -1,4 +1,4 @@
-"""Read what ``rrl check`` prints."""
+"""Reads the output of ``rrl check``."""
 
 from __future__ import annotations
 

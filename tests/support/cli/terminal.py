@@ -1,4 +1,4 @@
-"""Runs a command in an emulated terminal (pyte), so that tests read the screen as a person would see it."""
+"""Runs a command in an emulated terminal (pyte), so that tests can read the screen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Terminal:
 
     @property
     def drawn(self) -> str:
-        """Return everything that the command has written."""
+        """Return the whole output of the command so far."""
         return self._drawn.decode(errors="replace")
 
     @property

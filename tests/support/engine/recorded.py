@@ -44,7 +44,7 @@ class Grew(NamedTuple):
     """Number of the trainer incarnation that published the version."""
 
     def on(self, segment: Segment) -> Grew:
-        """Append a segment of the same version, so that one forward pass computes both."""
+        """Append a segment of this version, so that one forward pass computes all tokens of the version."""
         assert segment.version.incarnation == self.incarnation
         return self._replace(tokens=self.tokens + segment.tokens, logprobs=self.logprobs + segment.logprobs)
 

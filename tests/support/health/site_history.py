@@ -90,8 +90,8 @@ def sourced(user: str, run: str, *records: Record | Sequence[Any], trusted: bool
 def week() -> list[SourcedRecord]:
     """Return a week of three runs on ten nodes.
 
-    The GPU of n3 has double-bit errors for two users; n7 is lost once; n5 and n6 lose their fabric at the same time; a
-    rollout crashes on n1; one fault is injected on n2.
+    The GPU of n3 has double-bit errors for two users. n7 is lost once. n5 and n6 lose their fabric at the same time. A
+    rollout crashes on n1, and one fault is injected on n2.
     """
     nodes = [f"n{i}" for i in range(1, 11)]
     reason = "rrl:math-1: gpu: Xid 48: double-bit ECC error"

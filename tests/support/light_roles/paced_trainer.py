@@ -1,4 +1,4 @@
-"""A trainer without a model whose steps all take the same time, independently of the load of the machine."""
+"""A trainer without a model whose steps have equal durations, independently of the load of the machine."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Site:
 
     # ── managers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def manage(self, patience: float = 3000.0) -> Outcome:
-        """Run one manager after the other until one reports that the run has ended."""
+        """Run managers one after the other until a manager reports that the run has ended."""
         driver = asyncio.current_task()
         async with asyncio.timeout(patience):
             while True:
@@ -364,7 +364,7 @@ class Site:
 
 
 class Mortal:
-    """The connection of one manager to the site, which is cut when the manager is killed."""
+    """The connection of a manager to the site, which is cut when the manager is killed."""
 
     def __init__(self) -> None:
         self.dead = False

@@ -250,7 +250,7 @@ class World:
         self._turn()
 
     def vanish(self, replica: ReplicaId) -> None:
-        """Remove the replica's process without any event."""
+        """Remove the replica's process without recording an event."""
         record = self.state.replica(replica)
         assert record.step is not None
         del self.steps[record.step]

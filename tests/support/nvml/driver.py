@@ -33,7 +33,7 @@ ERRORS = {
     "GPU_IS_LOST": 15, "RESET_REQUIRED": 16, "OPERATING_SYSTEM": 17, "LIB_RM_VERSION_MISMATCH": 18, "MEMORY": 20,
     "NOT_READY": 27, "GPU_NOT_FOUND": 28, "UNKNOWN": 999,
 }  # fmt: skip
-"""NVML_ERROR_* by name; :meth:`FakeDriver.fail` takes other errors as numbers."""
+"""Numbers of NVML_ERROR_* by name. :meth:`FakeDriver.fail` takes the number of any other error."""
 
 _ACTIONS = (
     "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",

@@ -12,7 +12,7 @@ import msgspec
 from rrl.health.readers.samples import Gpu, NvmlData
 
 SECONDS = 60.0
-"""Deadline (s) of one read in a new process; only a broken build reaches it."""
+"""Deadline (s) of one read in a new process, which only a broken build reaches."""
 
 PROGRAM = """
 import sys, msgspec

@@ -26,7 +26,7 @@ from rrl.health.readers.samples import NvmlData
 from rrl.tests.support.nvml.driver import FakeDriver
 
 READS = 30
-"""Number of timed reads, one each 0.1 s."""
+"""Number of timed reads, which are 0.1 s apart."""
 _SMI_TIMEOUT_S = 60.0
 """Deadline (s) of nvidia-smi."""
 

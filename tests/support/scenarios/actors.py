@@ -165,11 +165,11 @@ class Gang:
     in_rhythm: bool = False
     """Whether the current phase belongs to the rhythm, rather than to the phases before the first round."""
     ended_in_round: dict[str, int] = field(default_factory=dict)
-    """Phase of the rhythm → number of the last round in which the replica ended or skipped it."""
+    """For each phase of the rhythm, the number of the last round in which the replica ended or skipped the phase."""
     held: bool = False
     """Whether the replica has worked through the phase, and waits for other replicas or a queue to end it."""
     stretched: dict[str, tuple[float, Loads | None]] = field(default_factory=dict)
-    """Phase → duration (s) and load of its next pass."""
+    """For each stretched phase, the duration (s) and load of its next pass."""
     stretch_loads: Loads | None = None
     launched_at: float = 0.0
     start_takes: list[tuple[float, Callable[[int], None]]] = field(default_factory=list)

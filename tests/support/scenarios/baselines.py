@@ -1,10 +1,10 @@
 """Baselines with which rrl's detectors are compared.
 
 They receive the same messages and the same proof as rrl's detectors: exit records, ended processes, and nodes that the
-cluster reports as down. ``FixedTimeout`` has one timeout for everything, as PyTorch's process groups and NVRx's
-sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2). ``WarnsOfAll`` warns of every
-replica and node all the time. It finds every failure that only requires a warning, which shows why false warnings must
-count, too.
+cluster reports as down. ``FixedTimeout`` has one timeout for all phases, as PyTorch's process groups and NVRx's
+sections have. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2). ``WarnsOfAll`` warns of every
+replica and node all the time. So it finds every failure that only requires a warning. This shows that false warnings
+must count, too.
 """
 
 from __future__ import annotations

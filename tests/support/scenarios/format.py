@@ -29,7 +29,7 @@ CAUSES = Literal["process", "hang", "node", "gpu", "fabric", "storage", "softwar
 
 
 def _many(value: object) -> object:
-    """Return a list; a single value becomes a list of one."""
+    """Return a list; a single value becomes a list with this value."""
     return [value] if isinstance(value, str) else value
 
 

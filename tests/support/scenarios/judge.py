@@ -46,7 +46,7 @@ class Judge(Protocol):
 
     def reading(self, node: NodeName, reading: Reading, now: float) -> None: ...
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], polled_at: float, now: float) -> None:
-        """Report one poll of the cluster: node → state, text, and whether its processes are suspended."""
+        """Report one poll of the cluster: for each node its state, a text, and whether its processes are suspended."""
 
     def wants_poll(self, now: float) -> bool:
         """Return whether the judge requests a poll now, before the next regular time."""

@@ -1,4 +1,4 @@
-"""rrl's own detectors as a judge, driven as in a run.
+"""rrl's own detectors as a judge, called as in a run.
 
 The manager calls ``HealthMonitor`` and ``detect``, agents call the checks, and the findings of both pass the last
 stages of the pipeline (rrl.health.detection.pipeline). No stacks are collected. ``factor`` multiplies all deadlines;
@@ -47,7 +47,8 @@ from rrl.tests.support.scenarios.rhythms import Loads, roles_of
 
 _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _MAX_TICKS_BETWEEN_CHECKS = 8
-"""Heartbeat intervals between two calls of ``detect`` while only heartbeats arrive and nothing is due."""
+"""Maximum number of heartbeat intervals between two calls of ``detect`` while only heartbeats arrive and no check is
+due."""
 _ADMISSION_TIMEOUT_S = 30.0
 """Longest time (s) for which a node is checked before a role may start on it (rrl.manager.execute.launch)."""
 
@@ -263,7 +264,7 @@ class RrlDetectors:
             self._fresh.add(node)
 
     def _judge_nodes(self, now: float) -> None:
-        """Run the checks of each agent once per second; an agent without heartbeats reports nothing."""
+        """Run the checks of each agent once per second; an agent that sends no heartbeats reports no findings."""
         rules = self._rules
         for node in list(self._fresh):
             if now - self._agent_heartbeat_at.get(node, -inf) > self._limits.heartbeat:

@@ -36,7 +36,7 @@ class Alarm(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """Result for one expected finding."""
+    """The result of a play for one expected finding."""
 
     who: str
     cause: str

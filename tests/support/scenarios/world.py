@@ -60,7 +60,7 @@ class World:
         self.died: Callable[[Member], None] | None = None
         """A function that is called with each member whose process has ended."""
         self._unreported_ends: list[Member] = []
-        """Members whose end the manager does not know yet."""
+        """Ended members whose end is not reported to the judge yet."""
         self._ticks = 0
         self._queued = {name: queue.has for name, queue in scenario.queues.items()}
         """Number of units in each queue."""

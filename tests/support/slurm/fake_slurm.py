@@ -19,7 +19,7 @@ _WRAPPER = Path(__file__).with_name("fake_slurm_commands") / "wrapper"
 
 
 class FakeSlurm:
-    """The wrappers for one run on ``lab``."""
+    """Provides wrappers of Slurm's commands for one run on ``lab``."""
 
     def __init__(self, lab: SlurmLab, name: str) -> None:
         account = pwd.getpwnam(lab.user)

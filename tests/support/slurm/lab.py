@@ -424,7 +424,7 @@ def _start_time(pid: int) -> str:
 
 
 def _sweep_abandoned() -> None:
-    """Stop the temporary labs of this user whose creator was killed before it could stop them."""
+    """Stop those temporary labs of this user whose creator was killed before it could stop them."""
     for path in Path("/tmp").glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             if path.stat().st_uid == os.geteuid() and not path.is_symlink():

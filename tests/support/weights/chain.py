@@ -129,7 +129,7 @@ class Liar(WeightStore):
 
 
 class Unresponsive(WeightStore):
-    """A store that sends nothing from byte ``after`` on, not even NOT_READY."""
+    """A store that sends no reply from byte ``after`` on, not even NOT_READY."""
 
     def __init__(self, after: int) -> None:
         super().__init__()

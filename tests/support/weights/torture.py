@@ -195,7 +195,7 @@ class _Torture:
 
     # ── resources of the living members ────────────────────────────────────────────────────────────────────────────
     async def _check_idle(self, names: list[str]) -> None:
-        """Measure all processes when they run, have the same version, and no transfer is in progress."""
+        """Measure all processes when all of them run and have the newest version, and no transfer is in progress."""
         await asyncio.gather(*self._harming.values())
         async with self._rest:
             for _ in range(_ROUNDS):

@@ -330,7 +330,7 @@ def test_inactive_limit_decides_between_salloc_and_sbatch(lab: SlurmLab, run: Ru
     lab.clear()
     conf = lab.conf.read_text()
     try:
-        with lab.controller_down():  # not "scontrol reconfigure": after it, 24.11 and 26.05 miss dead nodes (measured)
+        with lab.controller_down():  # after "scontrol reconfigure", 24.11 and 26.05 would miss dead nodes (measured)
             lab.conf.write_text(conf.replace("InactiveLimit=0", "InactiveLimit=3600"))
         as_user(lab, one_pool)
         assert batch_flags(lab) == ["BatchFlag=1"]

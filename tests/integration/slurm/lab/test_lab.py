@@ -1,4 +1,4 @@
-"""The lab is a real cluster whose jobs run without privileges, and which leaves nothing behind."""
+"""A lab is a real cluster whose jobs run without privileges, and it leaves no process or file behind."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number:
         )
         _ended(child, number)
         wait_until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
-    finally:  # if the test fails, it leaves nothing behind
+    finally:  # ends the lab even if the test fails
         child.kill()
         if lab.exists():
             SlurmLab.load(lab).stop()

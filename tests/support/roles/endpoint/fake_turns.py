@@ -1,4 +1,4 @@
-"""An in-memory stand-in for the turns of the trajectory store; the test decides what is sampled, and when."""
+"""An in-memory stand-in for the turns of the trajectory store, in which the test samples the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ VERSION = Version(3, 1)
 
 
 class FakeTurns:
-    """Episodes 0, 1, ... at attempt 1. ``on_open`` is called with each new turn, in the thread of the endpoint."""
+    """The turns of episodes 0, 1, ..., which are at attempt 1.
+
+    ``on_open`` is called with each new turn, in the thread of the endpoint.
+    """
 
     def __init__(self, on_open: Callable[[Turn], None] = lambda turn: None) -> None:
         self.on_open = on_open

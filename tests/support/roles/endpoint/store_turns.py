@@ -32,7 +32,7 @@ POLL_S = 0.005
 
 
 class StoreInProcess:
-    """A client of the store for one incarnation; a request that has to wait is repeated."""
+    """A client of the store for one incarnation, which repeats requests that have to wait."""
 
     def __init__(self, store: Store, who: Incarnation) -> None:
         self.store, self._who = store, who

@@ -1,10 +1,10 @@
 """A member that writes snapshots until it is killed.
 
 ``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS`` reads lines ``<incarnation> <where>``. For each
-line it forks a member and prints the member's pid. Every byte of a snapshot is the number of its step. ``where`` is
-the point of its third step at which the member kills itself: ``copy`` (half of the bytes are new), ``digest``,
-``head`` (half of it is written), ``sealed``, or ``never``. PROGRESS is a file of 8 bytes with the newest step that
-was begun.
+line it forks a member and prints the member's pid. Every byte of a snapshot is the number of its step. ``where`` is the
+point of the third step at which the member kills itself, or ``never``. The points are ``copy`` (half of the bytes are
+new), ``digest``, ``head`` (half of the head is written) and ``sealed``. PROGRESS is a file of 8 bytes with the newest
+step that was begun.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class End(Struct):
     rest: list[bytes]
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both are equal bit for bit."""
+        """Return whether the two ends are equal bit for bit."""
         return isinstance(other, End) and self.rest == other.rest and self.distance(other) == 0.0
 
     def distance(self, other: End) -> float:

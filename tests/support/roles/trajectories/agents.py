@@ -102,5 +102,5 @@ def turns_of(store: Store, episode: int, who: Incarnation = AGENTS, holding: Seq
 
 
 def is_over(given: object) -> bool:
-    """Return whether an answer says that the attempt is over."""
+    """Return whether the store has answered that the attempt is over."""
     return isinstance(given, Denied) and given.fenced_attempt and not given.fenced

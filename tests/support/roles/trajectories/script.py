@@ -84,7 +84,7 @@ def log_in(folder: Path) -> Path:
 
 
 class Script:
-    """A run with every kind of record. After each flush it records what the store has acknowledged.
+    """A run with every kind of record, which notes after each flush what the store has acknowledged.
 
     ``calls[i]`` is the request, with its answer, that changed ``promised[i]`` to ``promised[i + 1]``. ``noted`` is
     called with the number of calls so far.
@@ -223,7 +223,7 @@ def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> It
 def check(
     folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[Request, Answer]] = (), **changed: Any
 ) -> None:  # fmt: skip
-    """Check that a store that opens ``folder`` keeps everything in ``promised``.
+    """Check that a store that opens ``folder`` keeps all that ``promised`` contains.
 
     The store must answer the ``repeated`` requests as before, and continue to step ``to`` without losing a trajectory
     or training it twice.

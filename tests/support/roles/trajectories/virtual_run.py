@@ -114,7 +114,7 @@ class VirtualRun:
         self.index = 0
         """Number of parts of the next step that the trainer has received."""
         self.busy = 0
-        """Ticks until the trainer has trained what it received last."""
+        """Ticks until the trainer has trained the part or batch that it received last."""
         self.ticks = 0
         self.made = 0
         """Number of tokens generated."""
