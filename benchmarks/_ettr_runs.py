@@ -104,7 +104,7 @@ class Runs:
         per_fault = STEPS / FAULTS * (1 / TARGET_JOB_STRICT - 1)
         self.step_s = round(outage_s / (per_fault - again), 3)
         print(
-            f"pilot: an outage of {outage_s:.2f} s, {again:.2f} steps done again: steps of {self.step_s} s", flush=True
+            f"pilot: outages of {outage_s:.2f} s, {again:.2f} repeated steps; set steps to {self.step_s} s", flush=True
         )
 
     def _measure(self, plan: Plan, arm: Arm, seed: int, step_s: float) -> Sample:

@@ -15,6 +15,6 @@ def quickstart_with(changes: Iterable[tuple[str, str]]) -> str:
     """
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     for old, new in changes:
-        assert old in toml, f"the quickstart has no {old!r}"
+        assert old in toml, f"the quickstart does not contain {old!r}"
         toml = toml.replace(old, new)
     return toml

@@ -162,7 +162,7 @@ async def _measure_gloo(results: Loopback, gloo: Gloo, nbytes: int, case: Case, 
         cpu = cpu_seconds(gloo.pids) - before
         finished = [each for each in reports if isinstance(each, BroadcastDone) and each.is_correct]
         if len(finished) != receivers:
-            raise RuntimeError(f"gloo broke without a fault: {reports}")
+            raise RuntimeError(f"gloo failed without a fault: {reports}")
         received = max(each.received for each in finished) - began
         results.cpu[arm, case].append(cpu - sum(each.check_cpu_s for each in finished))
         if beside:
@@ -190,7 +190,7 @@ def report(results: Loopback) -> dict[str, object]:
     for arm in (*KINDS, AFTER, BESIDE):
         rows.append([f"{arm}: CPU", *(f"{statistics.median(results.cpu[arm, case]):.3f}" for case in cases)])
     rows.append(["memcpy", f"{results.median('memcpy', (1, 'flat')):.3f}", *("" for _ in cases[1:])])
-    print("loopback: s until the last receiver has verified all, and s of CPU of all processes meanwhile; medians")
+    print("loopback, medians: s until the last receiver has verified all bytes, and CPU s of all processes")
     print_table(["arm", *(f"{layout}, {receivers} rec." for receivers, layout in cases)], rows)
     verified = partial(_faster_verified, results)
     ratios = {

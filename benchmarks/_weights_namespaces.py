@@ -252,7 +252,7 @@ class _Fleet:
         began, reports = await gloo.broadcast(RECEIVERS, beside=True)
         finished = [each for each in reports if isinstance(each, BroadcastDone)]
         if len(finished) != RECEIVERS:
-            raise RuntimeError(f"gloo broke without a fault: {reports}")
+            raise RuntimeError(f"gloo failed without a fault: {reports}")
         verified = max(each.received + each.digest_s for each in finished)
         self._results.seconds["gloo, digests beside"].append(verified - began)
 
@@ -299,11 +299,9 @@ def report(results: Nics) -> dict[str, object]:
     print_table(header, rows)
     for (killed, stopped, seconds), slower in zip(results.pairs, results.slowdowns, strict=True):
         print(
-            f"receiver {killed} killed, {stopped} stopped: others done in {seconds:.2f} s, {slower:.2f} times as late"
+            f"receiver {killed} killed, {stopped} stopped: others done in {seconds:.2f} s, {slower:.2f} x without fault"
         )
-    print(
-        f"gloo with its timeout at {GLOO_TIMEOUT_S:g} s, one killed and one stopped: " + "; ".join(results.gloo_reports)
-    )
+    print(f"gloo (timeout {GLOO_TIMEOUT_S:g} s), one rank killed and one stopped: " + "; ".join(results.gloo_reports))
     chain = spread([seconds / results.ideal_s for seconds in results.seconds["chain"]])
     source_free = spread([seconds / results.ideal_s for seconds in results.source_free_s["chain"]])
     needed = statistics.median(results.cpu_s["chain"]) / results.ideal_s
@@ -334,4 +332,4 @@ def report(results: Nics) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit("this is a part of benchmarks/weights.py")
+    sys.exit("run it by: python benchmarks/weights.py --part namespaces")

@@ -162,11 +162,11 @@ def _print_bars(of: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
-    parser.add_argument("--seed", type=int, action="append", help="only this seed of learning; may be repeated")
-    parser.add_argument("--steps", type=int, default=_agents_learning.STEPS, help="steps of learning")
-    parser.add_argument("--rounds", type=int, default=_agents_overhead.ROUNDS, help="rounds of overhead")
-    parser.add_argument("--times", type=int, default=_agents_deaths.TIMES, help="deaths of each kind")
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
+    parser.add_argument("--seed", type=int, action="append", help="run only this seed of learning; may be repeated")
+    parser.add_argument("--steps", type=int, default=_agents_learning.STEPS, help="number of steps of learning")
+    parser.add_argument("--rounds", type=int, default=_agents_overhead.ROUNDS, help="number of rounds of overhead")
+    parser.add_argument("--times", type=int, default=_agents_deaths.TIMES, help="number of deaths of each kind")
     given = parser.parse_args()
     check_requirements("agents")
     without_vllm = ("learning", "deaths")

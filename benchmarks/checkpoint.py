@@ -169,7 +169,7 @@ class Samples(Struct):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--every", type=int, choices=EVERY, default=1, help="steps with one checkpoint")
+    parser.add_argument("--every", type=int, choices=EVERY, default=1, help="number of steps with one checkpoint")
     options = parser.parse_args()
     check_requirements("checkpoint")
     torch.set_num_threads(1)

@@ -60,7 +60,7 @@ LABELS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"measurements of each command ({ROUNDS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how often to run each command ({ROUNDS})")
     rounds = parser.parse_args().rounds
     check_requirements("cli_startup")
     with tempfile.TemporaryDirectory() as folder:

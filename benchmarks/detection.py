@@ -49,13 +49,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(help=(__doc__ or "").splitlines()[0])
 def main(
     scenarios: Annotated[Path, typer.Option(help="folder of scenario files")] = SHIPPED,
-    seeds: Annotated[int, typer.Option(min=1, help="plays of each scenario")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="number of plays of each scenario")] = 5,
     first_seed: Annotated[int, typer.Option(min=0, help="the first seed")] = 0,
     curve: Annotated[bool, typer.Option("--curve", help="also play all methods with scaled limits")] = False,
-    only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
-    jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores that may be used")] = None,
+    only: Annotated[str, typer.Option(help="play only scenarios with such a name (* and ? are wildcards)")] = "*",
+    jobs: Annotated[int | None, typer.Option(min=1, help="number of processes; default: usable cores")] = None,
     warnings: Annotated[bool, typer.Option("--warnings", help="also list every WARN of rrl")] = False,
-    json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="print only the JSON line")] = False,
 ) -> None:
     check_requirements("detection")
     try:
@@ -140,7 +140,7 @@ def _print_results(
         for role, methods in result["hangs"].items() for method, each in methods.items()
     ])  # fmt: skip
     for suite, methods in result["suites"].items():
-        print(f"\nsuite {suite}; warnings per hour: all, about nothing that has failed, mean of these at a time")
+        print(f"\nsuite {suite}; warnings: per hour, unexplained per hour, mean unexplained ones at a time")
         print_table(
             ["method", "runs", "found", "late", "missed", "false", "precision", "recall", "WARN found", "warnings",
              "unexplained", "stand"],

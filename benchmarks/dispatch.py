@@ -239,11 +239,11 @@ def real(seeds: int) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--seeds", type=int, default=SEEDS, help="steps of each trace and kind of prompts, at least")
-    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="steps at most, of an undecided trace")
-    options.add_argument("--tau", choices=TAUS, action="append", help="only this shape; may be repeated")
-    options.add_argument("--real-seeds", type=int, default=REAL_SEEDS, help="whole runs of each arm with vLLM")
-    options.add_argument("--only-real", action="store_true", help="only whole runs with vLLM")
+    options.add_argument("--seeds", type=int, default=SEEDS, help="least number of seeds of each trace")
+    options.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="greatest number of seeds of a trace")
+    options.add_argument("--tau", choices=TAUS, action="append", help="use only this shape of τ; may be repeated")
+    options.add_argument("--real-seeds", type=int, default=REAL_SEEDS, help="number of runs of each arm with vLLM")
+    options.add_argument("--only-real", action="store_true", help="measure only whole runs with vLLM")
     given = options.parse_args()
     check_requirements("dispatch")
     if given.only_real:

@@ -140,10 +140,10 @@ def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of part rates; the other parts have one")
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of part rates; other parts have one")
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     parser.add_argument("--continue", dest="earlier", type=Path, metavar="SAMPLES",
-                        help="file of samples of a stopped benchmark, whose runs are not made again")  # fmt: skip
+                        help="file of samples of a stopped benchmark; its runs are not repeated")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help=f"only part rates: one seed, {QUICK.faults} faults in {QUICK.steps} steps")  # fmt: skip
     options = parser.parse_args()
@@ -166,7 +166,9 @@ def main() -> None:
         if "batch" in parts:
             runs.requeue_s = measure_batch(lab)
     print(f"Slurm {version}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, steps of {runs.step_s} s")
-    print("budgets of all arms but policy and full_restarts:", budgets(ARMS["role"], runs.step_s).replace("\n", "; "))
+    print(
+        "budgets of all arms without policy and full_restarts:", budgets(ARMS["role"], runs.step_s).replace("\n", "; ")
+    )
     print_arms(runs.samples, runs.requeue_s)
     print_experiments(runs.samples)
     print_stages(runs.samples)

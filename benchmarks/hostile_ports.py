@@ -101,7 +101,7 @@ class Result(Struct, frozen=True):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("frames", nargs="?", type=int, default=FRAMES_PER_PORT, help="frames for each port (10,000)")
+    parser.add_argument("frames", nargs="?", type=int, default=FRAMES_PER_PORT, help="frames per port (10,000)")
     frames = parser.parse_args().frames
     check_requirements("hostile_ports")
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)

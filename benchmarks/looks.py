@@ -56,7 +56,7 @@ quiet = "24h"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=LIVE_S, help="Seconds for which each live view is measured.")
+    parser.add_argument("--seconds", type=float, default=LIVE_S, help="Seconds of the measurement of each live view.")
     seconds = parser.parse_args().seconds
     check_requirements("looks")
     figures = time_commands()

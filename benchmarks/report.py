@@ -65,7 +65,7 @@ _ROLES = {"trajectories": 1, "reward": 1, "trainer": 1, "rollout": REPLICAS - 3}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of the run.")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Number of steps of the run.")
     parser.add_argument("--keep", type=Path, help="Folder in which the run and its page are kept.")
     options = parser.parse_args()
     check_requirements("report")

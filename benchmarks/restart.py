@@ -297,8 +297,8 @@ def print_arms(cluster: str, results: dict[str, list[Restart]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", choices=("local", "slurm"), action="append", help="default: both")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs of each arm, with {KILLS_PER_RUN} kills each")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the trainer")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs per arm, with {KILLS_PER_RUN} kills each")
     options = parser.parse_args()
     clusters = options.cluster or ("local", "slurm")
     check_requirements("restart", without=() if "slurm" in clusters else (Need.SLURM,))

@@ -59,8 +59,8 @@ class Block(Struct):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="Blocks of looks by each reader.")
-    parser.add_argument("--foreign-jobs", type=int, default=0, help="Jobs of another user in the queue (as root only).")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="Number of blocks of polls by each reader.")
+    parser.add_argument("--foreign-jobs", type=int, default=0, help="Number of other users' jobs (as root only).")
     parser.add_argument("--stopped", type=float, default=STOPPED_S, help="Seconds for which slurmctld is stopped.")
     parser.add_argument("--raw", type=Path, help="File for the samples of all blocks.")
     options = parser.parse_args()

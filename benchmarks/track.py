@@ -44,8 +44,8 @@ PARTS = ("once", "hang", "metrics")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, action="append", help="Only this part; may be repeated.")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="Pairs of runs with and without a hanging tracker.")
+    parser.add_argument("--part", choices=PARTS, action="append", help="Run only this part; may be repeated.")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs of runs, with and without hang.")
     options = parser.parse_args()
     check_requirements("track")
     figures: dict[str, float] = {}

@@ -134,8 +134,8 @@ async def _run_parts(options: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
-    parser.add_argument("--repeats", type=int, help="rounds; by default " + str(REPEATS))
-    parser.add_argument("--mib", type=int, help="size of a version; default: 1024, in namespaces and rejoin 256")
+    parser.add_argument("--repeats", type=int, help="number of rounds; by default " + str(REPEATS))
+    parser.add_argument("--mib", type=int, help="MiB of a version; default: 1024, in namespaces and rejoin 256")
     parser.add_argument("--kind", choices=("ucx", "tcp"), default="ucx", help="the weight transport in the namespaces")
     parser.add_argument("--faults", type=int, default=DEFAULT_FAULTS)
     parser.add_argument("--seed", type=int, default=0)
