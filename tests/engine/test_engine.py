@@ -82,7 +82,7 @@ def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engi
     assert worst.keys() == {0, 1, 2, 3}
     assert max(worst.values()) < ATOL, worst
     wrong = made.worst(given, {0: _B, 1: _A, 2: _B, 3: _A}, TEMPERATURE)
-    assert min(wrong.values()) > 0.1, "the two models cannot be told apart"
+    assert min(wrong.values()) > 0.1, "the log-probabilities of the two models do not differ"
 
 
 def test_segments_have_the_requested_length_and_a_trajectory_ends_once(engine: Engine) -> None:

@@ -85,7 +85,7 @@ def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released(
     assert releases[1:2] in ([], [make_release.version()]), "the newest release is not the version of pyproject.toml"
     kinds = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    assert len(kinds) == len(set(kinds)) or len(releases) > 1, "a section of a release is there twice"
+    assert len(kinds) == len(set(kinds)) or len(releases) > 1, "the changelog has a section of a release twice"
 
 
 # ── installation ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,7 +37,7 @@ def main() -> int:
         try:
             code = _follow(lab, [RRL, "submit", "--wait", str(job)], {RUNS_ENV: str(runs)})
         except KeyboardInterrupt:
-            print("stopping the cluster and everything on it", file=sys.stderr)
+            print("stopping the cluster and all its processes", file=sys.stderr)
             return 130
         kept = keep_runs(runs, runs_root())
     for run in kept:

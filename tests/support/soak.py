@@ -233,7 +233,7 @@ def _trajectories(run: RunDir, tally: Tally) -> None:
     tally.lost_steps += abs(missing)
     tally.trained_twice += twice
     if missing or twice:
-        print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups twice", flush=True)
+        print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups trained twice", flush=True)
 
 
 def _audit_of_log(run: RunDir) -> Audit:
@@ -258,7 +258,7 @@ class _Reading:
     def read(self, stamped: ev.Stamped) -> None:
         event, say = stamped.event, self.tally.violate
         if stamped.epoch < self.epoch:
-            say(f"{self.run.id}: a record of epoch {stamped.epoch} after one of {self.epoch}")
+            say(f"{self.run.id}: a record of epoch {stamped.epoch} follows a record of epoch {self.epoch}")
         self.epoch = stamped.epoch
         match event:
             case ev.Intended(action) | ev.Decided(action):
@@ -350,7 +350,7 @@ def torch(faults: int, tally: Tally) -> None:
     with SlurmLab.start(nodes=TORCH_NODES) as lab:
         toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
         for old, new in (('kind = "local"', 'kind = "slurm"'), ("steps = 300", f"steps = {STEPS}")):
-            assert old in toml, f"the quickstart has no {old}"
+            assert old in toml, f"the quickstart does not contain {old}"
             toml = toml.replace(old, new)
         run = submit_on(lab, "soak", toml + TORCH)
         _begin(run)
@@ -365,8 +365,8 @@ def torch(faults: int, tally: Tally) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="faults on light workers")
-    parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="faults on torch roles under Slurm")
+    parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="number of faults on light workers")
+    parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="number of faults on torch roles under Slurm")
     options = parser.parse_args()
     exit_on_sigterm()
     tally = Tally()

@@ -41,7 +41,7 @@ def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_re
     assert list(marked_processes(run.run)) == [], "a tracker process has outlived the run"
     files = [path for path in run.run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     kept = [path for path in files if path.suffix != ".launch"]
-    assert kept == [run.run.passed_env], "the API key is not only in the file of the roles' environment"
+    assert kept == [run.run.passed_env], "the API key is also outside of the file of the roles' environment"
     check_sound(run.run)
 
     out = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]

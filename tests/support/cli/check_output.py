@@ -6,5 +6,5 @@ from __future__ import annotations
 def doubts_in(shown: str) -> list[str]:
     """Return the doubts in the output of ``rrl check``."""
     section = shown.partition("── doubts ")[2].partition("\n")[2].partition("\n── ")[0].strip()
-    assert section, "there is no section of doubts"
+    assert section, "rrl check has printed no section of doubts"
     return [] if section == "none" else [line.removeprefix("- ") for line in section.splitlines()]

@@ -43,7 +43,7 @@ class Top:
         loop = asyncio.get_running_loop()
         end = loop.time() + DEADLINE_S
         while not condition():
-            assert loop.time() < end, f"the condition did not come true; the screen:\n{self.text()}"
+            assert loop.time() < end, f"the condition did not become true; the screen:\n{self.text()}"
             await self.pilot.pause(0.02)
 
     async def shows(self, *texts: str) -> str:

@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 def eventually(condition: Callable[[], object]) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
+        assert time.monotonic() < end, "the condition did not become true before the deadline"
         time.sleep(0.02)
 
 

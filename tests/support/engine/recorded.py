@@ -69,7 +69,7 @@ class Recorded:
                         assert segment.offset == len(before) - len(prompts[segment.trajectory])
                         if version not in so_far:
                             so_far[version] = Grew(before, (), (), version.incarnation)
-                        assert version == next(reversed(so_far)), "an older version came back"
+                        assert version == next(reversed(so_far)), "tokens of an older version follow newer ones"
                         so_far[version] = so_far[version].on(segment)
                 case StepCommitted(number=number, manifest=manifest):
                     self._checkpoints[number] = run.path / manifest["folder"]

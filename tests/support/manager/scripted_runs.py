@@ -69,8 +69,8 @@ def run_to_end(
                 await site.to_rest()
                 site.resume(script.resumed)
                 outcome = await site.manage()
-            assert site.actors == {}, "steps that outlived the run"
-            assert site.doubled == [], "requested or launched twice"
+            assert site.actors == {}, "some steps have outlived the run"
+            assert site.doubled == [], "a tag was requested or launched twice"
             await site.to_rest()
             return site, outcome
 

@@ -155,7 +155,7 @@ class World:
             if at > end:
                 break
             if at > self.now and self._due and self._due[0][0] == at and at < self._wake:
-                assert not plan(self.state, at).actions, "due before the announced time"
+                assert not plan(self.state, at).actions, "a plan was due before the announced time"
             self.now = max(self.now, at)
             while self._due and self._due[0][0] <= self.now:
                 heappop(self._due)[2]()
@@ -368,7 +368,7 @@ class World:
             self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, True)))
 
     def _request(self, request: AllocationRequest) -> None:
-        assert request.tag not in self.requests, "one tag, two requests"
+        assert request.tag not in self.requests, "a tag was requested twice"
         self.requests[request.tag] = request
         if self.refuse:
             self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
@@ -377,7 +377,7 @@ class World:
             fits = sum(component.count for component in components) <= len(self._free)
             gang = "" if fits and not any(self._awaits(component) for component in components) else "Resources"
             for component in components:
-                assert component is request or component.tag not in self.requests, "one tag, two requests"
+                assert component is request or component.tag not in self.requests, "a tag was requested twice"
                 self.requests[component.tag] = component
                 self._grant(component, gang if request.further_components else "")
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "delay":
             command.add_argument("ms", type=float)
         if name in _FAULTS:
-            command.add_argument("--seconds", type=float, required=name == "outage", help="duration of the fault")
+            command.add_argument("--seconds", type=float, required=name == "outage", help="duration of the fault (s)")
         if name == "start":
             command.add_argument("--nodes", type=int, default=5)
             command.add_argument("--cpus", type=int, default=8, help="CPUs that each node claims to have")

@@ -39,7 +39,7 @@ def _install_packages(accounting: bool) -> str:
     packages = PACKAGES + (slurm_accounting.PACKAGES if accounting else ())
     absent = missing(accounting=accounting) + ([] if shutil.which("ip") else ["ip"])
     if not absent:
-        return "Slurm and what its tests need are installed"
+        return "Slurm and the programs that its tests need are installed"
     wanted = ["install", "--yes", "--no-install-recommends", *packages]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise RuntimeError(f"not installed: {', '.join(absent)}; ask root to run: apt-get {' '.join(wanted)}")

@@ -78,6 +78,6 @@ def test_uninstall_removes_only_what_install_has_added(machine: Machine) -> None
 
 def test_uninstall_keeps_a_slurm_that_was_there_before(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "missing", lambda accounting=False: [])
-    assert packages.install() == "Slurm and what its tests need are installed"
+    assert packages.install() == "Slurm and the programs that its tests need are installed"
     assert "kept Slurm, which rrl has not installed" in packages.uninstall()
     assert not any("purge" in call for call in machine.calls)

@@ -289,7 +289,7 @@ def test_managers_own_pool_is_not_requested_and_ends_with_the_manager(lab: Slurm
         assert observed.allocations[run.pool].detail == "ends with its manager"
         assert state(observed, run.pool) is AllocationState.ENDED
         assert state(await run.cluster().observe(), run.pool) is AllocationState.RUNNING, (
-            "another manager does not list the pool, whose release would have ended its manager"
+            "the release has ended the pool, and with it the manager of the pool"
         )
 
     as_user(lab, scenario)
