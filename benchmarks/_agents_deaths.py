@@ -1,4 +1,4 @@
-"""Whole runs in which 32 agents are at work while each kind of process dies, several times, in turn.
+"""Whole runs in which 32 agents work while each kind of process dies several times.
 
 The model is tiny and built by rrl, because the results do not depend on its answers. Agents, client, endpoint, store
 and roles are real. The rows of the table:
@@ -8,7 +8,7 @@ and roles are real. The rows of the table:
 - ``agents``: the step of the agents is killed, and its episodes are replayed.
 - ``endpoint``: the endpoint of the run is killed. Some agents call it from outside through the relay, with streams.
   Others call it without the relay, and their client repeats a failed call up to :data:`OUTSIDE_RETRIES` times.
-- ``tool``: the tool of an agent is gone; its attempt fails and is repeated.
+- ``tool``: the tool of an agent fails. Then the agent's attempt fails as well, and is repeated.
 - ``old key``: the key of an attempt whose process has died is used again, as by an agent that was suspended and
   continues.
 """
@@ -56,8 +56,8 @@ AT_ONCE = 32
 OUTSIDE_AT_ONCE = 8
 """Number of episodes at once, of the agents that call through the relay and again of those that call without it."""
 OUTSIDE_RETRIES = 20
-"""How often the client of an agent without a relay repeats a call, at most 8 s apart. The client's default of 2 covers
-2 s, but the endpoint may need longer to start again on a busy machine."""
+"""How often the client of an agent without a relay repeats a call, with at most 8 s between two attempts. The client's
+default of 2 repetitions covers only 2 s, but on a busy machine the endpoint may need longer to start again."""
 TIMES = 10
 WAIT_TIMEOUT_S = 600.0
 ROWS = {
@@ -88,7 +88,7 @@ class Deaths(Struct, frozen=True):
     old_keys_refused: int
     """Number of calls with the key of a dead attempt that the endpoint refused by HTTP status 403."""
     tool_failures: int
-    """Number of attempts that failed because the tool was gone."""
+    """Number of attempts that failed because the agent's tool had failed."""
     resampled_tokens: int
     """Number of tokens that were sampled again for a call, although the previous attempt had already received its
     answer."""
@@ -352,8 +352,8 @@ class StoreLog:
     def resampled_tokens(self) -> int:
         """Return the number of tokens that later attempts sampled again for the requests of orphaned turns.
 
-        If an attempt failed because its tool was gone, the next attempt begins from the start. So turns of attempts up
-        to this failure are not compared with turns of later attempts.
+        If an attempt failed because its tool had failed, the next attempt begins from the start. So turns of attempts
+        up to this failure are not compared with turns of later attempts.
         """
         had = {self._question(created): turn for turn in self.orphaned if (created := self.turns[turn]) is not None}
         return sum(

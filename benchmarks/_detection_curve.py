@@ -29,7 +29,7 @@ class Point(Struct, frozen=True):
     false_per_run: float
     """False alarms per run."""
     delay: float | None
-    """Median time (s) until the method found a hang; None if it found none."""
+    """Median time (s) until the method found a hang; None if it found no hang."""
 
 
 class MatchedDelay(Struct, frozen=True):

@@ -162,7 +162,7 @@ def time_saved(samples: Sequence[Sample]) -> list[float]:
 
 
 def outage_median(samples: Sequence[Sample], arm: str) -> float | None:
-    """Return the median seconds of the outages of an arm; None if it had none."""
+    """Return the median seconds of the outages of an arm; None if the arm had no outage."""
     found = [outage.seconds for sample in samples if sample.arm == arm for outage in sample.outages]
     return statistics.median(found) if found else None
 

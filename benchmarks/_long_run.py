@@ -25,7 +25,7 @@ METRICS = dict.fromkeys(
     ),
     0.5,
 )  # fmt: skip
-"""As many metrics as the built-in trainer and the store commit with a step."""
+"""Metrics of each step: as many as the built-in trainer and the store commit with a step."""
 
 
 def write_long_run(root: Path) -> None:

@@ -235,7 +235,7 @@ def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
 
 
 def _step(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
-    """Return the time (s) of a step; with an arm, the step is also saved, after the commit of the step before."""
+    """Return the time (s) of a step; with an arm, the step is also saved, after the commit of the previous step."""
     begun = time.perf_counter()
     learner.step(next(batches))
     if arm is not None:

@@ -153,7 +153,7 @@ class Sample(Struct):
 
     @property
     def steps_to_reward(self) -> float | None:
-        """Return at which step (interpolated) the mean reward of several steps reaches the target; None if never."""
+        """Return the step (interpolated) at which the mean reward of several steps reaches the target, or None."""
         means = [statistics.mean(self.rewards[end - REWARD_STEPS : end])
                  for end in range(REWARD_STEPS, len(self.rewards) + 1)]  # fmt: skip
         for place, (before, after) in enumerate(pairwise(means), start=REWARD_STEPS):
