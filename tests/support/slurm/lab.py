@@ -270,7 +270,7 @@ class SlurmLab:
         processes.kill_all(lambda: processes.of_node(self.dir, node))
 
     def up(self, node: str) -> None:
-        """Start the slurmd of a node that crashed; returns at once."""
+        """Start the slurmd of a node that crashed; do not wait until the node is up."""
         stepd = ("-d", str(programs_of(self.root) / "slurmstepd")) if self.root else ()
         argv = ("slurmd", *stepd, "-N", node)
         self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))

@@ -50,7 +50,7 @@ class Check(Struct, frozen=True, tag=True):
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Discard every version; with ``memory`` also the buffer that the store keeps for the next version."""
+    """Discard every version; with ``memory``, discard also the buffer that the store keeps for the next version."""
 
     memory: bool = False
 
