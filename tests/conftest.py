@@ -144,8 +144,7 @@ def accounting_lab() -> Iterator[SlurmLab]:
 def preempting_lab() -> Iterator[SlurmLab]:
     """Yield a lab like ``slurm_lab``, without GPUs, whose partitions allow preemption.
 
-    In some partitions, Slurm cancels or requeues preempted jobs after a grace of 6 s; in others, it suspends jobs in
-    turn.
+    Slurm preempts the jobs of some partitions after a grace of 6 s. In other partitions, it suspends the jobs in turn.
     """
     _require()
     with SlurmLab.start(nodes=LAB_NODES, preempting=6) as lab:

@@ -40,8 +40,7 @@ FRAMES = 400
 HALF_OPEN = 200
 BOUND = 180
 """Maximum number of descriptors for connections without a proof at a port. It is the larger one of two limits (64 and
-128), plus 50 for connections that are being accepted.
-"""
+128), plus 50 for connections that are being accepted."""
 ROUNDS = 3
 """Number of rounds of an attack. The first rounds fill the memory pools of libraries, so only the cost of the last
 round counts.
