@@ -211,8 +211,8 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum number of zombies, each older than 300 s, without a warning. (Meta's gcm warns of any zombie. Some are
     allowed here, because the first process of a container often reaps no children.)"""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-    """Slow clock sources, of which the check warns. A kernel uses them only if it has found a better source unreliable
-    (ours)."""
+    """Slow clock sources, of which the check warns. A kernel uses them only if it has found a better source
+    unreliable. (The list is ours.)"""
 
 
 class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):

@@ -188,9 +188,9 @@ class FaultProblem(StrEnum):
     """The kind of mistake in a requested fault."""
 
     NO_SECONDS = "no_seconds"
-    """The kind requires ``seconds``."""
+    """The kind requires ``seconds``, which were not given."""
     NO_AMOUNT = "no_amount"
-    """The kind requires ``amount``, or the given amount is out of range."""
+    """The kind requires ``amount``, which was not given, or the given amount is out of range."""
     NO_SUCH_TARGET = "no_such_target"
     """The role, replica, rank or node does not exist."""
     OTHER = "other"

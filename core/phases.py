@@ -34,8 +34,8 @@ class Phase(Struct, frozen=True):
     """Name, for people, of what a replica in this phase waits for; time in the phase counts as idle. If empty, the
     replica counts as working, unless it reports another replica or role for which it waits."""
     own_work: bool = False
-    """True if a replica may also work itself in this phase, although the phase waits for a role. Missing progress is
-    then no evidence before the deadline."""
+    """True if a replica may also do work of its own in this phase, although the phase waits for a role. Missing
+    progress in such a phase is evidence of a failure only after the deadline."""
     uses_storage: bool = False
     """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
     calls_services: bool = False

@@ -44,4 +44,4 @@ class RunContext:
     now: Callable[[], float]
     """Returns the manager's time (s), which never goes back."""
     connections: PeerConnections = field(default_factory=PeerConnections)
-    """Connections of workers, first processes and agents."""
+    """Connections of workers, of the first process of each gang, and of agents."""

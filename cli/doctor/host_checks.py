@@ -286,7 +286,8 @@ def _core(limits: Limits | Unavailable) -> Check:
     if limits.core_pattern.startswith("|"):
         return ok("host.core", f"core dumps are handed to {limits.core_pattern[1:].split()[0]}")
     return warn(
-        "host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: each crash writes a file"
+        "host.core",
+        f"each crash writes a core file of at most {limit(limits.core)} to {limits.core_pattern!r}",
     )
 
 

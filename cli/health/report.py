@@ -31,8 +31,8 @@ from ..views.health.health_report import report_view, to_paste
 from . import node_drains
 
 NO_HISTORY_MESSAGE = (
-    f"no history folder is named: let runs record a history with [health] history = DIR in their job.toml, or all runs"
-    f" with {HISTORY_ENV}=DIR where they are submitted; then name the folder here with --history DIR or {HISTORY_ENV}"
+    f"no history folder is named: name it with --history DIR or {HISTORY_ENV}=DIR. A run records its history with"
+    f" [health] history = DIR in its job.toml, or with {HISTORY_ENV}=DIR in the environment of rrl submit"
 )
 
 

@@ -29,7 +29,7 @@ from .follow import follow
 from .json_documents import StartedRun, UnstartedRun
 
 STOPPED_WATCHING = 130
-"""Exit code if the user stopped watching: the code of a program that Ctrl-C ended, since the run's end is not known."""
+"""Exit code if the user stopped watching, when the run has no outcome yet. Programs that Ctrl-C ends have this code."""
 
 
 def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:

@@ -149,7 +149,7 @@ def evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Text]:
 
 
 def agent_figures(figures: EpisodeFigures, ended: bool) -> list[Text]:
-    """Return how many episodes there are, and their turns, as of the newest step; empty in a run without agents."""
+    """Return the counts of episodes and of turns as of the newest step. A run without agents has no such figures."""
     if figures == EpisodeFigures():
         return []
     counts = [(figures.finished, "finished") if ended else (figures.at_work, "at work")]

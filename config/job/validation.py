@@ -152,7 +152,7 @@ def _model(job: Job) -> None:
     elif model.chat:
         raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove this key")
     if model.tool_parser is not None and not model.chat:
-        message = "needs the chat template of the folder in path; write chat = true, or remove this key"
+        message = "needs the chat template of the model folder; write chat = true, or remove this key"
         raise mistake(("model", "tool_parser"), message)
     if model.heads % model.kv_heads:
         raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; use a divisor")

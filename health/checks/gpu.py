@@ -85,7 +85,7 @@ def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Fail the GPUs that do not answer; if all of them give an unknown error, suspect the permissions instead."""
+    """Fail each GPU whose query failed, but suspect the permissions if all queries failed with an unknown error."""
     gpus = state.data("nvml").gpus
     if len(gpus) > 1 and all(gpu.lost == _UNKNOWN_ERROR for gpu in gpus):
         text = f"NVML returns {_UNKNOWN_ERROR} for every GPU: rrl may have lost access to their device files"

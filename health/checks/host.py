@@ -191,7 +191,7 @@ CHECKS = (
         _HOST,
         _stuck,
         "processes in state D",
-        "for host.stuck s: WARN; still in state D host.stuck_after_kill s after rrl's kill: FAIL, reboot",
+        "for host.stuck s: WARN; if rrl killed the process host.stuck_after_kill s ago: FAIL, reboot",
         "gcm",
     ),
     Check("zombies", _HOST, _zombies, "zombies older than 300 s", "> host.zombies: WARN", "gcm"),

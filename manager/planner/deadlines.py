@@ -46,9 +46,9 @@ def rotate_at(state: State, allocation: Allocation) -> float:
 
 
 def rotation_urgent_at(state: State, allocation: Allocation) -> float:
-    """Return the manager's time (s) from which moves off the allocation no longer wait for failing replicas.
+    """Return the manager's time (s) from which replicas leave the allocation even while other replicas are failing.
 
-    This time is the middle of the rotation.
+    This time is the middle of the rotation. Before it, a move waits until no replica is failing.
     """
     return allocation.ends_at - _lead_time(state, allocation) / 2
 

@@ -133,7 +133,7 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     )
     yield _gauge("rrl_effective_time_ratio", "Share of the time so far that was effective training (RobustRL's ETTR).",
                  effective / spent if spent else 0.0)  # fmt: skip
-    yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, from failure to work.",
+    yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, until they work again.",
                    counters.timeline.gpu_seconds_until(facts.now))  # fmt: skip
 
 

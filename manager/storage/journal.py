@@ -219,8 +219,8 @@ class EventFollower:
                     yield stamped
             if end is not None and self._offset < end:
                 raise JournalError(
-                    f"{path}: cannot be read beyond byte {self._offset}, but the next segment relies on its first {end}"
-                    " bytes"
+                    f"{path}: cannot be read beyond byte {self._offset}, but the next segment needs the first {end}"
+                    " bytes of this file"
                 )
 
     def _unread(self) -> list[tuple[Path, int | None]]:

@@ -93,7 +93,7 @@ def _end_times(folder: Path) -> Iterator[float]:
 
 
 def _text(tag: str, text: str) -> Summary.Value:
-    """Return a text, which TensorBoard shows as Markdown."""
+    """Return TensorBoard's value for a text, which it shows as Markdown."""
     data = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
     tensor = TensorProto(
         dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])

@@ -229,7 +229,7 @@ _RETRY_TIMEOUT_S = 1.0
 
 
 def lower_priority(leader: int) -> None:
-    """Give the session that process ``leader`` leads a low priority, until :func:`restore_priority`."""
+    """Lower the priority of the session that process ``leader`` leads, until :func:`restore_priority` is called."""
     _autogroup(leader, NICE)
 
 

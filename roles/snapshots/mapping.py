@@ -24,7 +24,7 @@ because its digest will not match."""
 
 
 class Sending:
-    """A copy of a snapshot to another node, which runs in a thread and event loop of its own."""
+    """The transfer of a snapshot to another node. The transfer runs in a thread and event loop of its own."""
 
     def __init__(self) -> None:
         self.cancelled = False

@@ -119,7 +119,8 @@ class Learner:
     reference: nn.Module | None = None
     """The initial policy, frozen and sharded like the model; required if ``kl`` is above 0."""
     reference_files: StoredFiles | None = None
-    """Files of the reference's weights, for the incarnation that restores this learner's state."""
+    """Files with the reference's weights, which an incarnation that restores this learner reads; None if there is no
+    reference."""
 
     def __init__(
         self, model: nn.Module, settings: TrainerSettings, *, steps: int, temperature: float, gang: Gang | None = None

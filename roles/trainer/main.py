@@ -136,7 +136,8 @@ def main() -> None:
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
     """Return the model on the gang's devices.
 
-    A ``fresh`` model has its initial weights; each member reads its own part of a model folder.
+    If ``fresh``, the model has its initial weights. From a model folder each member reads only its own part of them. If
+    not ``fresh``, the caller sets the weights.
     """
     if fresh and spec.path is None:
         return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), compute_dtype(spec))

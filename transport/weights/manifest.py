@@ -30,7 +30,7 @@ for the role."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """One tensor: ``nbytes`` bytes from ``offset`` of the flat buffer on. ``dtype`` is a name that both ends know."""
+    """One tensor: the ``nbytes`` bytes of the flat buffer from ``offset``. Sender and receiver know the name ``dtype``."""
 
     name: str
     dtype: str

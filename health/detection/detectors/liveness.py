@@ -241,7 +241,7 @@ def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     text = f"no Hello within {limit:g} s of its launch or of this manager's start"
     if now < (last := join_deadline(view, limits)):
-        text += f"; the agent reports that its step runs, so the limit is {SLOW_START_FACTOR} times as long"
+        text += f"; the agent reports that the step runs, so the limit is {SLOW_START_FACTOR} times as long"
         return finding_about(view, "never_joined", Verdict.WARN, Cause.PROCESS, Remedy.NONE, since, "agent", text), last
     return _silence_finding(view, limits, "never_joined", since, text), inf
 

@@ -115,8 +115,8 @@ def _must_answer(view: ReplicaView) -> bool:
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) at which the replica is suspected for lack of tokens.
 
-    This time is early if tokens usually come quickly. Without loads the replica is not suspected early, because a long
-    prefill could not be distinguished from a hang.
+    This time is early if tokens usually come quickly. If the engine has reported no load, the replica is not suspected
+    early, because a long prefill could not be distinguished from a hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)

@@ -141,7 +141,7 @@ def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> R
 
 
 def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdict: Verdict, problem: str) -> Result:
-    """Compare the time without progress with the deadline, which work of CPU or GPU and storage stalls extend.
+    """Compare the time without progress with the deadline. CPU work, GPU work and storage stalls extend the deadline.
 
     Args:
         view: The replica.

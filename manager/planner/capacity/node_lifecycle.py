@@ -58,7 +58,9 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
         if now < due:
             wake = min(wake, due)
         elif _may_be_readmitted(state, node):
-            text = f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}), and no proof against it remains"
+            text = (
+                f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}); no evidence against the node remains"
+            )
             decisions.append(Readmit(name, Why((text,), expects="its agent joins, and then roles may be placed there")))
     return decisions, wake
 

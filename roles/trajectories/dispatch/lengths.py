@@ -244,7 +244,7 @@ def survival(estimate: GroupEstimate, tokens: float) -> float:
 
 
 def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> list[float]:
-    """Return for each limit the expected number of tokens of an answer that is cut at this limit."""
+    """Return for each limit the expected number of tokens of an answer if longer answers are cut at this limit."""
     half_mean = math.exp(mean + deviation * deviation / 2) * 0.5
     means = []
     for limit in limits:

@@ -334,7 +334,7 @@ class State:
         return max((record.max_age for record in bound), default=0)
 
     def head(self) -> Head:
-        """Return the first record of a log that describes this state."""
+        """Return the record with which a new log that describes this state begins."""
         return Head(FORMAT, self.next_group, self.next_trajectory)
 
     def records(self) -> Iterator[Record]:

@@ -111,7 +111,7 @@ class TurnRules:
             return Denied(f"turn {number} is not stored: its attempt is over", fenced_attempt=True)
         episode = self._state.trajectories[turn.turn.episode].episode
         if episode is not None and number in episode.recorded:
-            text = f"turn {number} belongs to an attempt that is over, and the newest attempt has not taken it over"
+            text = f"turn {number} is of an attempt that has ended, and the newest attempt has not adopted this turn"
             return Denied(text, fenced_attempt=True)
         return turn
 

@@ -156,10 +156,11 @@ class StalenessLimit:
         return min((count for _, count in self._bindable_by_weights()), default=inf)
 
     def blocking_weights(self, least: int) -> int | None:
-        """Return the step of the weights whose groups must be complete before ``least`` groups can be bound.
+        """Return the step of the oldest weights that prevent a binding of ``least`` groups.
 
-        If ``least`` groups were bound now, the remaining steps would have too few places for the groups that were begun
-        with these or older weights. Returns None if no group prevents the binding, as always with ``late = "drop"``.
+        More of the groups that were begun with these or older weights must be complete first. If ``least`` groups were
+        bound now, the steps that may still train these groups would have too few places for them. Returns None if
+        nothing prevents the binding. With ``late = "drop"`` nothing ever does.
         """
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 

@@ -150,7 +150,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
      "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
     ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
-     "job.toml:10: model.tool_parser: needs the chat template of the folder in path; write chat = true, or remove this key"),
+     "job.toml:10: model.tool_parser: needs the chat template of the model folder; write chat = true, or remove this key"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
      "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
       " raise max_length"),
