@@ -144,7 +144,7 @@ def _model(job: Job) -> None:
     if model.path is not None:
         conflicts = [key for key in (*SHAPE_KEYS, "tokenizer") if key in model.model_fields_set]
         if conflicts:
-            source = "the folder in path" if conflicts[0] == "tokenizer" else "config.json of path"
+            source = "the model folder" if conflicts[0] == "tokenizer" else "config.json of the model folder"
             raise mistake(("model", conflicts[0]), f"comes from {source}; remove this key, or remove path")
     elif model.tokenizer is None:
         message = "missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging Face folder"

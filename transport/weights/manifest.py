@@ -30,7 +30,7 @@ for the role."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """One tensor: the ``nbytes`` bytes of the flat buffer from ``offset``. Sender and receiver know the name ``dtype``."""
+    """One tensor: the ``nbytes`` bytes of the flat buffer from ``offset``. ``dtype`` is a name that all peers know."""
 
     name: str
     dtype: str

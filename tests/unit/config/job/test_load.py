@@ -144,9 +144,9 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
      " Face folder"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nlayers = 2\n',
-     "job.toml:11: model.layers: comes from config.json of path; remove this key, or remove path"),
+     "job.toml:11: model.layers: comes from config.json of the model folder; remove this key, or remove path"),
     ("[model.tokenizer]", '[model]\npath = "m"\n[model.tokenizer]',
-     "job.toml:11: model.tokenizer: comes from the folder in path; remove this key, or remove path"),
+     "job.toml:11: model.tokenizer: comes from the model folder; remove this key, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
      "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
     ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
