@@ -54,7 +54,7 @@ def test_scorer_that_raises_for_most_answers_ends_the_run_with_its_line(tmp_path
     state = run.wait_end()
     assert state.outcome == "failed"
     mistake = "TypeError: float() argument must be a string or a real number, not 'NoneType' (scorer.py:12)"
-    assert state.why.startswith(f"reward/0: {mistake}; exceptions of the scorer have dropped "), state.why
+    assert state.why.startswith(f"reward/0: {mistake}; scorer exceptions dropped "), state.why
     assert state.replica(ReplicaId("reward/0")).incarnation_number == 1
     run.wait_gone()
     check_sound(run.run)

@@ -196,7 +196,8 @@ def test_command_does_not_wait_for_a_manager_that_ends_before_it_reports_the_fau
     _, codes, waiting, _, _ = begun(root, "rollout/0")
     waiting.join(timeout=30)
     assert codes == [1]
-    assert f"no manager of {RUN} is running to report the result of kill rollout/0; to have" in capsys.readouterr().err
+    expected = f"no manager of {RUN} is running to report the result of kill rollout/0; to start one: rrl manage {RUN}"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["manager", "rollout/0"])

@@ -301,5 +301,5 @@ def test_mistake_in_a_scenario_file_gives_one_line(tmp_path: Path, change: tuple
 
 
 def test_folder_without_scenarios_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match=r"there is no \*\.toml"):
+    with pytest.raises(ScenarioError, match=r"there is no file \*\.toml in this folder"):
         load_all(tmp_path)

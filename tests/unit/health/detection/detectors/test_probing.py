@@ -79,7 +79,7 @@ def test_dead_engine_in_a_live_idle_process_fails_within_half_a_minute() -> None
     finding = trace.only()
     assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
     assert finding.evidence[0].text == (
-        "phase generate: it sends heartbeats but has not answered a probe within 15 s, CPU and GPU idle"
+        "phase generate: it sends heartbeats but has not answered a probe within 15 s while its CPU and GPU are idle"
     )
 
 

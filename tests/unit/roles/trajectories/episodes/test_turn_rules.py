@@ -109,7 +109,7 @@ def test_complete_answer_may_still_end_earlier_but_not_later(store: Store) -> No
     number = turn(store, item, (2, 3), (5, 6, 1))
     refused = _end(store, number, 4)
     assert isinstance(refused, Denied)
-    assert "must be 1 to 3" in refused.why
+    assert "give 1 to 3" in refused.why
     assert isinstance(_end(store, number, 0), Denied)
     assert _end(store, number, 3) == Done()
     assert _end(store, number, 2) == Done()
