@@ -202,13 +202,18 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
     for node in hooked.lab.nodes:
         # the first check after a boot queries slurmctld whether the hooks have drained the node
         hooked.wait_for_checks(node)
-    hooked.forget_calls()
-    before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
-    deadline = time.monotonic() + TIMEOUT_S + 10 * checks
-    while sum(hooked.check_count(node) - before[node] for node in hooked.lab.nodes) < checks:
-        assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
-        time.sleep(0.5)
-    assert (hooked.calls(), hooked.requests()) == ([], {})
+    # slurmd starts checks that overlap if they take longer than the interval, so on a busy machine one of the first checks
+    # may still be running, and query slurmctld in the first of these periods
+    for _ in range(3):
+        hooked.forget_calls()
+        before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
+        deadline = time.monotonic() + TIMEOUT_S + 10 * checks
+        while sum(hooked.check_count(node) - before[node] for node in hooked.lab.nodes) < checks:
+            assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
+            time.sleep(0.5)
+        if (queries := (hooked.calls(), hooked.requests())) == ([], {}):
+            break
+    assert queries == ([], {})
     assert list(hooked.history.rglob("*")) == [], "a healthy node added to its history"
 
 
