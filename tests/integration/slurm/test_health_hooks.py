@@ -202,8 +202,8 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
     for node in hooked.lab.nodes:
         # the first check after a boot queries slurmctld whether the hooks have drained the node
         hooked.wait_for_checks(node)
-    # slurmd starts checks that overlap if they take longer than the interval, so on a busy machine one of the first checks
-    # may still be running, and query slurmctld in the first of these periods
+    # slurmd starts checks that overlap if they take longer than the interval. So on a busy machine one of the first
+    # checks may still be running, and may query slurmctld in the first of these periods.
     for _ in range(3):
         hooked.forget_calls()
         before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
