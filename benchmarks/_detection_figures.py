@@ -30,7 +30,7 @@ def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     own_roles = hang_roles(plays[OURS])
-    for name in ROBUSTRL:
+    for name in (each for each in ROBUSTRL if each in plays):
         pairs = delays_of_both(plays[OURS], plays[name])
         their_roles = hang_roles(plays[name])
         for role in sorted({*own_roles.values(), *their_roles.values()}):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from rrl.benchmarks import _provenance, detection
 from rrl.benchmarks._detection_runs import available_cores
@@ -108,6 +109,17 @@ def test_counts_are_given_for_each_suite(tmp_path: Path, capsys: pytest.CaptureF
         "faults": (1, 1, 0), "no_fault": (1, 0, 0), "all": (2, 1, 0),
     }  # fmt: skip
     assert suites["no_fault"][WARNS_OF_ALL]["unexplained_per_hour"] > suites["no_fault"][OURS]["unexplained_per_hour"]
+
+
+def test_baselines_are_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "crash.toml").write_text(CRASH)
+    main(tmp_path, seeds=1, jobs=1, baselines=False)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(result["suites"]["all"]) == [OURS]
+    assert (result["recall"], result["hangs"]) == (1.0, {})
+    with pytest.raises(typer.Exit):
+        main(tmp_path, seeds=1, jobs=1, baselines=False, curve=True)
+    assert capsys.readouterr().err == "--curve scales the limits of the baselines too; remove --no-baselines\n"
 
 
 def test_default_is_the_number_of_cores_that_the_process_may_use() -> None:
