@@ -1,10 +1,10 @@
 """Measures how well rrl's detectors and other methods detect failures, in scripted scenarios in virtual time.
 
-``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--no-baselines] [--only GLOB]
-[--jobs N] [--warnings] [--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. rrl uses its
-default limits. The baselines are one fixed timeout, RobustRL's rules, and a judge that warns about every replica.
-RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does not
-publish this time. ``--no-baselines`` plays rrl only, which takes a sixth of the time.
+``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--no-baselines] [--only GLOB] [--jobs N]
+[--warnings] [--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead.
+rrl uses its default limits. The baselines are one fixed timeout, RobustRL's rules, and a judge that warns about every
+replica. RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does
+not publish this time. ``--no-baselines`` plays rrl only, in a sixth of the time.
 
 Prints the delays of hangs by role beside RobustRL's. Then it prints for each suite (``faults``, ``no_fault``) how many
 failures each method found and missed, its false alarms, and its warnings per hour. The delays by role and cause follow,
