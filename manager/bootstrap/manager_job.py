@@ -155,14 +155,20 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
 async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
     """Queue the successor of this manager, which has begun its epoch, if none is pending.
 
-    Does nothing outside of a manager's job. Retries while Slurm does not answer.
+    Does nothing outside of a manager's job. Retries while Slurm does not answer. If this task is cancelled during a
+    submission, it ends only after the submission, so that the job is queued by then and can be cancelled.
     """
     if os.environ.get("SLURM_JOB_NAME") != manager_job_name(run.id):
         return
     while True:
         try:
             if not await is_queued(manager_job_name(run.id), "-t", "PENDING"):
-                await asyncio.to_thread(submit, run, spec, manage, SUCCESSOR_DELAY_S)
+                submission = asyncio.create_task(asyncio.to_thread(submit, run, spec, manage, SUCCESSOR_DELAY_S))
+                try:
+                    await asyncio.shield(submission)
+                except asyncio.CancelledError:
+                    await asyncio.wait([submission])
+                    raise
             return
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):

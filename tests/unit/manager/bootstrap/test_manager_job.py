@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +104,31 @@ def test_manager_queues_a_successor_unless_one_is_pending(
     ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: submissions.append(None), monkeypatch)
     assert len(submissions) == queued
     assert log.read_text() == f"squeue --me -h --name={RUN}.manager -o %A -t PENDING\n"
+
+
+def test_succession_that_is_cancelled_during_a_submission_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(tmp_path, monkeypatch, squeue="")
+    monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
+    submitting, accepted, queued = threading.Event(), threading.Event(), threading.Event()
+
+    def submit(run: RunDir, spec: RunSpec, manage: object, delay_s: int) -> None:
+        submitting.set()
+        assert accepted.wait(60.0)
+        queued.set()
+
+    async def end_of_the_run() -> None:
+        run, job = RunDir(tmp_path / RUN), run_spec(tmp_path)
+        succession = asyncio.create_task(manager_job.ensure_successor(run, job, lambda run: None))
+        await asyncio.to_thread(submitting.wait, 60.0)
+        succession.cancel()
+        asyncio.get_running_loop().call_later(0.1, accepted.set)
+        await asyncio.gather(succession, return_exceptions=True)
+        assert queued.is_set()
+
+    monkeypatch.setattr(manager_job, "submit", submit)
+    asyncio.run(end_of_the_run())
 
 
 @pytest.mark.parametrize("lost", ["squeue", "sbatch"])
