@@ -185,7 +185,7 @@ def test_standby_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path:
 @pytest.mark.slurm
 def test_slurm_standby_waits_beside_steps_with_the_whole_node_and_is_promoted(slurm_lab: SlurmLab) -> None:
     job = light_job("slurm", 60, spares=0)
-    whole = 'cpus = 2\nmem = "1GiB"\nexclusive = true'
+    whole = 'cpus = 2\nmem = "1GiB"'
     job = job.replace('light_trainer.py"]\nmem = "256MiB"', f'light_trainer.py"]\n{whole}')
     run = submit_on(slurm_lab, "standby", job)
     standby_process = wait_for_standby(run)
