@@ -14,7 +14,7 @@ from rrl.core.launch import ExitReason, read_exit
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import StopStep
+from rrl.manager.model.actions import Shrink, StopStep
 from rrl.manager.storage.lease import holder
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.runs import (
@@ -73,7 +73,8 @@ def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> s
     """Return which component ended the incarnation on the node that came back, or "" if none did.
 
     The first process of the incarnation's step records how it ended. The record is missing if Slurm killed the whole
-    step, on the manager's request or because it had set the node down.
+    step: on the manager's request, because it had set the node down, or because the manager had removed the node from
+    the allocation (Shrink), so that slurmd ends the job there once the node is back.
     """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
@@ -82,6 +83,8 @@ def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> s
                 case ev.NodeChanged(node=changed, status=status) if (changed, status.state) == (node, NodeState.DOWN):
                     return "Slurm"
                 case ev.Intended(action=StopStep(step=stopped)) if stopped == step:
+                    return "Slurm"
+                case ev.Intended(action=Shrink(nodes=removed)) if node in removed:
                     return "Slurm"
         time.sleep(0.5)
     if record is None:
