@@ -436,6 +436,7 @@ class Actor:
                 if self.role == "trainer" and rank_of(self.incarnation.replica) == 0:
                     self.site.spawn(self._train())
         elif isinstance(message, msg.Welcome):
+            self._confirm_evaluations(message.peers)
             if self.role == "trainer" and rank_of(self.incarnation.replica) == 0:
                 loop = asyncio.get_running_loop()
                 for step in range(
@@ -443,7 +444,7 @@ class Actor:
                 ):  # the event loop does not keep the order of callbacks with equal times
                     loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
         elif isinstance(message, msg.Peers):
-            self.site.evaluations_confirmed = max(self.site.evaluations_confirmed, message.evaluated)
+            self._confirm_evaluations(message)
         elif isinstance(message, msg.Fenced):
             if message.incarnation == self.incarnation:  # agents receive the fences of other incarnations, too
                 self._end(ExitReason.NOT_ADMITTED)
@@ -470,6 +471,9 @@ class Actor:
             await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.incarnation.replica))))
             self._send(msg.Goodbye(self.incarnation))
             self._end(ExitReason.EXITED)
+
+    def _confirm_evaluations(self, peers: msg.Peers) -> None:
+        self.site.evaluations_confirmed = max(self.site.evaluations_confirmed, peers.evaluated)
 
     def _report_evaluation(self) -> None:
         """Report the first unconfirmed evaluation once its step is committed, as the store does."""
