@@ -69,7 +69,7 @@ class FolderTokenizer:
 
     @property
     def eos(self) -> int:
-        """Id of the end of sequence."""
+        """Id of the token that ends a sequence."""
         return self._eos
 
     @property

@@ -26,9 +26,9 @@ SOON = 60.0
 """Time limit in seconds, which only a broken build reaches."""
 FRAMES = 400
 HALF_OPEN = 200
-MAX_ROUNDS = 8
-"""Maximum number of rounds of an attack. The first rounds fill the memory pools of libraries, on a busy machine in more
-rounds than on an idle one. With a leak the memory grows in each round.
+MIN_ROUNDS, MAX_ROUNDS = 3, 8
+"""Number of rounds of an attack. The first rounds fill the memory pools of libraries, and on a busy machine more rounds
+do so than on an idle one. With a leak the memory grows in each round.
 """
 GROWTH = 3 * 2**20
 """Bytes by which an attack may increase the memory permanently."""
@@ -141,7 +141,7 @@ def attack(victim: Victim, seed: int) -> None:
 
 def test_attacks_have_no_lasting_effect_and_agents_are_served_during_them(victim: Victim) -> None:
     growths: list[int] = []
-    while len(growths) < 2 or (growths[-1] > GROWTH and len(growths) < MAX_ROUNDS):
+    while len(growths) < MIN_ROUNDS or (growths[-1] > GROWTH and len(growths) < MAX_ROUNDS):
         before, seed = victim.footprint, len(growths)
         with ExitStack() as silent:
             for _ in range(HALF_OPEN):

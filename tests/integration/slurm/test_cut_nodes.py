@@ -42,9 +42,12 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     assert manager is not None
     victim = next(rollout for rollout in ROLLOUTS if before[rollout][2] != manager.host)
     incarnation, pid, node = before[victim]
-    step = run.state().replica(victim).step
+    replica = run.state().replica(victim)
+    step, first_process = replica.step, replica.admitted_process
+    assert pid is not None
     assert node is not None
     assert step is not None
+    assert first_process is not None
     isolated_lab.delay(node, 100)
     begun = run.state().step
     delayed = current_incarnations(run.wait(lambda state: state.step > begun + 5))
@@ -53,11 +56,12 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     try:
         after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
         assert after[victim][2] != node
-        assert Path(f"/proc/{pid}").exists(), "the process ended while its node was cut off"
+        assert _runs(pid), "the process ended while its node was cut off"
     finally:
         isolated_lab.heal(node)
-    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{incarnation} keeps running")
-    assert _ended_by(run, incarnation, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
+    isolated_lab.wait_for(lambda: not _runs(pid), f"{incarnation} keeps running")
+    ended_by = _ended_by(run, incarnation, node, step, first_process.pid)
+    assert ended_by, (read_exit(run.run.exit_file(step)), run.events()[-100:])
     healed_at = run.state().step
     run.wait(lambda state: state.step > healed_at + 3)
     kept, now = without_replicas(after, current_incarnations(run.state()), [ReplicaId(f"agent/{node}")])
@@ -69,12 +73,13 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     check_sound(run.run)
 
 
-def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
+def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str, first_process: int) -> str:
     """Return which component ended the incarnation on the node that came back, or "" if none did.
 
     The first process of the incarnation's step records how it ended. The record is missing if Slurm killed the whole
     step: on the manager's request, because it had set the node down, or because the manager had removed the node from
-    the allocation (Shrink), so that slurmd ends the job there once the node is back.
+    the allocation (Shrink), so that slurmd ends the job there once the node is back. In the last case the first process
+    (its pid is ``first_process``) must be gone.
     """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
@@ -84,7 +89,7 @@ def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> s
                     return "Slurm"
                 case ev.Intended(action=StopStep(step=stopped)) if stopped == step:
                     return "Slurm"
-                case ev.Intended(action=Shrink(nodes=removed)) if node in removed:
+                case ev.Intended(action=Shrink(nodes=removed)) if node in removed and not _runs(first_process):
                     return "Slurm"
         time.sleep(0.5)
     if record is None:
@@ -93,3 +98,7 @@ def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> s
         return "the manager"  # itself, or through Slurm
     logs = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
     return "the store" if f"{incarnation} was succeeded" in logs else ""
+
+
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

@@ -86,6 +86,17 @@ class HookedLab:
             assert time.monotonic() < deadline, f"no health check on {node}; see {self.lab.dir}/log"
             time.sleep(0.1)
 
+    def wait_for_running_checks(self) -> None:
+        """Wait until all checks that run now have ended. Checks overlap if they take longer than their interval."""
+        state = str(self.dir / "state")
+
+        def running() -> set[int]:
+            processes = self.lab.processes().values()
+            return {each.pid for each in processes if each.environ.get("RRL_HEALTH_STATE") == state}
+
+        now = running()
+        self.lab.wait_for(lambda: now.isdisjoint(running()), f"checks keep running: {now}")
+
     def forget_checks(self) -> None:
         """Remove the records of checks on the nodes, as a boot does."""
         shutil.rmtree(self.dir / "state", ignore_errors=True)
@@ -202,18 +213,14 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
     for node in hooked.lab.nodes:
         # the first check after a boot queries slurmctld whether the hooks have drained the node
         hooked.wait_for_checks(node)
-    # slurmd starts checks that overlap if they take longer than the interval. So on a busy machine one of the first
-    # checks may still be running, and may query slurmctld in the first of these periods.
-    for _ in range(3):
-        hooked.forget_calls()
-        before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
-        deadline = time.monotonic() + TIMEOUT_S + 10 * checks
-        while sum(hooked.check_count(node) - before[node] for node in hooked.lab.nodes) < checks:
-            assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
-            time.sleep(0.5)
-        if (queries := (hooked.calls(), hooked.requests())) == ([], {}):
-            break
-    assert queries == ([], {})
+    hooked.wait_for_running_checks()
+    hooked.forget_calls()
+    before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
+    deadline = time.monotonic() + TIMEOUT_S + 10 * checks
+    while sum(hooked.check_count(node) - before[node] for node in hooked.lab.nodes) < checks:
+        assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
+        time.sleep(0.5)
+    assert (hooked.calls(), hooked.requests()) == ([], {})
     assert list(hooked.history.rglob("*")) == [], "a healthy node added to its history"
 
 
