@@ -117,7 +117,7 @@ class VocabularyTokenizer:
 
     @property
     def eos(self) -> int:
-        """Id of the end of sequence."""
+        """Id of the token that ends a sequence."""
         return EOS
 
     @property
