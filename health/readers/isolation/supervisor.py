@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from types import FrameType
 from typing import Literal, NoReturn
 
 import msgspec
@@ -100,17 +101,20 @@ class _Supervisor:
         self._by_pidfd: dict[int, _Child] = {}
         """Readers by the pidfd of their process."""
         self._closing = False
+        self._sigterm_received = False
         client.setblocking(False)
 
     def run(self) -> None:
         """Run until the client ends or SIGTERM arrives, and all processes have ended."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
-        signal.signal(signal.SIGTERM, lambda number, at: self._close())
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         set_parent_death_signal(self._config.parent, signal.SIGTERM)
         self._poll.register(woken, select.POLLIN)
         while True:
+            if self._sigterm_received:
+                self._close()
             now = time.monotonic()
             for child in self._children:
                 self._service(child, now)
@@ -128,6 +132,14 @@ class _Supervisor:
                     self._receive(readable_child)
                 elif (ended_child := self._by_pidfd.get(fd)) is not None:
                     self._reap(ended_child)
+
+    def _on_sigterm(self, number: int, at: FrameType | None) -> None:
+        """Note the signal for the loop, which the wakeup descriptor wakes.
+
+        Closing here could miss a reader whose process is just being started: it would never end, and neither would the
+        supervisor.
+        """
+        self._sigterm_received = True
 
     def _wakes_at(self, child: _Child) -> float:
         return child.wakes_at(not self._out, self._config.hung_timeout_s)

@@ -9,6 +9,7 @@ import itertools
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,11 +17,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import msgspec
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.processes import descendants, read_process, with_marks
 from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.isolation import framing
 from rrl.health.readers.isolation.client import ReaderClient, read_all
 from rrl.health.readers.samples import HostData, Reading
 from rrl.tests.support.health import readers
@@ -270,6 +273,7 @@ async def test_reader_processes_carry_the_launch_mark_and_no_step_mark(tmp_path:
 _AGENT = """
 import asyncio, sys
 from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.isolation import framing
 from rrl.health.readers.isolation.client import ReaderClient
 async def main():
     client = ReaderClient(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
@@ -310,6 +314,31 @@ def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> Non
         until(lambda: read_process(reader) is None)
         agent.kill()
     assert noted(tmp_path, "good-closed") == [reader]
+
+
+_SIGNALLED_AT_A_FORK = """
+import os, signal
+from rrl.health.readers.isolation import supervisor
+fork = os.fork
+def fork_and_signal():
+    pid = fork()
+    if pid:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+os.fork = fork_and_signal
+supervisor.main()
+"""
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_supervisor_that_is_signalled_while_it_starts_a_reader_ends(tmp_path: Path, once: bool) -> None:
+    name, _, class_path = place(readers.Good).partition("=")
+    config = framing.ReaderConfig({name: class_path}, ReaderOptions(proc=str(tmp_path)), os.getpid(), once=once)
+    client, supervisor_end = socket.socketpair()
+    argv = [sys.executable, "-c", _SIGNALLED_AT_A_FORK, msgspec.json.encode(config).decode()]
+    with client, supervisor_end:
+        ended = subprocess.run(argv, stdin=supervisor_end.fileno(), timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0
 
 
 def test_read_all_returns_one_reading_of_each_reader_without_an_event_loop(tmp_path: Path) -> None:
