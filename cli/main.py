@@ -6,9 +6,11 @@ check`` describe the node (:mod:`rrl.cli.health.check`).
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..core.text import escaped_lines
 
@@ -64,9 +66,17 @@ def _run(arguments: list[str]) -> int:
         from .run.status import status
 
         return status(arguments[1] if arguments[1:] else None, json=False)
+    return int(_command_group()(arguments, prog_name="rrl", standalone_mode=False) or 0)
+
+
+@functools.cache
+def _command_group() -> Callable[..., Any]:
+    """Return the commands, ready to parse arguments. They are built once in a process; that takes 40 ms."""
+    from typer.main import get_command
+
     from .commands import app
 
-    return int(app(arguments, prog_name="rrl", standalone_mode=False) or 0)
+    return get_command(app)
 
 
 def _exit_code(arguments: Sequence[str], code: int) -> int:
