@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..core import units
 from ..core.faults import Fault, FaultKind, FaultProblem, FaultTrigger, parse_trigger, resolve_target
 from ..core.run_dir import RunDir
 from ..core.run_spec import RunSpec
@@ -44,7 +45,7 @@ def fault_of(
     if kind not in set(FaultKind):
         raise UsageError(f'there is no fault "{kind}"; the faults are {", ".join(FaultKind)}')
     moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
-    lasts = 0.0 if seconds is None else _parse_flag(_seconds, seconds, "--for")
+    lasts = 0.0 if seconds is None else _parse_flag(units.seconds, seconds, "--for")
     replicas = {role.name: role.replicas for role in job.roles}
     draw = random.Random(seed)
     chosen_target = target if "/" in target else resolve_target(target, FaultKind(kind), replicas, draw) or target
@@ -70,9 +71,3 @@ def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
         return parse(text)
     except ValueError as error:
         raise UsageError(f"{flag}: {error}") from None
-
-
-def _seconds(text: str) -> float:
-    from ..core.units import seconds  # imported here, since pydantic takes long to import
-
-    return seconds(text)

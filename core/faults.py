@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from . import units
 from .types import AGENT, STANDBY_ROLE
 
 if TYPE_CHECKING:
@@ -149,9 +150,7 @@ def parse_trigger(text: str) -> FaultTrigger:
     if key == "phase":
         return FaultTrigger(phase=value)
     if key == "time":
-        from .units import seconds  # imported here because it imports pydantic, which rrl status must not wait for
-
-        return FaultTrigger(time=seconds(value))
+        return FaultTrigger(time=units.seconds(value))
     if not re.fullmatch(r"[0-9]{1,9}", value):
         raise ValueError(f'{text!r}: a step is a whole number, as in "step=5"')
     return FaultTrigger(step=int(value))

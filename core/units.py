@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
-
-from pydantic import BeforeValidator
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -64,18 +61,6 @@ def slurm_mem(nbytes: int) -> str:
     return f"{-(-nbytes // 2**20)}M"
 
 
-def _duration(value: object) -> object:
-    if isinstance(value, str):
-        return seconds(value)
-    raise ValueError(f'a duration needs a unit; write for example "{value}s"')
-
-
-def _size(value: object) -> object:
-    if isinstance(value, str):
-        return size(value)
-    raise ValueError(f'a size needs a unit; write for example "{value}MiB"')
-
-
 def duration_text(duration: float) -> str:
     """Return seconds in the form of job.toml, in the largest unit that divides them."""
     for unit, length in reversed(_SECONDS.items()):
@@ -90,11 +75,3 @@ def size_text(nbytes: int) -> str:
         if nbytes and nbytes % _BYTES[unit] == 0:
             return f"{nbytes // _BYTES[unit]}{unit}"
     return f"{nbytes}B"
-
-
-DURATION = BeforeValidator(_duration)
-SIZE = BeforeValidator(_size)
-Duration = Annotated[float, DURATION]
-"""A duration: seconds in Python, a string with a unit in TOML."""
-Size = Annotated[int, SIZE]
-"""A size: bytes in Python, a string with a unit in TOML."""

@@ -19,11 +19,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rrl.config.job.base import DURATION, SIZE
 from rrl.config.job.json_schema import description_of
 from rrl.config.job.render import field_text
 from rrl.config.job.schema import Job, PhaseTable
 from rrl.core.phases import PHASES, WAIT_EXTERNAL, Phase
-from rrl.core.units import DURATION, SIZE, duration_text
+from rrl.core.units import duration_text
 
 PAGE = Path(__file__).parent / "job.md"
 _INTRODUCTION = """\

@@ -9,16 +9,20 @@ small job, such as the manager's own, may share a larger node. A user who wants 
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jinja2
 from ClusterShell.NodeSet import NodeSet
 
 from ..core.types import Resources
 from ..core.units import slurm_mem, slurm_time
+
+if TYPE_CHECKING:
+    import jinja2
 
 RESERVED_OPTIONS = frozenset({
     "job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "no-kill", "requeue",
@@ -89,7 +93,7 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]
     lines = [[*components[0], *own_options], *([*component, "--no-requeue"] for component in components[1:])]
-    return _TEMPLATES.get_template("allocation.sbatch.j2").render(
+    return _templates().get_template("allocation.sbatch.j2").render(
         components=lines, comment=_MANAGER_COMMENT if command else _HOLD_COMMENT,
         command=shlex.join(command) if command else "sleep infinity",
     )  # fmt: skip
@@ -107,8 +111,13 @@ def _quoted(option: str) -> str:
     return f'{name}{equals}"{escaped}"'
 
 
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
-    lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
-)  # fmt: skip
-_TEMPLATES.filters["quoted"] = _quoted
+@functools.cache
+def _templates() -> jinja2.Environment:
+    import jinja2  # takes 60 ms, which a local run need not wait for
+
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    templates.filters["quoted"] = _quoted
+    return templates

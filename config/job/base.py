@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ...core.units import DURATION, Duration
+from ...core.units import seconds, size
 
 
 class Table(BaseModel):
@@ -54,6 +54,24 @@ def sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
     return options
 
 
+def _duration(value: object) -> object:
+    if isinstance(value, str):
+        return seconds(value)
+    raise ValueError(f'a duration needs a unit; write for example "{value}s"')
+
+
+def _size(value: object) -> object:
+    if isinstance(value, str):
+        return size(value)
+    raise ValueError(f'a size needs a unit; write for example "{value}MiB"')
+
+
+DURATION = BeforeValidator(_duration)
+SIZE = BeforeValidator(_size)
+Duration = Annotated[float, DURATION]
+"""A duration: seconds in Python, a string with a unit in TOML."""
+Size = Annotated[int, SIZE]
+"""A size: bytes in Python, a string with a unit in TOML."""
 Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings. It is not strict, because strict validation of a tuple would reject TOML's lists."""
 Time = Annotated[Duration, Field(gt=0)]

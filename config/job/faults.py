@@ -20,8 +20,7 @@ from ...core.faults import (
     resolve_target,
     validate_fault,
 )
-from ...core.units import Duration
-from .base import Table, Time, mistake
+from .base import Duration, Table, Time, mistake
 from .roles import CommandRole
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ...core import run_spec
-from ...core.units import DURATION, DURATION_PATTERN, SIZE, SIZE_PATTERN, duration_text, size_text
+from ...core.units import DURATION_PATTERN, SIZE_PATTERN, duration_text, size_text
+from .base import DURATION, SIZE
 from .schema import HealthTable, Job, LimitsTable, RecoveryTable
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ...core.units import DURATION, SIZE, duration_text, size_text
+from ...core.units import duration_text, size_text
 from ..model_folder import SHAPE_KEYS
+from .base import DURATION, SIZE
 from .resolve import min_replicas_of
 from .roles import POOL
 from .schema import Job

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...core import run_spec
-from ...core.units import Size
-from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, environment, mistake
+from .base import Count, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment, mistake
 
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()

@@ -19,9 +19,8 @@ from ...core.faults import MANAGER
 from ...core.phases import PHASES
 from ...core.run_spec import TrackerName, WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
-from ...core.units import Duration, Size
 from ..prompt_file import SUFFIXES
-from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
+from .base import Duration, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ...core.run_spec import NotificationKind
 from ...core.types import DEFAULT_LOG_LEVEL, LogLevel
-from ...core.units import Size
-from .base import OptionalTime, SbatchOptions, Strings, Table, Time
+from .base import OptionalTime, SbatchOptions, Size, Strings, Table, Time
 
 NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 MASK = "..."

@@ -19,12 +19,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from ...config.job.load import resolved
-from ...config.job.schema import Job
 from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
@@ -45,6 +43,9 @@ from ..tracking.tracker_supervisor import TrackerSupervisor
 from . import manager_job
 from .pool_supervisor import run_ended
 from .start_failure import HOST_FILE
+
+if TYPE_CHECKING:
+    from ...config.job.schema import Job
 
 _log = logging.getLogger("rrl.manager")
 
@@ -94,6 +95,8 @@ def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Pa
 def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:
     """Write the job file, its resolved form, the run spec that manager and roles read, and the passed environment."""
     write_atomically(run.job_toml, text)
+    from ...config.job.load import resolved  # a manager needs no pydantic
+
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
     write_atomically(run.run_spec, msgspec.json.encode(spec))
