@@ -37,6 +37,7 @@ from rrl.tests.support.job_toml import JOB
 
 BEGAN = 1_800_000_000.0
 REPLICAS = ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1")
+NO_REASON = Why(())
 NODES = dict(zip(REPLICAS, ("n1", "n1", "n2", "n3", "n4"), strict=True))
 
 
@@ -93,11 +94,11 @@ class Story:
             self.record(ev.AgentJoined(self.incarnation(f"agent/{name}"), name, name, 99))
         return self
 
-    def launches(self, replica: str, node: str | None = None) -> Story:
+    def launches(self, replica: str, node: str | None = None, why: Why = NO_REASON) -> Story:
         self.incarnations[replica] = self.incarnations.get(replica, 0) + 1
         incarnation, where = self.incarnation(replica), NodeName(node or NODES[replica])
         step = f"{self.run}.{replica.replace('/', '-')}.{incarnation.number}"
-        return self.record(ev.Intended(Launch(incarnation, step, f"{self.run}.pool", where, Why(()))))
+        return self.record(ev.Intended(Launch(incarnation, step, f"{self.run}.pool", where, why)))
 
     def joins(self, replica: str, phase: str, waits_for: str | None = None) -> Story:
         held = self.recorded().replica(ReplicaId(replica))
