@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 
 from msgspec import Struct
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from ...core.text import span
@@ -95,13 +96,27 @@ class _Block:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._head
+        columns, grey = max(MIN_TEXT_COLUMNS, options.max_width - LABEL_COLUMNS), console.get_style("bright_black")
+        fits = columns + LABEL_COLUMNS <= options.max_width
         for label, text in self._rows:
-            lines = text.wrap(console, max(MIN_TEXT_COLUMNS, options.max_width - LABEL_COLUMNS))
-            for number, line in enumerate(lines):
-                line.rstrip()
+            for number, line in enumerate(_lines(text, console, columns)):
                 indent = f"   {'' if number else label}".ljust(LABEL_COLUMNS)
-                yield Text.assemble((indent, "bright_black"), line)
+                if fits:
+                    yield Segment(indent, grey)
+                    yield from line.render(console, end="\n")
+                else:  # wraps again
+                    yield Text.assemble((indent, "bright_black"), line)
         yield ""
+
+
+def _lines(text: Text, console: Console, columns: int) -> Iterable[Text]:
+    """Return the lines of a text that is at most ``columns`` wide; most texts fit without being taken apart."""
+    if text.plain.isprintable() and text.cell_len <= columns:
+        return (text,)
+    lines = text.wrap(console, columns)
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def _lower_texts(why: Why) -> Iterator[str]:

@@ -231,8 +231,9 @@ def test_join_after_the_deadline_is_late() -> None:
     story.launches("rollout/0").wait(5).joins("rollout/0", "generate")
     (fence,) = [one for one in explain(story.stamped) if isinstance(one.action, Fence)]
     assert (fence.result.arrival, fence.result.text) == (Arrival.CAME, "rollout/0#2 joined on n3")
-    text = drawn(explanation_view([fence], grouped=False), 100)
-    assert "came after 5.00s, rollout/0#2 joined on n3 (too late)" in " ".join(text.split())
+    for columns in (100, 50, 20):  # nothing is cut off, even on a terminal that is narrower than a label and a text
+        text = drawn(explanation_view([fence], grouped=False), columns)
+        assert "came after 5.00s, rollout/0#2 joined on n3 (too late)" in " ".join(text.split())
 
 
 def test_refused_request_and_refused_launch_show_the_answer_of_the_cluster() -> None:
