@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,23 @@ def raw_samples(name: str, samples: Any, path: Path | None = None) -> Path:
         path = RESULTS / f"{name}-{origin['commit'] or 'no-commit'}-{now}.json"
     path.write_text(json.dumps({"benchmark": name, **origin, "samples": samples}) + "\n")
     return path
+
+
+def last_line(
+    name: str,
+    figures: Mapping[str, float],
+    samples: Mapping[str, Sequence[float]],
+    further: Mapping[str, Any] | None = None,
+) -> str:
+    """Keep the samples of a benchmark in a file, and return the line with its figures, their ranges and the provenance.
+
+    Args:
+        samples: The samples of each figure that has several.
+        further: Other samples to keep, as JSON values.
+    """
+    raw = raw_samples(name, {**samples, **(further or {})})
+    ranges = {figure: spread(values)["range"] for figure, values in samples.items()}
+    return json.dumps({**figures, "ranges": ranges, **provenance(), "raw": str(raw)})
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

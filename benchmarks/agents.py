@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +47,7 @@ from rrl.benchmarks import _agents_deaths, _agents_learning, _agents_overhead
 from rrl.benchmarks._agents_deaths import Deaths
 from rrl.benchmarks._agents_learning import Learned
 from rrl.benchmarks._agents_overhead import AT_ONCE, DIRECT, RRL, Overhead
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.supervisor import temporary_runs_folder
@@ -177,7 +177,7 @@ def main() -> None:
     results = measure(parts, given.seed or range(SEEDS), given.steps, given.rounds, given.times)
     of = figures(results)
     _print_bars(of)
-    print(json.dumps({**of, "samples": msgspec.to_builtins(results), "cores": os.cpu_count()}))
+    print(json.dumps({**of, "samples": msgspec.to_builtins(results), **provenance()}))
 
 
 if __name__ == "__main__":

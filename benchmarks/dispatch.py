@@ -56,6 +56,7 @@ from rrl.benchmarks._dispatch_figures import LEARNED, MAX_OVER_FIFO, MIN_SHARE, 
 from rrl.benchmarks._dispatch_policies import FirstCome, FixedLists, Product, clairvoyant, two_pools
 from rrl.benchmarks._dispatch_traces import LIMIT, Prompt, permuted, recorded, synthetic
 from rrl.benchmarks._dispatch_world import Policy, World
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.roles.trajectories.dispatch.engine_load import CurveTable, EngineLoad
@@ -247,7 +248,7 @@ def main() -> None:
     given = options.parse_args()
     check_requirements("dispatch")
     if given.only_real:
-        print(json.dumps(real(given.real_seeds)))
+        print(json.dumps(real(given.real_seeds) | provenance()))
         return
     texts = recorded()
     sources = [Source("synthetic", synthetic(2 * LEARNED_GROUPS, 1)), Source("recorded", texts)]
@@ -265,7 +266,7 @@ def main() -> None:
     _print_bars(found)
     print(json.dumps({
         **found, **real(given.real_seeds), "samples": [_sample(trace) for trace in traces],
-        "decisions_us": [round(each, 1) for each in taken],
+        "decisions_us": [round(each, 1) for each in taken], **provenance(),
     }))  # fmt: skip
 
 

@@ -5,22 +5,24 @@ writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sen
 and 60 lines after its first drawing, for real runs on the local cluster. ``live_idle_Bps`` is measured while five
 processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while a run with five replicas commits steps (bar: 5
 kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for the
-screen of a run with 64 replicas and for the table of 20 runs. Prints one JSON object as its last line.
+screen of a run with 64 replicas and for the table of 20 runs. The last line is one JSON object
+(benchmarks/_provenance.py); the range of a rate of bytes is the one over tenths of the measurement.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rrl.benchmarks._long_run import LONG_RUN, write_long_run
+from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks._top_cost import top_cost
@@ -35,10 +37,16 @@ ROUNDS = 10
 COLUMNS, ROWS = 200, 60
 LIVE_S = 60.0
 """Seconds over which the bytes of the live view are counted."""
+TENTHS = 10
 REPLICAS = 5
 STEPS = 100_000
 """Steps of the job: more than the run commits during the measurement."""
 BARS = {"status_s": 0.2, "live_idle_Bps": 2000.0, "live_busy_Bps": 5000.0, "explain_s": 1.0}
+FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "status_s": statistics.median, "live_idle_Bps": statistics.fmean, "live_busy_Bps": statistics.fmean,
+    "explain_s": statistics.median, "top_64_replicas_cpu": statistics.fmean, "top_20_runs_cpu": statistics.fmean,
+}  # fmt: skip
+"""The figures of the last line, each with how it is computed from its samples."""
 RESTING_JOB = f"""
 [run]
 name = "resting"
@@ -59,14 +67,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=LIVE_S, help="Seconds of the measurement of each live view.")
     seconds = parser.parse_args().seconds
     check_requirements("looks")
-    figures = time_commands()
-    figures["live_idle_Bps"], _ = measure_live(RESTING_JOB, seconds)
+    samples = time_commands()
+    samples["live_idle_Bps"], _ = measure_live(RESTING_JOB, seconds)
     # trajectories, reward, trainer and two rollouts
-    figures["live_busy_Bps"], steps = measure_live(light_job("local", STEPS), seconds)
-    shares = {
-        "top_64_replicas_cpu": top_cost(64, 1, opened=True),
-        "top_20_runs_cpu": top_cost(REPLICAS, 20, opened=False),
-    }
+    samples["live_busy_Bps"], steps = measure_live(light_job("local", STEPS), seconds)
+    samples["top_64_replicas_cpu"] = [top_cost(64, 1, opened=True)]
+    samples["top_20_runs_cpu"] = [top_cost(REPLICAS, 20, opened=False)]
+    figures = {name: round(average(samples[name]), 4) for name, average in FIGURES.items()}
     rows = [
         (name, f"{figures[name]:.3f}" if name.endswith("_s") else f"{figures[name]:.0f}",
          f"{'under' if figures[name] < bar else 'OVER'} {bar:g}")
@@ -74,13 +81,13 @@ def main() -> None:
     ]  # fmt: skip
     print_table(("figure", "measured", "bar"), rows)
     print(f"{steps / seconds:.1f} steps per second passed while live_busy_Bps was measured")
-    for name, share in shares.items():
-        print(f"{name}: {100 * share:.1f} % of a core")
-    print(json.dumps({name: round(value, 4) for name, value in (figures | shares).items()}))
+    for name in ("top_64_replicas_cpu", "top_20_runs_cpu"):
+        print(f"{name}: {100 * figures[name]:.1f} % of a core")
+    print(last_line("looks", figures, samples))
 
 
-def time_commands() -> dict[str, float]:
-    """Return the median seconds of the commands, which take turns, for a run of 10,000 steps."""
+def time_commands() -> dict[str, list[float]]:
+    """Return the seconds of each call of the commands, which take turns, for a run of 10,000 steps."""
     taken: dict[str, list[float]] = {"status_s": [], "explain_s": []}
     with tempfile.TemporaryDirectory() as root:
         write_long_run(Path(root))
@@ -91,11 +98,11 @@ def time_commands() -> dict[str, float]:
                 argv = [RRL, name.removesuffix("_s"), LONG_RUN]
                 subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=True)
                 times.append(time.perf_counter() - began)
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return taken
 
 
-def measure_live(toml: str, seconds: float) -> tuple[float, int]:
-    """Return the bytes per second of the live view of a run of this job, and the number of steps in that time."""
+def measure_live(toml: str, seconds: float) -> tuple[list[float], int]:
+    """Return the bytes per second of the live view of a run of this job, by tenth, and the steps that passed."""
     with temporary_runs_folder() as folder:
         run = submit_here(Path(folder), toml)
         try:
@@ -106,13 +113,15 @@ def measure_live(toml: str, seconds: float) -> tuple[float, int]:
                 [RRL, "status", run.run.id, "--live"], {"RRL_RUNS_DIR": str(run.run.path.parent)}, COLUMNS, ROWS
             ) as terminal:
                 eventually(lambda: "q stops watching" in "".join(terminal.lines))
-                steps, before, began = run.state().step, terminal.sent, time.monotonic()
-                time.sleep(seconds)
-                sent, took = terminal.sent - before, time.monotonic() - began
+                steps, rates = run.state().step, []
+                for _ in range(TENTHS):
+                    before, began = terminal.sent, time.monotonic()
+                    time.sleep(seconds / TENTHS)
+                    rates.append((terminal.sent - before) / (time.monotonic() - began))
                 passed = run.state().step - steps
-                if sent == 0:
+                if not any(rates):
                     sys.exit("rrl status --live sent nothing: it does not follow the run")
-                return sent / took, passed
+                return rates, passed
         finally:
             cancel(run)
 

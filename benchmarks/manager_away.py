@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
@@ -239,7 +240,7 @@ def main() -> None:
                     results.append(measure(site, cluster, arm, seed))
                     print_result(results[-1])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {STEPS} steps, staleness {STALENESS}")
-    print(json.dumps(headline(results) | {"runs": msgspec.to_builtins(results)}))
+    print(json.dumps(headline(results) | {"runs": msgspec.to_builtins(results), **provenance()}))
 
 
 def print_result(result: Result) -> None:

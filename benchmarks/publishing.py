@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks.checkpoint import fixed_batches, learner_of_100_million
@@ -115,7 +116,7 @@ class BenchmarkArm:
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     check_requirements("publishing")
-    print(json.dumps(measure()))
+    print(json.dumps(measure() | provenance()))
 
 
 def measure() -> dict[str, Any]:

@@ -4,14 +4,13 @@ The program writes the journal of such a run: a trainer, a store, a reward role 
 Every step has three phases and a commit of the trainer with 24 metrics, and a weight version and a phase of each
 rollout. A real run with long steps has about as many records. The clocks of all processes are recorded with every step,
 too. A rollout fails in every hundredth step, and the trainer in every five hundredth. ``table_s``, ``page_s`` and
-``json_s`` are medians of whole processes (bar: 5 s), ``page_MB`` is the size of the HTML file (bar: 3 MB). Prints one
-JSON object as its last line.
+``json_s`` are medians of whole processes (bar: 5 s), ``page_MB`` is the size of the HTML file (bar: 3 MB). The last
+line is one JSON object (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from rrl.benchmarks._long_run import METRICS
+from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.launch import ExitReason
@@ -72,18 +72,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = options.keep or Path(folder)
         records = write_run(root, options.steps)
-        figures = measure(root)
+        samples = measure(root)
+    figures = {name: round(statistics.median(values), 3) for name, values in samples.items()}
     rows = [
         (name, f"{figures[name]:.2f}", f"{'under' if figures[name] < bar else 'OVER'} {bar:g}")
         for name, bar in BARS.items()
     ]
     print_table(("figure", "measured", "bar"), rows)
     print(f"{records} records; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+    print(last_line("report", figures, samples))
 
 
-def measure(root: Path) -> dict[str, float]:
-    """Return the median seconds of the commands, which take turns, and the size of the page (MB)."""
+def measure(root: Path) -> dict[str, list[float]]:
+    """Return the seconds of each call of the commands, which take turns, and the size of the page (MB)."""
     html = root / "report.html"
     argv = {"table_s": [], "page_s": ["--html", str(html)], "json_s": ["--json"]}
     taken: dict[str, list[float]] = {name: [] for name in argv}
@@ -93,8 +94,7 @@ def measure(root: Path) -> dict[str, float]:
             began = time.perf_counter()
             subprocess.run([RRL, "report", RUN, *options], env=environment, stdout=subprocess.DEVNULL, check=True)
             taken[name].append(time.perf_counter() - began)
-    figures = {name: statistics.median(times) for name, times in taken.items()}
-    return {**figures, "page_MB": html.stat().st_size / 1e6}
+    return {**taken, "page_MB": [html.stat().st_size / 1e6]}
 
 
 def write_run(root: Path, steps: int) -> int:

@@ -34,6 +34,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
@@ -224,7 +225,7 @@ def main() -> None:
         "rest_pss_mb": round(statistics.median(rest.pss_mb for rest in rests)),
         "rest_private_mb": round(statistics.median(rest.private_mb for rest in rests)),
     }
-    print(json.dumps(result))
+    print(json.dumps(result | provenance()))
 
 
 if __name__ == "__main__":

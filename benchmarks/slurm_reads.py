@@ -6,25 +6,24 @@ Slurm (docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and `
 poll in this process and its children. ``commands_ms`` and ``pyslurm_ms`` are median latencies.
 ``commands_slurmctld_ms`` and ``pyslurm_slurmctld_ms`` are the CPU time of slurmctld for a poll. ``loop_gap_s`` is the
 longest time for which the event loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s).
-``--raw`` names a file for the samples of all blocks. Prints one JSON object as its last line.
+The last line is one JSON object (benchmarks/_provenance.py), with ranges over the blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from rrl.benchmarks._load import cpu_seconds
+from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import NodeName
@@ -62,7 +61,6 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="Number of blocks of polls by each reader.")
     parser.add_argument("--foreign-jobs", type=int, default=0, help="Number of other users' jobs (as root only).")
     parser.add_argument("--stopped", type=float, default=STOPPED_S, help="Seconds for which slurmctld is stopped.")
-    parser.add_argument("--raw", type=Path, help="File for the samples of all blocks.")
     options = parser.parse_args()
     check_requirements("slurm_reads")
     names = ["commands"] if (reason := mismatch()) else ["commands", "pyslurm"]
@@ -77,10 +75,7 @@ def main() -> None:
         )
         lab.wait_for(lambda: f"{job.strip()}.0" in lab.slurm("squeue", "-h", "-s", "-o", "%i"), "the step does not run")
         blocks, gap_s = asyncio.run(measure(lab, names, options.blocks, options.stopped))
-    if options.raw:
-        options.raw.write_text(json.dumps([{name: getattr(block, name) for name in block.__struct_fields__}
-                                           for block in blocks]))  # fmt: skip
-    figures = {key: value for name in names for key, value in summarize(blocks, name).items()}
+    figures = figures_of(blocks, gap_s)
     rows = [
         (reader, *(f"{figures[f'{reader}_{what}']:.2f}" for what in ("cpu_ms", "ms", "slurmctld_ms")))
         for reader in names
@@ -88,8 +83,7 @@ def main() -> None:
     print_table(("reader", "CPU of a look [ms]", "latency [ms]", "CPU of slurmctld [ms]"), rows)
     if gap_s is not None:
         print(f"largest gap of the event loop: {gap_s:.3f} s ({'under' if gap_s < BAR_LOOP_GAP_S else 'OVER'} 0.5)")
-        figures["loop_gap_s"] = round(gap_s, 4)
-    print(json.dumps(figures))
+    print(last_line("slurm_reads", figures, by_block(blocks), {"blocks": to_builtins(blocks)}))
 
 
 async def measure(
@@ -150,6 +144,22 @@ async def largest_gap(lab: SlurmLab, reader: SlurmReader, stopped_s: float) -> f
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     return largest
+
+
+def figures_of(blocks: list[Block], gap_s: float | None) -> dict[str, float]:
+    """Return the figures of the last line; those of a reader that was not measured are left out."""
+    readers = dict.fromkeys(block.reader for block in blocks)
+    figures = {key: value for reader in readers for key, value in summarize(blocks, reader).items()}
+    return figures if gap_s is None else {**figures, "loop_gap_s": round(gap_s, 4)}
+
+
+def by_block(blocks: list[Block]) -> dict[str, list[float]]:
+    """Return the figures of each block."""
+    samples: dict[str, list[float]] = {}
+    for block in blocks:
+        for name, value in summarize([block], block.reader).items():
+            samples.setdefault(name, []).append(value)
+    return samples
 
 
 def summarize(blocks: list[Block], reader: str) -> dict[str, float]:

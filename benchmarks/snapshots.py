@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import NodeName, ReplicaId
@@ -48,7 +49,7 @@ def main() -> None:
         figures = asyncio.run(_measure(lab_run, size, rounds))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {size / 1e6:.0f} MB, {rounds} rounds, medians")
     print_table(["what", "s"], [[name, f"{value:.3f}"] for name, value in figures.items()])
-    print(json.dumps({"bytes": size, **{name: round(value, 4) for name, value in figures.items()}}))
+    print(json.dumps({"bytes": size, **{name: round(value, 4) for name, value in figures.items()}, **provenance()}))
 
 
 async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:

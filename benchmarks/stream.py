@@ -55,6 +55,7 @@ from msgspec.structs import replace
 
 from rrl.benchmarks import publishing
 from rrl.benchmarks._pace import Tau, overrun, recorded
+from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._stream_replay import Lengths, Replay, in_open_step, keep_logs, lengths, replay
 from rrl.benchmarks._stream_task import write_model
@@ -416,7 +417,7 @@ def main() -> None:
     torch.set_num_threads(1)
     figures = measure(given.seeds, given.part or PARTS)
     _print_bars(figures)
-    print(json.dumps({**msgspec.to_builtins(figures), "seeds": given.seeds, "cores": os.cpu_count()}))
+    print(json.dumps({**msgspec.to_builtins(figures), "seeds": given.seeds, **provenance()}))
 
 
 if __name__ == "__main__":

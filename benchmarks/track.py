@@ -6,13 +6,12 @@ the steps that any of the three trackers has not at all or twice (bars: 0 and 0)
 are interleaved with runs that log to MLflow at a server that accepts connections and never answers. ``step_time_ratio``
 is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its standard error over the pairs.
 *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps, as a whole process (bar: 1 s).
-Prints one JSON object as its last line.
+The last line is one JSON object (benchmarks/_provenance.py), with ranges over the trackers, the pairs and the calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -27,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rrl.benchmarks._long_run import LONG_RUN_STEPS, write_long_run
+from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import light_job, submit_here
@@ -39,36 +39,55 @@ STEPS = 120
 WARM_UP_STEPS = 20
 """Number of steps at the beginning of a run that are not measured, because roles and tracker process still start."""
 ROUNDS = 5
-PARTS = ("once", "hang", "metrics")
+FIGURES = {
+    "once": ("steps", "missing", "doubled"),
+    "hang": ("step_time_ratio", "step_time_error"),
+    "metrics": ("metrics_s",),
+}
+"""The figures of each part, in the last line."""
+Samples = dict[str, list[float]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, action="append", help="Run only this part; may be repeated.")
+    parser.add_argument("--part", choices=tuple(FIGURES), action="append", help="Run only this part; may be repeated.")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs of runs, with and without hang.")
     options = parser.parse_args()
     check_requirements("track")
     figures: dict[str, float] = {}
-    for part in options.part or PARTS:
-        figures |= once() if part == "once" else hang(options.pairs) if part == "hang" else metrics()
+    samples: Samples = {}
+    further: Samples = {}
+    values: tuple[float, ...]
+    for part in options.part or FIGURES:
+        if part == "once":
+            values, sampled = once()
+        elif part == "hang":
+            values, sampled, further = hang(options.pairs)
+        else:
+            values, sampled = metrics()
+        figures |= dict(zip(FIGURES[part], values, strict=True))
+        samples |= sampled
         print(f"{part}: {figures}", file=sys.stderr, flush=True)
-    print(json.dumps(figures))
+    print(last_line("track", figures, samples, further))
 
 
-def once() -> dict[str, float]:
-    """Return the number of steps, and how many of them trackers lack, and how many they have twice."""
+def once() -> tuple[tuple[int, int, int], Samples]:
+    """Return the number of steps, how many of them trackers lack, how many they have twice, and these by tracker."""
     with temporary_runs_folder() as folder:
         run = play(Path(folder), kills=3)
-        steps, missing, doubled = run.state().step, 0, 0
+        steps, missing, doubled = run.state().step, [], []
         for tracker in TRACKERS:
             counts = Counter(step for step, _ in sent(run.run, tracker, "reward"))
-            missing += sum(counts[step] == 0 for step in range(1, steps + 1))
-            doubled += sum(count - 1 for count in counts.values())
-    return {"steps": steps, "missing": missing, "doubled": doubled}
+            missing.append(sum(counts[step] == 0 for step in range(1, steps + 1)))
+            doubled.append(sum(count - 1 for count in counts.values()))
+    return (steps, sum(missing), sum(doubled)), {"missing": [*missing], "doubled": [*doubled]}
 
 
-def hang(pairs: int) -> dict[str, float]:
-    """Return the ratio of step times with a hanging tracker to step times without a tracker, and its standard error."""
+def hang(pairs: int) -> tuple[tuple[float, float], Samples, Samples]:
+    """Return the ratio of step times with a hanging tracker to step times without a tracker, and its standard error.
+
+    The ratio of each pair and all step times (s) come with them.
+    """
     ratios: list[float] = []
     with_tracker: list[float] = []
     without: list[float] = []
@@ -80,7 +99,8 @@ def hang(pairs: int) -> dict[str, float]:
             without, with_tracker = [*without, *alone], [*with_tracker, *beside]
     ratio = statistics.median(with_tracker) / statistics.median(without)
     error = statistics.stdev(ratios) / pairs**0.5 if pairs > 1 else 0.0
-    return {"step_time_ratio": round(ratio, 4), "step_time_error": round(error, 4)}
+    step_times_s = {"step_s_with_tracker": with_tracker, "step_s_without_tracker": without}
+    return (round(ratio, 4), round(error, 4)), {"step_time_ratio": ratios}, step_times_s
 
 
 def step_times(toml: str) -> list[float]:
@@ -100,8 +120,8 @@ def silent_server() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def metrics() -> dict[str, float]:
-    """Return the median seconds of ``rrl metrics`` as a whole process."""
+def metrics() -> tuple[tuple[float], Samples]:
+    """Return the median seconds of ``rrl metrics`` as a whole process, and the seconds of each call."""
     with tempfile.TemporaryDirectory() as root:
         write_long_run(Path(root))
         argv = [str(Path(sys.executable).with_name("rrl")), "metrics"]
@@ -111,7 +131,7 @@ def metrics() -> dict[str, float]:
             done = subprocess.run(argv, env=os.environ | {"RRL_RUNS_DIR": root}, capture_output=True, check=True)
             taken.append(time.monotonic() - began)
             assert done.stdout.count(b"\n") == LONG_RUN_STEPS
-    return {"metrics_s": round(statistics.median(taken), 3)}
+    return (round(statistics.median(taken), 3),), {"metrics_s": taken}
 
 
 if __name__ == "__main__":

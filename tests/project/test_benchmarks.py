@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks import _requirements, manager_away, restart
+from rrl.benchmarks import _provenance, _requirements, looks, manager_away, restart, slurm_reads, track
+from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import NEEDS, Need
 from rrl.tests.support.slurm import lab as slurm
 
@@ -28,6 +32,27 @@ def test_every_benchmark_names_its_needs_and_checks_them() -> None:
     programs = {path.stem: path.read_text() for path in BENCHMARKS.glob("[a-z]*.py")}
     assert set(programs) == set(NEEDS)
     assert [name for name, text in programs.items() if f'check_requirements("{name}"' not in text] == []
+
+
+def test_the_last_line_of_every_benchmark_says_where_its_figures_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_provenance, "RESULTS", tmp_path)
+    texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("[a-z]*.py")}
+    assert [name for name, text in texts.items() if not re.search(r"\b(provenance|last_line)\(", text)] == []
+    line = json.loads(last_line("example", {"wait_s": 2.0}, {"wait_s": [1.0, 3.0, 2.0]}, {"folder": "/tmp"}))
+    assert (line["wait_s"], line["ranges"]) == (2.0, {"wait_s": [1.0, 3.0]})
+    assert line.keys() >= {"commit", "cores", "load", "raw"}
+    assert json.loads(Path(line["raw"]).read_text())["samples"] == {"wait_s": [1.0, 3.0, 2.0], "folder": "/tmp"}
+
+
+def test_looks_track_and_slurm_reads_report_the_agreed_figures() -> None:
+    blocks = [slurm_reads.Block(reader, 1.0, 1.0, [0.5]) for reader in ("commands", "pyslurm")]
+    assert set(looks.FIGURES) >= {"status_s", "live_idle_Bps", "live_busy_Bps", "explain_s"}
+    assert {*itertools.chain(*track.FIGURES.values())} >= {"steps", "missing", "doubled", "step_time_ratio"}
+    assert set(slurm_reads.figures_of(blocks, 0.1)) >= {
+        "commands_cpu_ms", "pyslurm_cpu_ms", "commands_ms", "pyslurm_ms", "loop_gap_s",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--no-such-option", 2)])
