@@ -92,6 +92,12 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_a_block_with_a_table_of_a_toml_file_says_that_it_is_toml(page: Path) -> None:
+    untagged = [block for language, block in _FENCED.findall(page.read_text()) if not language]
+    assert not [block for block in untagged if re.search(r"^\[{1,2}[a-z][\w.*-]*\]{1,2} *(#.*)?$", block, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
