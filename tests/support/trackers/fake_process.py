@@ -15,11 +15,24 @@ def main() -> int:
         file.write(f"{tracker} {mode} {sorted(os.environ)}\n")
     if os.environ["FAKE_TRACKER"] == "fail":
         return 1
+    if os.environ["FAKE_TRACKER"] == "hang":
+        hang()
     if os.environ["FAKE_TRACKER"] == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (run / "ready").touch()
     time.sleep(1000)
     return 0
+
+
+def hang() -> None:
+    """Hang in a call of a tracker until the deadline of the real process ends this process."""
+    from rrl.manager.tracking import main as tracking
+
+    tracking.POLL_S = 0.01
+    deadline = tracking.Deadline()
+    deadline.timeout_s = 0.05
+    with deadline:
+        time.sleep(1000)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,31 @@ def test_process_that_fails_repeatedly_is_logged_once(run: RunDir, caplog: pytes
     ]
 
 
+def test_process_that_hangs_is_logged_once_and_the_pause_before_its_restart_doubles(
+    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes(run, FAKE_TRACKER="hang")
+    supervisor, pauses, sleep = TrackerSupervisor(run, spec()), [], asyncio.sleep
+
+    async def recorded_sleep(seconds: float) -> None:
+        if asyncio.current_task() in supervisor._tasks.values():
+            pauses.append(seconds)
+        await sleep(seconds)
+
+    async def hang_often() -> None:
+        supervisor.start()
+        await until(lambda: len(pauses) >= 3)
+        await supervisor.close(ended=False)
+
+    monkeypatch.setattr(asyncio, "sleep", recorded_sleep)
+    with caplog.at_level(logging.WARNING, "rrl.manager"):
+        asyncio.run(hang_often())
+    assert pauses == [0.01, 0.02, 0.04]
+    assert logged(caplog) == [
+        "tracker tensorboard: it does not answer; the run goes on, and its steps after 0 are sent later"
+    ]
+
+
 def test_process_that_fails_after_sending_more_steps_is_logged_again(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
