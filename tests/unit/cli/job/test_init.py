@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
+import jsonschema
 import msgspec
 import pytest
 
 from rrl.cli.doctor.facts import Accounts, DoctorOptions, Facts, Nodes, Partition, Partitions, Trials
 from rrl.cli.doctor.node_probe.host import Network, Unavailable
 from rrl.cli.job.init import choose_shape, job_toml
+from rrl.config.job.json_schema import json_schema
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
@@ -59,9 +62,17 @@ PLACES: dict[str, Facts] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft7Validator:
+    return jsonschema.Draft7Validator(json_schema())
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_written_job_can_be_read_and_its_lines_are_short(tmp_path: Path, place: str) -> None:
+def test_written_job_can_be_read_and_fits_the_schema_and_its_lines_are_short(
+    tmp_path: Path, place: str, validator: jsonschema.Draft7Validator
+) -> None:
     text, job = written(tmp_path, PLACES[place])
+    assert [error.message for error in validator.iter_errors(tomllib.loads(text))] == []
     assert max(map(len, text.splitlines())) <= 120
     assert not any(line != line.rstrip() for line in text.splitlines())
     assert "\n\n\n" not in text
