@@ -268,6 +268,10 @@ class RaisedException(Struct, frozen=True):
         return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"
 
 
+_TITLES = {"exit_record": "process ended", "step_gone": "process gone"}
+"""Names in words of the detectors whose own names are not plain."""
+
+
 class Finding(Struct, frozen=True):
     """The conclusion of a detector or check about a replica (``incarnation``), a node (``node``) or the run (neither).
 
@@ -295,6 +299,11 @@ class Finding(Struct, frozen=True):
     exception: RaisedException | None = None
     """Exception that ended the process; only set if the finding is about the end of a process that reported an
     exception."""
+
+    @property
+    def title(self) -> str:
+        """Return the name of the detector or check in words, for people."""
+        return _TITLES.get(self.detector) or self.detector.replace("_", " ")
 
     @property
     def key(self) -> str:

@@ -53,7 +53,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
 def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
     """Return the lines of evidence that an event adds to a failure."""
     if isinstance(event, ev.FindingChanged):
-        return [f"{event.finding.detector}: {line.source}: {line.text}" for line in event.finding.evidence]
+        return [f"{event.finding.title}: {line.source}: {line.text}" for line in event.finding.evidence]
     if isinstance(event, ev.StepEnded):
         code, number = event.code, event.signal
         how = f"exit code {code}, " if code is not None else f"{_signal(number)}, " if number else ""

@@ -25,6 +25,8 @@ LABEL_COLUMNS = 13
 MIN_TEXT_COLUMNS = 20
 """Minimum number of columns of the texts, even on a narrow terminal."""
 LEGEND = "rollout/1#2 is the second start of rollout/1."
+AS_EXPECTED = "as expected so far"
+"""Result of an effect that is expected to last, and has lasted so far."""
 _ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red", Arrival.OPEN: "yellow"}
 
 
@@ -129,7 +131,7 @@ def _finding_text(finding: Finding, at: float) -> str:
     """Return which detector or check found the failure, and how long before the decision it first showed."""
     sources = ", ".join(dict.fromkeys(one.source for one in finding.evidence))
     first = f"; first sign {span(at - finding.since)} before" if 0 < finding.since < at else ""
-    return f"{finding.detector.replace('_', ' ')} ({sources}){first}"
+    return f"{finding.title} ({sources}){first}"
 
 
 def _expected(explanation: Explanation) -> Text:
@@ -150,7 +152,7 @@ def is_late(explanation: Explanation) -> bool:
 
 def _result_text(result: Result, decided_at: float) -> str:
     if result.at is None:
-        return result.arrival.value
+        return AS_EXPECTED if result.arrival is Arrival.HOLDS else result.arrival.value
     after = f"after {stage(result.at - decided_at)}"
     if result.arrival is Arrival.MISSED:
         return f"{result.arrival.value}: {result.text}, {after}"

@@ -17,7 +17,7 @@ from rich.text import Text
 from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
 from ...core.text import span
-from ...core.types import Cause, Finding, Verdict
+from ...core.types import Cause, Verdict
 from ...manager.model.queries import workers
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
 
@@ -46,8 +46,6 @@ _STATUS_COLOUR = {
 _VERDICT_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
 """Word for a replica that has failed, by the cause in the finding; ``failed`` for other causes."""
-_DETECTORS = {"exit_record": "process ended", "step_gone": "process gone"}
-"""Names of detectors for people, if they differ from the detector's name."""
 
 
 class Doing(NamedTuple):
@@ -196,18 +194,13 @@ def _remark(state: State, replica: Replica, does: Doing) -> Text:
         return Text(does.next, does.colour)
     finding = next((f for f in state.findings.values() if f.incarnation == replica.incarnation), None)
     if finding is not None:
-        return Text(f"{finding.verdict.value} {detector_text(finding)}", _VERDICT_COLOUR.get(finding.verdict, "none"))
+        return Text(f"{finding.verdict.value} {finding.title}", _VERDICT_COLOUR.get(finding.verdict, "none"))
     if replica.waits_for is not None and replica.status is Status.JOINED:
         return Text(f"waits for {replica.waits_for}", "bright_black")
     return Text()
 
 
 # ── findings and restarts ────────────────────────────────────────────────────────────────────────────────────────────
-def detector_text(finding: Finding) -> str:
-    """Return the name, for people, of the detector or check of a finding."""
-    return _DETECTORS.get(finding.detector) or finding.detector.replace("_", " ")
-
-
 def findings_view(state: State, now: float) -> RenderableType | None:
     """Return a table of the open findings, newest first; None if there are none."""
     if not state.findings:
@@ -222,7 +215,7 @@ def findings_view(state: State, now: float) -> RenderableType | None:
         evidence = "; ".join(one.text for one in finding.evidence)
         ago = f"{span(now - finding.since)} ago"
         subject = str(finding.incarnation or finding.node or "the run")
-        grid.add_row(verdict, subject, ago, bounded(f"{detector_text(finding)}: {evidence}"))
+        grid.add_row(verdict, subject, ago, bounded(f"{finding.title}: {evidence}"))
     if (more := len(newest_first) - MAX_LISTED) > 0:
         grid.add_row("", f"{more} more", "", "rrl status --json lists all")
     return grid

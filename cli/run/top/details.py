@@ -19,7 +19,7 @@ from ....core.types import Finding, NodeName, Verdict, natural_sort_key
 from ....manager.model.queries import gang, workers
 from ....manager.model.state import Node, Replica, State
 from ...views.pace import percent
-from ...views.replicas import REPLICA_COLUMNS, bounded, detector_text, doing, replica_cells
+from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
 from ...views.status import gpu_use_text, node_trouble
 from .widgets.list_table import SortKey, TableRow, by_number, by_text
 
@@ -57,7 +57,7 @@ def _node_row(state: State, node: Node, now: float) -> TableRow:
     replicas, use = replicas_on(state, node.name), state.gpu_use.get(node.name)
     word, colour = _node_word(state, node)
     findings = [one for one in state.findings.values() if one.node == node.name]
-    why = node.excluded or "; ".join(f"{one.verdict.value} {detector_text(one)}" for one in findings)
+    why = node.excluded or "; ".join(f"{one.verdict.value} {one.title}" for one in findings)
     gpus = "" if use is None else gpu_use_text(use)
     names = ", ".join(one.id for one in replicas)
     cells = (Text(node.name), Text(word, colour), Text(names or "–"), Text(gpus or "–"), Text(why, colour))
@@ -212,7 +212,7 @@ def _findings(findings: Iterable[Finding], now: float) -> Iterator[tuple[str, Te
         colour = _FINDING_COLOUR.get(finding.verdict, "none")
         component = f" ({finding.component})" if finding.component else ""
         proof = ", proved" if finding.proof else ""
-        head = f"{finding.verdict.value} {detector_text(finding)}{component}, {span(now - finding.since)} ago{proof}"
+        head = f"{finding.verdict.value} {finding.title}{component}, {span(now - finding.since)} ago{proof}"
         yield "finding", Text(head, colour)
         for evidence in finding.evidence:
             yield "", bounded(f"{evidence.source}: {evidence.text} ({span(now - evidence.at)} ago)")

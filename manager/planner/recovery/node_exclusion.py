@@ -75,7 +75,7 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
 
 def _evidence_lines(finding: Finding) -> tuple[str, ...]:
     """Return the evidence lines of a finding about a node, with detector and source, for administrators."""
-    return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
+    return tuple(f"{finding.title}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
 def _node_failure(state: State, node: NodeName) -> Finding | None:

@@ -123,7 +123,7 @@ def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> No
         run = submit_on(lab, "admin", light_job("slurm", 100_000, spares=1, extra=recovery))
         run.wait_steps(2)
         node = node_of(run, R0)
-        own_reason = f"rrl:{run.run.id}:node: node_lost: manager: agent agent/{node} 1 is silent"[:60]
+        own_reason = f"rrl:{run.run.id}:node: node lost: manager: agent agent/{node} 1 is silent"[:60]
         lab.crash(node)
         run.wait(lambda s: s.nodes[node].drain_reason)
         assert shown(lab, node).partition(": ")[2].startswith(own_reason.partition(" agent/")[0])

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Action, Exclude, Fence, Finish, Readmit, RestartAll, Rung
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, subject_of, words_of
 
+DETECTOR_NAMES = "|".join(
+    one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS) if "_" in one.__name__
+)  # fmt: skip
 INSIDE_WORDS = re.compile(
-    r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|exit_record|holds)\b"
+    r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|holds"
+    rf"|{DETECTOR_NAMES})\b"
 )
 """Words that must not appear in an explanation, because a reader of explanations may not know them."""
 FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.FULL_RESTART}
@@ -55,6 +60,7 @@ def _assert_explained(explanation: Explanation, first: Rung) -> None:
     for lower in why.lower:
         assert lower.needed, explanation
         assert why.rung not in lower.rungs or why.rung is Rung.IN_PLACE or why.rung is Rung.SPARE, explanation
+    assert not re.search(rf"\b({DETECTOR_NAMES})\b", " ".join(why.evidence)), explanation
     texts = (words_of(action), why.expects, result.text, *(lower.needed for lower in why.lower))
     assert not [text for text in texts if INSIDE_WORDS.search(text)], explanation
 

@@ -173,7 +173,7 @@ class Story:
             (Evidence("manager", "agent and all replicas silent for 10 s", self.now),), node=NodeName(node),
         )  # fmt: skip
         self.record(ev.FindingChanged(finding), ev.NodeChanged(NodeName(node), NodeStatus(NodeState.DOWN, "DOWN*")))
-        return self.record(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
+        return self.record(ev.Decided(Exclude(NodeName(node), Why(("node lost: silent",)))))
 
     def drains(self, replica: str, why: str = "new fan") -> Story:
         """Add a user's drain of the replica's node: the replica moves to another node, and the run leaves the node."""

@@ -59,7 +59,7 @@ def test_each_failure_is_shown_with_its_finding_and_the_last_lines_before_it(
         == """\
 01-15 08:00:43.000 rollout/0#1 on n3 failed
     its step ended: signal 9 (SIGKILL), signalled
-    exit_record: step: its step ended by signal 9 (SIGKILL)
+    process ended: step: its step ended by signal 9 (SIGKILL)
     killed by signal 9
   | 01-15 08:00:39.000 line 39
   | 01-15 08:00:40.000 torch.OutOfMemoryError: CUDA out of memory
@@ -146,13 +146,13 @@ def test_process_that_was_asked_to_end_has_not_failed() -> None:
 
 def test_lost_node_and_its_incarnations_have_failed() -> None:
     story = Story(RUN).works().wait(7).loses_node("n3")
-    why = Why(("n3 is excluded: node_lost: silent",), Rung.SPARE)
+    why = Why(("n3 is excluded: node lost: silent",), Rung.SPARE)
     story.wait(1).record(ev.Decided(Fence(story.incarnation("rollout/0"), Rung.SPARE, why)))
     (node, of_node), (failure, evidence) = found(story)
     assert (node.node, node.incarnation) == ("n3", None)
-    assert of_node == ("node_lost: manager: agent and all replicas silent for 10 s",)
+    assert of_node == ("node lost: manager: agent and all replicas silent for 10 s",)
     assert (failure.incarnation, failure.node, evidence, failure.rung) == (
-        story.incarnation("rollout/0"), "n3", ("n3 is excluded: node_lost: silent",), "spare node",
+        story.incarnation("rollout/0"), "n3", ("n3 is excluded: node lost: silent",), "spare node",
     )  # fmt: skip
     assert (failure.ended, failure.successor) == (True, None)
 

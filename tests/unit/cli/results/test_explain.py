@@ -33,7 +33,7 @@ from rrl.manager.model.actions import (
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, is_repair
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.explained import assert_explained
+from rrl.tests.support.cli.explained import INSIDE_WORDS, assert_explained
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.manager.jobs import (
@@ -202,7 +202,9 @@ def test_each_rung_is_explained_in_words(name: str) -> None:
     play, kind, rung = RUNGS[name]
     explanations = repairs(play())
     assert any(isinstance(one.action, kind) and one.action.why.rung is rung for one in explanations)
-    matches_stored(f"explain_{name}", drawn(explanation_view(explanations, grouped=True), 100))
+    shown = drawn(explanation_view(explanations, grouped=True), 100)
+    assert not INSIDE_WORDS.findall(shown)
+    matches_stored(f"explain_{name}", shown)
 
 
 def test_every_rung_of_the_ladder_has_a_recorded_text() -> None:
@@ -357,7 +359,7 @@ def test_json_has_every_part_of_an_explanation(run: RunDir, capsys: pytest.Captu
     (lost,) = [
         one for one in json.loads(shown(capsys, "trainer/0", "--json")) if one["decision"] == "replace"
     ]  # fmt: skip
-    assert lost["evidence"] == ["n2 is excluded: node_lost: manager: agent of n2 is silent"]
+    assert lost["evidence"] == ["n2 is excluded: node lost: manager: agent of n2 is silent"]
     assert [one["detector"] for one in lost["findings"]] == ["node_lost"]
     assert lost["repair"] == "spare node"
     assert lost["smaller_repairs"] == [{"repairs": ["restart in place"], "needed": "n2 in use"}]

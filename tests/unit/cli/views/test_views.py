@@ -398,12 +398,12 @@ def test_run_whose_replicas_work_is_running_although_a_node_is_still_lost() -> N
 def test_exclusion_held_back_by_the_breaker_shows_node_time_reason_and_finding() -> None:
     story = Story().works().loses_node("n3").wait(100)
     (lost,) = story.recorded().findings.values()
-    story.record(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
+    story.record(Decided(Exclude(NodeName("n4"), Why(("node lost: silent",)))))
     story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
     shown = drawn(status_view(story.recorded(), story.now, 180), 180)
     why = "2 of 5 nodes excluded within 600 s, and no more may be excluded"
     assert f"breaker     n5 stays in use for 8m20s: {why}" in shown
-    assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
+    assert "(node lost: manager: agent and all replicas silent for 10 s)" in shown
     assert "breaker" not in drawn(status_view(node_lost().recorded(), story.now, 180), 180)
 
 

@@ -403,7 +403,7 @@ def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare() -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
     assert world.node_of(R0) == N5
-    assert world.state.nodes[N3].excluded == "node_lost: manager: agent of n3 is silent"
+    assert world.state.nodes[N3].excluded == "node lost: manager: agent of n3 is silent"
     assert rungs(world) == [Rung.SPARE]
     assert world.incarnations() == ONCE | {R0: 2}
     assert requests(world) == [POOL]

@@ -91,7 +91,7 @@ def test_row_of_a_node_shows_its_state_and_replicas() -> None:
     story = node_lost()
     rows = {row.key: [cell.plain for cell in row.cells] for row in node_rows(story.recorded(), story.now)}
     assert rows["n1"][:3] == ["n1", "in use", "trajectories/0, reward/0"]
-    assert rows["n4"] == ["n4", "excluded", "–", "–", "node_lost: silent"]
+    assert rows["n4"] == ["n4", "excluded", "–", "–", "node lost: silent"]
     assert rows["n5"][1] == "spare"
 
 

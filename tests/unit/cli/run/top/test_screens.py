@@ -293,7 +293,7 @@ def test_enter_opens_a_node_with_the_evidence_against_it(root: Path) -> None:
         await top.press("n", "down", "down", "down", "enter")
         await top.shows("n4  ● excluded", "FAIL node lost", "manager: agent and all replicas silent for 10 s")
         await top.press("e")
-        await top.shows("decisions about n4", "stop using n4", "node_lost: silent")
+        await top.shows("decisions about n4", "stop using n4", "node lost: silent")
 
     play(scene, story.now, (100, 30), run)
 

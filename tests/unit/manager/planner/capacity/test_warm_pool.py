@@ -248,7 +248,7 @@ def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     assert (fence.rung, fence.target_node, fence.why.expects) == (
         Rung.SPARE, N6, "the standby process on the spare node n6 is promoted to rollout/1"
     )  # fmt: skip
-    assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
+    assert fence.why.evidence == ("n4 is excluded: node lost: manager: agent of n4 is silent",)
     (launch,) = [launch for launch in launched(world, R1) if launch.incarnation.number == 2]
     assert launch.why.evidence == ("rollout/1 is wanted and n6 has a standby process",)
     assert launch.why.expects == "standby/n6:rollout#1 is promoted to rollout/1#2"

@@ -155,7 +155,7 @@ def test_next_manager_receives_the_newest_lines_again(tmp_path: Path) -> None:
             async with collecting(at, epoch=2) as second:
                 await eventually(lambda: second.buffers.size)
                 step.kill()
-                second.on_event(ev.Decided(Fence(launch.incarnation, Rung.SPARE, Why(("node_lost: silent",)))))
+                second.on_event(ev.Decided(Fence(launch.incarnation, Rung.SPARE, Why(("node lost: silent",)))))
                 assert await eventually(lambda: shipped(at, launch, 2)) == ["its last words"]
 
     with lab(tmp_path) as at:
