@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.run_dir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.docs import make_release
+from rrl.tests.support.runs import check_records
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/team/rrl"
@@ -90,13 +91,17 @@ def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released(
 
 # ── installation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
-def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Rrl:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("installed")
+
+
+@pytest.fixture(scope="module")
+def rrl(built: tuple[Path, Path], folder: Path) -> Rrl:
     """Return a function that calls the rrl of the wheel, outside of the repository and without Slurm on PATH.
 
     The wheel is installed in a separate environment. Its module path ends with the packages of the test's environment,
     because rrl requires them.
     """
-    folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
@@ -123,12 +128,14 @@ def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) 
 
 
 @pytest.mark.torch
-def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl) -> None:
+def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl, folder: Path) -> None:
     rrl("init", "--force")
     smallest = ("cluster.spares=0", "roles.trainer.warm=false", "roles.rollout.replicas=1")
     sets = [word for setting in ("run.steps=3", "faults.planned=[]", *smallest) for word in ("--set", setting)]
     ended = rrl("submit", "job.toml", *sets, "--wait")
     assert ended.returncode == 0, ended.stderr + ended.stdout
+    (run,) = (folder / "runs").glob("quick*")
+    check_records(RunDir(run))
     exported = rrl("export", "quick", "model")
     assert exported.returncode == 0, exported.stderr
     assert "step 3" in exported.stdout

@@ -36,6 +36,7 @@ from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.durable.audit import Audit, audit
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import decode
+from rrl.tests.support.cli.explained import assert_explained
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
@@ -316,9 +317,13 @@ class _Reading:
 
 
 def _records(run: RunDir, tally: Tally) -> None:
-    reading = _Reading(run, tally)
-    for stamped in replay(run):
+    reading, records = _Reading(run, tally), list(replay(run))
+    for stamped in records:
         reading.read(stamped)
+    try:
+        assert_explained(records)
+    except AssertionError as error:
+        tally.violate(f"{run.id}: a decision is not explained: {error}")
 
 
 def light(faults: int, runs: int, tally: Tally) -> None:

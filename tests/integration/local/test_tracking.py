@@ -40,8 +40,10 @@ def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_re
     assert len(mlflow_runs(run.run.trackers / "mlflow")[1]) == 1
     assert list(marked_processes(run.run)) == [], "a tracker process has outlived the run"
     files = [path for path in run.run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-    kept = [path for path in files if path.suffix != ".launch"]
-    assert kept == [run.run.passed_env], "the API key is also outside of the file of the roles' environment"
+    launches = [path for path in files if path.parent == run.run.steps and path.suffix == ".launch"]
+    assert launches
+    assert sorted(files) == sorted([run.run.passed_env, *launches]), "the API key is in another file of the run"
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     check_sound(run.run)
 
     out = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.run_dir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.tests.support.runs import check_records
 from rrl.tests.support.slow_quickstart import slow_quickstart
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +35,11 @@ def test_the_commands_of_the_tutorial_do_what_it_says(tmp_path: Path) -> None:
     (examples / "quickstart.toml").write_text(slow_quickstart(examples, prompts=1, step_s=0.25))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, RUNS_ENV: str(tmp_path / "runs")}
-    script = "\n".join(f"echo '== {number}'\n{line}" for number, line in enumerate(COMMANDS[len(INSTALL) :]))
+    lines = [
+        *COMMANDS[len(INSTALL) : -1],
+        f"cp -r runs/*/journal .; {COMMANDS[-1]}",
+    ]  # the last command removes the run
+    script = "\n".join(f"echo '== {number}'\n{line}" for number, line in enumerate(lines))
     done = subprocess.run(
         ["bash", "-e", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -49,3 +54,4 @@ def test_the_commands_of_the_tutorial_do_what_it_says(tmp_path: Path) -> None:
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == 201
     assert "model.safetensors" in shown["ls model"]
     assert list((tmp_path / "runs").glob("tutorial-*")) == []
+    check_records(RunDir(tmp_path))

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.runs import RRL, TIMEOUT_S, light_job, write_job
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.tests.support.runs import RRL, TIMEOUT_S, check_records, light_job, write_job
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -43,3 +43,4 @@ def test_managers_that_die_at_their_start_reject_the_run(
     assert status.startswith(f"{ended['run']}: rejected: ")
     assert last_line in status
     slurm_lab.wait_no_jobs()
+    check_records(RunDir(folder / "runs" / ended["run"]))
