@@ -5,6 +5,7 @@ python -m rrl.benchmarks._ettr_plots SAMPLES.json docs/benchmarks
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
@@ -114,13 +115,15 @@ PLOTS: Mapping[str, Callable[[Axes, Sequence[Sample], float], None]] = {
 def main() -> None:
     """Draw all plots of a file of samples into a folder."""
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    content: dict[str, Any] = json.loads(source.read_text())
+    data = source.read_bytes()
+    content: dict[str, Any] = json.loads(data)
+    origin = f"{source.name}, SHA-256 {hashlib.sha256(data).hexdigest()}"  # a test compares it with the samples
     samples = msgspec.convert(content["samples"]["runs"], list[Sample])
     folder.mkdir(exist_ok=True)
     for name, draw in PLOTS.items():
         figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
         draw(axes, samples, float(content["samples"]["step_s"]))
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Source": origin})
         plt.close(figure)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -16,7 +17,8 @@ from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import NEEDS, Need
 from rrl.tests.support.slurm import lab as slurm
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,14 @@ def test_the_last_line_of_every_benchmark_says_where_its_figures_come_from(
     assert (line["wait_s"], line["ranges"]) == (2.0, {"wait_s": [1.0, 3.0]})
     assert line.keys() >= {"commit", "cores", "load", "raw"}
     assert json.loads(Path(line["raw"]).read_text())["samples"] == {"wait_s": [1.0, 3.0, 2.0], "folder": "/tmp"}
+
+
+def test_the_plots_were_drawn_from_the_samples_beside_them() -> None:
+    samples, *plots = sorted((ROOT / "docs" / "benchmarks").iterdir(), key=lambda path: path.suffix)
+    assert (samples.name, len(plots)) == ("ettr.json", 4)
+    source = f"<dc:source>ettr.json, SHA-256 {hashlib.sha256(samples.read_bytes()).hexdigest()}</dc:source>"
+    remedy = f"run .venv/bin/python -m rrl.benchmarks._ettr_plots {samples} {samples.parent}"
+    assert [path.name for path in plots if source not in path.read_text()] == [], remedy
 
 
 def test_looks_track_and_slurm_reads_report_the_agreed_figures() -> None:
