@@ -9,7 +9,7 @@ import msgspec
 from rrl.core.launch import ExitReason
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Why
-from rrl.manager.model.events import ClocksRecorded, Decided, StepCommitted, StepEnded, VersionAvailable
+from rrl.manager.model.events import ClocksRecorded, Decided, NoteChanged, StepCommitted, StepEnded, VersionAvailable
 from rrl.tests.support.cli.story import REPLICAS, Story, completed, job_view
 
 
@@ -30,6 +30,25 @@ def node_lost() -> Story:
     story = Story().works().recovers("rollout/0").wait(5)
     story.loses_node("n4")
     return story.fences("rollout/1")
+
+
+def with_rollouts(count: int) -> Story:
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(r, replicas=count) if r.name == "rollout" else r for r in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, count):
+        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
+    return story
+
+
+def many_rollouts() -> Story:
+    """Return a run of 512 rollouts, three of which are dead; the others are counted."""
+    story = with_rollouts(512)
+    for index in (7, 300, 511):
+        story.loses(f"rollout/{index}")
+    for index in range(20, 40):
+        story.record(NoteChanged(story.incarnation(f"rollout/{index}"), "the judge limits the rate"))
+    return story
 
 
 def crowded() -> Story:
@@ -109,6 +128,7 @@ SCENES: dict[str, Callable[[], Story]] = {
     "relaunching": lambda: just_lost().fences("rollout/0").wait(1).launches("rollout/0"),
     "node_lost": node_lost,
     "crowded": crowded,
+    "512": many_rollouts,
     "gang": gang,
     "drained": drained,
     "ending": ending,

@@ -190,6 +190,8 @@ def test_bash_completes_commands_runs_replicas_options_and_files(runs: Path, tmp
         terminal.types(f"{erase}rrl restart quick-1 rew\t", "reward/0 ")
         terminal.types(f"{erase}rrl inject small-2 kill --tar\t", "--target ")
         terminal.types("man\t", "manager ")
+        terminal.types(f"{erase}rrl inject small-2 cra\t", "crash ")
+        terminal.types(f"{erase}rrl drain small-2 n2\t", "n2 ")
         terminal.types(f"{erase}rrl health report --format=ht\t", "--format=html ")
         terminal.types(f"{erase}rrl submit my\t", "my\\ job.toml ")
         terminal.types(f"{erase}rrl --runs-dir r\t", "runs/")

@@ -11,10 +11,11 @@ from rrl.cli.views.status import status_view
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.model.actions import Fence, Rung, Why
-from rrl.manager.model.events import CommandReceived, Decided, FindingChanged, NoteChanged
+from rrl.manager.model.events import CommandReceived, Decided, FindingChanged
 from rrl.tests.support.cli.explained import INSIDE_WORDS
-from rrl.tests.support.cli.story import BEGAN, Story, job_view
-from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
+from rrl.tests.support.cli.status_scenes import with_rollouts
+from rrl.tests.support.cli.story import BEGAN, Story
+from rrl.tests.support.cli.text_snapshots import drawn
 
 
 def row(story: Story, replica: str, after_s: float = 4.0) -> list[str]:
@@ -92,26 +93,6 @@ def test_replica_on_a_failed_node_that_stays_in_use_is_shown_as_such() -> None:
     story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n4"), since=story.now)))
     shown = drawn(status_view(story.recorded(), story.now, 120), 120)
     assert ("stays on this node for now" in shown) is ("stays in use" in shown)
-
-
-def with_rollouts(count: int) -> Story:
-    roles = tuple(
-        msgspec.structs.replace(one, replicas=count) if one.name == "rollout" else one for one in job_view().roles
-    )
-    story = Story(job=msgspec.structs.replace(job_view(), roles=roles)).works()
-    for index in range(2, count):
-        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
-    return story
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_view_of_512_rollouts_names_the_dead_and_counts_the_others(width: int) -> None:
-    story = with_rollouts(512)
-    for index in (7, 300, 511):
-        story.loses(f"rollout/{index}")
-    for index in range(20, 40):
-        story.record(NoteChanged(story.incarnation(f"rollout/{index}"), "the judge limits the rate"))
-    matches_stored(f"status_512_{width}", drawn(status_view(story.recorded(), story.now + 4, width), width))
 
 
 def test_view_of_512_lost_rollouts_fits_two_screens() -> None:

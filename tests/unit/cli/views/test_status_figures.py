@@ -189,16 +189,16 @@ def test_text_is_the_same_without_colour(scene: str) -> None:
     assert [line.rstrip() for line in plain.splitlines()] == drawn(view, 80).splitlines()
 
 
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("scene", ["lost", "512"])
 def test_output_to_a_pipe_is_plain_lines_without_trailing_blanks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scene: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    story = Story("small-7").works()
-    story.loses("rollout/0")
-    story.written(tmp_path)
+    SCENES[scene]().written(tmp_path)
     monkeypatch.setenv("RRL_RUNS_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(width))
     assert run(["status"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert "rollout/0       #1  n3    dead" in out
-    assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > 80]
+    assert re.search(r"^rollout/\d+ +#1  n3    dead", out, re.MULTILINE)
+    assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > width]
