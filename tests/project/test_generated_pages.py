@@ -13,11 +13,10 @@ import typer.main
 
 from rrl.cli import main
 from rrl.cli.commands import app
-from rrl.cli.common.output import JSON_SCHEMA
 from rrl.core.run_dir import RUNS_ENV
 from rrl.docs import make_commands, make_events, make_json, make_metrics
-from rrl.docs.struct_tables import Tables
 from rrl.manager.model import events as ev
+from rrl.tests.support.cli.json_keys import has_the_keys_of_the_page, output_of
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.job_toml import JOB
 
@@ -73,16 +72,6 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[s
     return {"check": [str(job), "--no-task"], "list": [], "": [run.id]}
 
 
-def _keys(command: str) -> set[str]:
-    """Return the keys that the page lists for a command."""
-    (output,) = [one for one in make_json.OUTPUTS if one.command == command]
-    tables = Tables(output.structs)
-    return {"schema"} | {
-        line.split("`")[1] for struct in output.structs for line in tables.table(struct).splitlines()
-        if line.startswith("| `")
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -92,6 +81,7 @@ def _keys(command: str) -> set[str]:
         "rrl explain --json",
         "rrl metrics",
         "rrl logs --failed --json",
+        "rrl report --json",
     ],
 )
 def test_the_keys_of_an_output_are_those_of_the_page(
@@ -100,9 +90,8 @@ def test_the_keys_of_an_output_are_those_of_the_page(
     words = command.split()[1:]
     assert main.run([words[0], *subject.get(words[0], subject[""]), *words[1:]]) == 0
     text = capsys.readouterr().out
-    (output,) = [one for one in make_json.OUTPUTS if one.command == command]
     documents: list[dict[str, Any]]
-    match output.form:
+    match output_of(command).form:
         case make_json.LINES:
             documents = [json.loads(line) for line in text.splitlines()]
         case make_json.LIST:
@@ -110,6 +99,4 @@ def test_the_keys_of_an_output_are_those_of_the_page(
         case _:
             documents = [json.loads(text)]
     assert documents
-    for document in documents:
-        assert document["schema"] == JSON_SCHEMA
-        assert set(document) == _keys(command)
+    assert all(has_the_keys_of_the_page(command, document) for document in documents)
