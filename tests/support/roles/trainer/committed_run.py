@@ -21,7 +21,7 @@ from rrl.roles.trajectories.types import Done
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.roles.trajectories import crew
 
-BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
+BUILT: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
 
 
 class CommittedRun:

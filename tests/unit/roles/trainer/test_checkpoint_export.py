@@ -32,7 +32,7 @@ from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer import checkpoint_export as exporting
 from rrl.roles.trainer.checkpoint_export import NOTE, ExportFailed, ExportRefused, export_checkpoint
 from rrl.tests.support.roles import folders
-from rrl.tests.support.roles.trainer.committed_run import CommittedRun
+from rrl.tests.support.roles.trainer.committed_run import BUILT, CommittedRun
 from rrl.tests.support.roles.trainer.mortal import PUBLISHED
 from rrl.tests.support.roles.trainer.stage import Stage
 
@@ -64,6 +64,34 @@ def _hidden(parent: Path) -> list[str]:
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+WIDE = {**BUILT, "intermediate_size": 2**17, "layers": 1}
+"""A model with three tensors of 16 MiB each, and hardly anything else."""
+TENSOR_BYTES = 2**17 * BUILT["hidden_size"] * 4
+_MEASURED = """
+import sys
+from pathlib import Path
+from rrl.core.run_dir import RunDir
+from rrl.roles.trainer.checkpoint_export import export_checkpoint
+def status(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+export_checkpoint(RunDir(Path(sys.argv[1])), None, Path(sys.argv[2]))
+print(status("VmHWM") - before)
+"""
+"""Program that exports the newest checkpoint and prints the memory (bytes) that this took at most."""
+
+
+def test_an_export_takes_less_memory_than_one_tensor(tmp_path: Path) -> None:
+    CommittedRun(tmp_path / "run", WIDE).commit(1, untrained=True)
+    words = [sys.executable, "-P", "-c", _MEASURED, str(tmp_path / "run"), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=END_TIMEOUT_S, check=True)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 3 * TENSOR_BYTES
+    assert int(done.stdout) < TENSOR_BYTES
 
 
 # ── exports ────────────────────────────────────────────────────────────────────────────────────────────────────────
