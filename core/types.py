@@ -272,6 +272,11 @@ _TITLES = {"exit_record": "process ended", "step_gone": "process gone"}
 """Names in words of the detectors whose own names are not plain."""
 
 
+def title_of(detector: str) -> str:
+    """Return the name of a detector or check in words, for people."""
+    return _TITLES.get(detector) or detector.replace("_", " ")
+
+
 class Finding(Struct, frozen=True):
     """The conclusion of a detector or check about a replica (``incarnation``), a node (``node``) or the run (neither).
 
@@ -303,7 +308,7 @@ class Finding(Struct, frozen=True):
     @property
     def title(self) -> str:
         """Return the name of the detector or check in words, for people."""
-        return _TITLES.get(self.detector) or self.detector.replace("_", " ")
+        return title_of(self.detector)
 
     @property
     def key(self) -> str:

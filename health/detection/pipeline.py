@@ -109,7 +109,7 @@ def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor
         if node not in failed or finding.proof:
             kept.append(finding)
         elif finding.verdict in (Verdict.WARN, Verdict.FAIL):
-            dropped.setdefault(node, set()).add(finding.detector)
+            dropped.setdefault(node, set()).add(finding.title)
     return [_with_dropped(finding, dropped.get(finding.node, ())) for finding in kept]
 
 

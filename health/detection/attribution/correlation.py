@@ -29,7 +29,7 @@ from math import ceil, inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, Verdict, gang_of
+from ....core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, Verdict, gang_of, title_of
 from ..detectors.liveness import worker_silence
 from ..detectors.node_liveness import node_lost
 
@@ -375,7 +375,7 @@ def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: 
     elif kind == _LOST:
         text = f"nodes are silent at the same time: {_few(names)}; suspected: the network between them and this manager"
     else:
-        text = f"{detector}{f' of {component}' if component else ''}"
+        text = f"{title_of(detector)}{f' of {component}' if component else ''}"
         text += f" on {'most' if most else 'many'} nodes at the same time: {_few(names)}"
         text += f"; suspected: {_SUSPECTS.get(cause, _DEFAULT_SUSPECT)}" if most else ""
     component_key = ":".join((cause.value, detector, component)).rstrip(":")

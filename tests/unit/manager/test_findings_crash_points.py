@@ -144,7 +144,7 @@ def test_run_whose_only_node_is_broken_ends_with_that_reason() -> None:
     alone = msgspec.structs.replace(commands(command("x"), limits=LIMITS), cluster="slurm")
     _, outcome, state = run_to_end(Script(Outcome.FAILED, granted=1, job=alone), poor)
     assert outcome is Outcome.FAILED
-    assert state.why == "not enough nodes; x/0 has no node; n2 is excluded: gpu_lost: nvml: it is broken"
+    assert state.why == "not enough nodes; x/0 has no node; n2 is excluded: gpu lost: nvml: it is broken"
 
 
 @pytest.mark.parametrize("proof", [True, False])

@@ -194,7 +194,7 @@ def test_failed_node_names_the_findings_of_its_replicas() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     dropped = [about(ROLLOUTS[0]), about(ROLLOUTS[1]), about(ROLLOUTS[2], "straggler", Verdict.WARN)]
     (node,) = suppress_on_failed_nodes([*dropped, about_node()], trace.monitor)
-    assert node.evidence[-1].text.endswith(": no_progress, straggler")
+    assert node.evidence[-1].text.endswith(": no progress, straggler")
     assert (node.verdict, node.remedy) == (Verdict.FAIL, Remedy.REBOOT)
 
 
