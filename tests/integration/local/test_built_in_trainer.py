@@ -32,7 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     for old, new in (
         ("\nsteps = 300", f"\nsteps = {STEPS}"), ('at = "step=60"', 'at = "step=4"'),
         ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
-        ("[roles.trainer]\n", "[roles.trainer]\nexport = 10\nkeep_checkpoints = 10\n"),
+        ("[roles.rollout]\n", "[roles.rollout]\npreload = false\n"),
+        ("[roles.trainer]\n", "[roles.trainer]\nwarm = false\nexport = 10\nkeep_checkpoints = 10\n"),
     ):  # fmt: skip
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
