@@ -16,9 +16,9 @@ LONG_RUN = "long-1120-064114"
 LONG_RUN_STEPS = 10_000
 STEP_S = 6.0
 STEPS_PER_FAILURE = 25
-"""A failure comes every 150 s, more often than in a real run of this length."""
+"""Number of steps from one failure to the next: 150 s, more often than in a real run of this length."""
 FAILURES_PER_SPARE = 4
-"""Each fourth failure is repaired on another node, as after several failures on one node."""
+"""Every fourth failure is repaired on another node, as a planner does after several failures on one node."""
 TRAINER, ROLLOUTS = "trainer/0", ("rollout/0", "rollout/1")
 FAILING = (*ROLLOUTS, TRAINER)
 """The replicas that fail in turn."""

@@ -38,6 +38,7 @@ COLUMNS, ROWS = 200, 60
 LIVE_S = 60.0
 """Seconds over which the bytes of the live view are counted."""
 TENTHS = 10
+"""Number of equal parts of a measurement, whose rates give the range."""
 REPLICAS = 5
 STEPS = 100_000
 """Steps of the job: more than the run commits during the measurement."""
@@ -102,7 +103,7 @@ def time_commands() -> dict[str, list[float]]:
 
 
 def measure_live(toml: str, seconds: float) -> tuple[list[float], int]:
-    """Return the bytes per second of the live view of a run of this job, by tenth, and the steps that passed."""
+    """Return the rate (bytes/s) of the live view in each tenth of the measurement, and the number of commits."""
     with temporary_runs_folder() as folder:
         run = submit_here(Path(folder), toml)
         try:

@@ -71,7 +71,10 @@ def _run(arguments: list[str]) -> int:
 
 @functools.cache
 def _command_group() -> Callable[..., Any]:
-    """Return the commands, ready to parse arguments. They are built once in a process; that takes 40 ms."""
+    """Return the commands, ready to parse arguments.
+
+    Building them takes 40 ms. The cache spares it the tests, which run many commands in one process.
+    """
     from typer.main import get_command
 
     from .commands import app

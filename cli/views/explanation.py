@@ -106,13 +106,16 @@ class _Block:
                 if fits:
                     yield Segment(indent, grey)
                     yield from line.render(console, end="\n")
-                else:  # wraps again
+                else:  # rich wraps these lines again: the terminal is narrower than label and text
                     yield Text.assemble((indent, "bright_black"), line)
         yield ""
 
 
 def _lines(text: Text, console: Console, columns: int) -> Iterable[Text]:
-    """Return the lines of a text that is at most ``columns`` wide; most texts fit without being taken apart."""
+    """Wrap a text into lines of at most ``columns`` columns.
+
+    A text that fits is returned as it is, because wrapping is slow.
+    """
     if text.plain.isprintable() and text.cell_len <= columns:
         return (text,)
     lines = text.wrap(console, columns)

@@ -16,7 +16,7 @@ from rrl.cli.commands import app
 from rrl.core.run_dir import RUNS_ENV
 from rrl.docs import make_commands, make_events, make_json, make_metrics
 from rrl.manager.model import events as ev
-from rrl.tests.support.cli.json_keys import has_the_keys_of_the_page, output_of
+from rrl.tests.support.cli.json_keys import assert_keys_of_the_page, output_of
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.job_toml import JOB
 
@@ -99,4 +99,5 @@ def test_the_keys_of_an_output_are_those_of_the_page(
         case _:
             documents = [json.loads(text)]
     assert documents
-    assert all(has_the_keys_of_the_page(command, document) for document in documents)
+    for document in documents:
+        assert_keys_of_the_page(command, document)

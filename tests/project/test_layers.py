@@ -111,6 +111,11 @@ def test_command_on_a_login_node_imports_no_heavy_package(module: str) -> None:
     assert not _loaded_by(module) & set(_HEAVY)
 
 
+@pytest.mark.parametrize("module", ["rrl.manager.runtime", "rrl.manager.bootstrap.start"])
+def test_a_manager_starts_without_pydantic_and_jinja2(module: str) -> None:
+    assert not _loaded_by(module) & {"pydantic", "jinja2"}
+
+
 @pytest.mark.parametrize("module", ["rrl.manager.storage.journal", "rrl.manager.model.state"])
 def test_a_status_needs_neither_pydantic_nor_sockets(module: str) -> None:
     assert not _loaded_by(module) & {*_HEAVY, "pydantic", "zmq", "submitit", "asyncio"}

