@@ -63,6 +63,8 @@ def last_line(
     """Keep the samples of a benchmark in a file, and return the line with its figures, their ranges and the provenance.
 
     Args:
+        name: Name of the benchmark.
+        figures: The figures, by name.
         samples: The samples of each figure that has several.
         further: Other samples to keep, as JSON values.
     """

@@ -73,7 +73,7 @@ def _run(arguments: list[str]) -> int:
 def _command_group() -> Callable[..., Any]:
     """Return the commands, ready to parse arguments.
 
-    Building them takes 40 ms. The cache spares it the tests, which run many commands in one process.
+    Building them takes 40 ms. The result is kept for tests, which run many commands in one process.
     """
     from typer.main import get_command
 

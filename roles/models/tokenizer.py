@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt in the form that the model expects: with ``[model] chat``, in its chat template.
+        """Return a prompt as the tokens that the model expects: with ``[model] chat``, in its chat template.
 
         Raises:
             ValueError: The text cannot be encoded.
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode plain text, with nothing added.
+        """Return the tokens of plain text, with nothing added.
 
         Raises:
             ValueError: The text cannot be encoded.

@@ -36,10 +36,8 @@ def test_the_commands_of_the_tutorial_do_what_it_says(tmp_path: Path) -> None:
     (examples / "quickstart.toml").write_text(slow_quickstart(examples, prompts=1, step_s=0.5))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, RUNS_ENV: str(tmp_path / "runs")}
-    lines = [
-        *COMMANDS[len(INSTALL) : -1],
-        f"cp -r runs/*/journal .; {COMMANDS[-1]}",
-    ]  # the last command removes the run
+    # the last command removes the run
+    lines = [*COMMANDS[len(INSTALL) : -1], f"cp -r runs/*/journal .; {COMMANDS[-1]}"]
     script = "\n".join(f"echo '== {number}'\n{line}" for number, line in enumerate(lines))
     assert script.count(f"run.steps={PAGE_STEPS}") == 1
     script = script.replace(f"run.steps={PAGE_STEPS}", f"run.steps={STEPS}")

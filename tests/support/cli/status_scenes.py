@@ -10,7 +10,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Why
 from rrl.manager.model.events import ClocksRecorded, Decided, NoteChanged, StepCommitted, StepEnded, VersionAvailable
-from rrl.tests.support.cli.story import REPLICAS, Story, completed, job_view
+from rrl.tests.support.cli.story import DEFAULT_RUN, REPLICAS, Story, completed, job_view
 
 
 def starting() -> Story:
@@ -32,17 +32,18 @@ def node_lost() -> Story:
     return story.fences("rollout/1")
 
 
-def with_rollouts(count: int) -> Story:
+def with_rollouts(count: int, run: str = DEFAULT_RUN) -> Story:
+    """Return a run at work with ``count`` rollouts, of which all but the first two are on node n3."""
     job = job_view()
     roles = tuple(msgspec.structs.replace(r, replicas=count) if r.name == "rollout" else r for r in job.roles)
-    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    story = Story(run, msgspec.structs.replace(job, roles=roles)).works()
     for index in range(2, count):
         story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
     return story
 
 
 def many_rollouts() -> Story:
-    """Return a run of 512 rollouts, three of which are dead; the others are counted."""
+    """Return a run of 512 rollouts: three are dead, and twenty have a note."""
     story = with_rollouts(512)
     for index in (7, 300, 511):
         story.loses(f"rollout/{index}")
@@ -52,11 +53,8 @@ def many_rollouts() -> Story:
 
 
 def crowded() -> Story:
-    job = job_view()
-    roles = tuple(msgspec.structs.replace(r, replicas=40) if r.name == "rollout" else r for r in job.roles)
-    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    story = with_rollouts(40)
     for index in range(2, 40):
-        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
         story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
     story.loses("rollout/17")
     return story

@@ -36,6 +36,7 @@ from rrl.manager.storage.journal import Journal
 from rrl.tests.support.job_toml import JOB
 
 BEGAN = 1_800_000_000.0
+DEFAULT_RUN = "small-1120-064114"
 REPLICAS = ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1")
 NO_REASON = Why(())
 NODES = dict(zip(REPLICAS, ("n1", "n1", "n2", "n3", "n4"), strict=True))
@@ -49,7 +50,7 @@ def job_view(steps: int = 40, cluster: str = "local") -> RunSpec:
 class Story:
     """Builds a run event by event; ``wait`` advances ``at``, the time of the next event (s since the beginning)."""
 
-    def __init__(self, run: str = "small-1120-064114", job: RunSpec | None = None) -> None:
+    def __init__(self, run: str = DEFAULT_RUN, job: RunSpec | None = None) -> None:
         self.run, self.job, self.at, self.epoch = run, job or job_view(), 0.0, 1
         self.stamped: list[ev.Stamped] = []
         self.state: State | None = None
@@ -227,7 +228,7 @@ def at_work(run: str, replicas: int, steps: int = 40) -> Story:
     return story
 
 
-def completed(run: str = "small-1120-064114", steps: int = 12) -> Story:
+def completed(run: str = DEFAULT_RUN, steps: int = 12) -> Story:
     return Story(run, job_view(steps)).works().recovers("rollout/0").ends(Outcome.COMPLETED, "all steps are done")
 
 

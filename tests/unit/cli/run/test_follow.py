@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rrl.cli.run.follow import _key_reader, follow
@@ -19,7 +18,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import OperationFailed, Outcome
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.status_scenes import with_rollouts
+from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.waiting import Output, eventually
 
@@ -137,11 +137,7 @@ def test_end_of_a_watched_run_is_shown_once_with_the_next_steps(tmp_path: Path) 
 
 def many_rollouts() -> Story:
     """Return the story of a run of 512 rollouts, two of which are dead."""
-    job = job_view()
-    roles = tuple(msgspec.structs.replace(one, replicas=512) if one.name == "rollout" else one for one in job.roles)
-    story = Story(RUN, msgspec.structs.replace(job, roles=roles)).works()
-    for index in range(2, 512):
-        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
+    story = with_rollouts(512, RUN)
     for index in (7, 300):
         story.loses(f"rollout/{index}")
     return story
