@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,18 @@ class TestRun:
 
     def let_go(self, index: int) -> None:
         (self.run.path / f"hold.{index}").unlink()
+
+    @contextmanager
+    def hold_between_commits(self) -> Iterator[None]:
+        """Keep the light trainer waiting after the first step since its last commit."""
+        hold, held = (self.run.path / name for name in ("hold.trainer", "held.trainer"))
+        held.unlink(missing_ok=True)
+        hold.touch()
+        try:
+            self.wait(lambda state: held.exists() and all_work(state))
+            yield
+        finally:
+            hold.unlink()
 
     def continued(self, dead: float) -> list[int]:
         """Return the ids of trained trajectories that one incarnation began and another incarnation finished.

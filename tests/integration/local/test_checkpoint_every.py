@@ -45,24 +45,18 @@ def _job(**changed: Any) -> str:
     return toml.replace("[roles.trainer]\n", f"[roles.trainer]\ncheckpoint_every = {EVERY}\n")
 
 
-def _between_commits(state: State) -> bool:
-    """Return whether the trainer has just published the first step after a commit, and has two more to train."""
-    published = state.replica(TRAINER).weight_version
-    return all_work(state) and published is not None and published.step == state.step + 1
-
-
 def _kill_between_commits(run: TestRun, victim: ReplicaId) -> Incarnations:
-    """Kill a replica once the trainer has published the first step after a commit; return the earlier incarnations."""
-    before = current_incarnations(run.wait(_between_commits))
-    pid = before[victim][1]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    """Kill a replica after the light trainer's first step since its commit; return the earlier incarnations."""
+    with run.hold_between_commits():
+        before = current_incarnations(run.state())
+        _kill(before, victim)
     return before
 
 
-def _kill(run: TestRun, victim: ReplicaId) -> None:
-    """Kill a replica between two commits, and wait until it is back."""
-    run.wait_back_alone(_kill_between_commits(run, victim), victim)
+def _kill(incarnations: Incarnations, victim: ReplicaId) -> None:
+    pid = incarnations[victim][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
 
 def _batches(run: TestRun) -> dict[int, list[list[dict[str, Any]]]]:
@@ -83,7 +77,7 @@ def test_trainer_store_and_manager_are_killed_between_commits_and_no_trajectory_
     run = submit_here(tmp_path, _job())
     joined_incarnations(run)
     for victim in (TRAINER, STORE, TRAINER):
-        _kill(run, victim)
+        run.wait_back_alone(_kill_between_commits(run, victim), victim)
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     os.kill(manager, signal.SIGKILL)
     run.wait(lambda state: read_process(manager) is None)
@@ -157,6 +151,12 @@ def _all_work_again(before: Incarnations, restarted: Sequence[ReplicaId], state:
     return all_work(state) and all(state.replica(id).incarnation != before[id][0] for id in restarted)
 
 
+def _between_commits(state: State) -> bool:
+    """Return whether the trainer has just published the first step after a commit."""
+    published = state.replica(TRAINER).weight_version
+    return all_work(state) and published is not None and published.step == state.step + 1
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("snapshots", [True, False])
@@ -166,7 +166,9 @@ def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp
     run = submit_here(tmp_path, toml.replace("[roles.trainer]\n", f"[roles.trainer]\n{keys}") + OFTEN)
     joined_incarnations(run)
     for _ in range(3):
-        _kill(run, TRAINER)
+        before = current_incarnations(run.wait(_between_commits))
+        _kill(before, TRAINER)
+        run.wait_back_alone(before, TRAINER)
     state = run.wait_end(600.0)
     assert (state.outcome, state.step) == (Outcome.COMPLETED, 100), state.why
     run.wait_gone()

@@ -23,6 +23,7 @@ from rrl.tests.support.runs import (
     RRL,
     TIMEOUT_S,
     TestRun,
+    cancel,
     check_sound,
     current_incarnations,
     joined_incarnations,
@@ -44,15 +45,17 @@ def _end_well(run: TestRun) -> None:
 
 
 def test_killed_rollout_restarts_alone_and_its_prompts_continue_from_their_prefix(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 60, spares=0, warm=False))
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
     os.killpg(os.getpgid(pid), signal.SIGKILL)
     run.let_go(1)
-    run.wait_back_alone(before, VICTIM)
-    _end_well(run)
+    after = run.wait_back_alone(before, VICTIM)
+    run.wait(lambda _: any(one.event == ev.FirstWorkDone(after[VICTIM][0]) for one in run.events()))
+    run.wait_steps(run.state().step + 4)
+    cancel(run)
     assert run.continued(dead=-101.0), "no trajectory that the dead rollout began was continued"
     recovery = run.summary()["recoveries"]
     assert [(r["replica"], r["rung"]) for r in recovery] == [("rollout/1", "restart in place")]
@@ -93,7 +96,7 @@ def _last_lines_stored(run: TestRun) -> list[str]:
 
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 40, warm=False))
+    run = submit_here(tmp_path, light_job("local", 100_000, warm=False))
     before = current_incarnations(
         run.wait_steps(15)
     )  # the manager has received the rollout's first printed line by this step
@@ -103,7 +106,8 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
     assert after[VICTIM][2] != node
     assert run.state().nodes[NodeName(node)].excluded
-    _end_well(run)
+    run.wait_steps(run.state().step + 4)
+    cancel(run)
     assert f"{before[VICTIM][0]} is here" in _last_lines_stored(run)
 
 
@@ -119,10 +123,7 @@ def test_rollout_leaves_a_third_crashed_node_although_the_breaker_keeps_that_nod
         after = run.wait_back_alone(before, VICTIM, *(ReplicaId(f"agent/{node}") for node in nodes))
     assert after[VICTIM][2] not in nodes
     assert [run.state().nodes[node].excluded is None for node in nodes] == [False, False, True]
-    with run.call("cancel", run.run.id) as process:
-        assert process.wait(90) == 0
-    assert run.wait_end().outcome == "cancelled"
-    run.wait_gone()
+    cancel(run)
     assert [recovery["rung"] for recovery in run.summary()["recoveries"]] == ["spare node"] * 3
 
 
@@ -132,7 +133,7 @@ def test_rollout_leaves_a_third_crashed_node_although_the_breaker_keeps_that_nod
     ids=["killed", "warned of its walltime"],
 )
 def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
-    run = submit_here(tmp_path, light_job("local", 150, spares=0, warm=False))
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
     holder = json.loads((run.run.epochs / "000001").read_text())
     os.kill(holder["pid"], end)
@@ -141,7 +142,7 @@ def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signa
         adopted = run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
         kept, now = without_replicas(before, current_incarnations(adopted), [])
         assert now == kept, "a role was replaced when the manager changed"
-        _end_well(run)
+        cancel(run)
     assert run.summary()["recoveries"] == []
 
 

@@ -21,6 +21,7 @@ from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import (
     TestRun,
     all_work,
+    cancel,
     check_sound,
     current_incarnations,
     light_job,
@@ -79,10 +80,11 @@ def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
 
 
 def test_killed_trainer_continues_at_once_in_its_nodes_standby(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 50))
+    run = submit_here(tmp_path, light_job("local", 100_000))
     standby_process = wait_for_standby(run)
     is_promoted_to_trainer(run, standby_process)
-    end_well(run)
+    run.wait_steps(run.state().step + 4)
+    cancel(run)
     reported = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
     lines = [json.loads(line) for line in reported.communicate(timeout=60)[0].splitlines()]
     own = [line["text"] for line in lines if line["incarnation"] == "trainer/0#2"]

@@ -13,6 +13,7 @@ from rrl.tests.support.runs import (
     RRL,
     TestRun,
     all_work,
+    cancel,
     check_sound,
     current_incarnations,
     joined_incarnations,
@@ -74,7 +75,7 @@ def test_killed_slurmstepd_restarts_only_its_own_replica(slurm_lab: SlurmLab) ->
 
 
 def test_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "crash", light_job("slurm", 100, spares=1))
+    run = submit_on(slurm_lab, "crash", light_job("slurm", 100_000, spares=1))
     before = joined_incarnations(run)
     node = before[VICTIM][2]
     assert node is not None
@@ -82,7 +83,9 @@ def test_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: 
     try:
         after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
         assert after[VICTIM][2] != node
-        _end_well(run, slurm_lab)
+        run.wait_steps(run.state().step + 4)
+        cancel(run)
+        slurm_lab.wait_no_jobs()
     finally:
         slurm_lab.up(node)
         slurm_lab.clear()

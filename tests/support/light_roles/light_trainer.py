@@ -15,6 +15,9 @@ from typing import Any
 import rrl
 
 STEP_SECONDS = 0.1
+HOLD, HELD = "hold.trainer", "held.trainer"
+"""Names of control files in the run directory. While the first exists, the trainer waits after it has published the
+first step since its last commit, and has created the second."""
 
 
 def main() -> None:
@@ -45,6 +48,8 @@ def main() -> None:
             if me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step:
                 _commit(me, step)
             _publish(me, step)
+            if step == (me.committed or 0) + 1:
+                _hold(me)
         if step > (me.committed or 0):  # the trainer was stopped between two checkpoints
             _commit(me, step)
 
@@ -56,6 +61,12 @@ def _commit(me: rrl.Worker, step: int) -> None:
         with file.open() as opened:
             os.fsync(opened.fileno())
         me.commit(step, [file])
+
+
+def _hold(me: rrl.Worker) -> None:
+    while (me.run_dir.path / HOLD).exists() and not me.stopping.is_set():
+        (me.run_dir.path / HELD).touch()
+        time.sleep(0.01)
 
 
 def _note(me: rrl.Worker, part: rrl.Part) -> None:
