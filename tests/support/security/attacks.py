@@ -179,6 +179,12 @@ def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) ->
     context.term()
 
 
+LATER_CONNECTIONS = 3
+"""Maximum number of the run's own connections that an attacked process may open or accept during an attack. A rollout
+connects to a source of weights at its first pull from it, and keeps the connection: to the trainer, to the other
+rollout, and from the other rollout."""
+
+
 # ── cost of the attack ─────────────────────────────────────────────────────────────────────────────────────────────
 class Footprint(Struct, frozen=True):
     """Resources of one process."""
