@@ -19,7 +19,7 @@ from .types import Batch, PackedBatch, PackedPart, PackedTrajectory, Part, Traje
 
 
 class NotLocal(Sequence[Any]):
-    """A sequence of known length whose values another member of the gang has."""
+    """A sequence of known length whose values only another member of the gang has; to read one raises LookupError."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -32,7 +32,7 @@ class NotLocal(Sequence[Any]):
 
 
 class _Versions(Sequence[Version]):
-    """The version of each token of a trajectory, computed on demand from the runs of tokens to save memory."""
+    """The version of each token of a trajectory, computed on demand from :attr:`PackedTrajectory.runs` to save memory."""
 
     def __init__(self, packed: PackedTrajectory) -> None:
         self._packed = packed

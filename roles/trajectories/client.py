@@ -105,7 +105,7 @@ class Appended(NamedTuple):
     lost: tuple[int, ...]
     """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
     leased: tuple[Item, ...]
-    """The trajectories that were leased with the append. One of ``lost`` may be leased again, with its new prefix."""
+    """The trajectories that were leased with the append. A trajectory in ``lost`` may be among them, with new tokens."""
 
 
 class TrajectoryClient:
@@ -131,7 +131,8 @@ class TrajectoryClient:
         self._weights = weights
         self._timeout = timeout
         self._requested_back: set[int] = set()
-        """Trajectories that the store has requested back. Each is handed over with its next segment."""
+        """Trajectories that another rollout should continue, according to the store. Each is handed over with its next
+        segment."""
         self._dialer = Dialer(keys, Answer, find_store)
 
     async def run(self) -> None:
@@ -169,7 +170,8 @@ class TrajectoryClient:
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Append segments, which are durable on return.
 
-        A trajectory that the store has requested back is handed over with its next segment.
+        If the store has decided that another rollout should continue a trajectory, the trajectory is handed over with
+        its next segment.
 
         Returns:
             The trajectories that are no longer leased to this incarnation; the caller must stop working on them.
@@ -227,7 +229,7 @@ class TrajectoryClient:
             faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
 
         Returns:
-            The number of groups that faults of the scorer dropped, if the role must end because of them; otherwise 0.
+            If the reward role must end because of faults of its scorer, the number of groups that they dropped; otherwise 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
         answer = await self._decide(request)
@@ -249,7 +251,8 @@ class TrajectoryClient:
     ) -> tuple[StepMetrics, ...]:  # fmt: skip
         """Commit step ``number`` and the ``earlier`` steps since the last commit; durable on return.
 
-        Returns the metrics of these steps in order. The store has added its own figures to them.
+        ``manifest`` names the files of the checkpoint, and ``digest`` identifies the batch of step ``number``. Returns
+        the metrics of these steps in order. The store has added its own figures to them.
         """
         request = Commit(self._incarnation, number, manifest, digest, metrics or {}, tuple(earlier))
         answer = await self._ask(request, 0.0)
@@ -319,7 +322,10 @@ class TrajectoryClient:
         await self._decide(EndTurn(self._incarnation, turn, length))
 
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
-        """Return the sampled tokens of a turn from ``offset`` on; None if there is none within ``wait`` seconds."""
+        """Return the sampled tokens of a turn from ``offset`` on.
+
+        Returns None if within ``wait`` seconds no such token is sampled and the turn does not end.
+        """
         answer = await self._ask(Follow(self._incarnation, turn, offset, wait), wait)
         return answer if isinstance(answer, TurnTokens) else None
 

@@ -3,9 +3,9 @@
 An engine that runs b answers takes τ(b) seconds for one token of each answer. So n answers take Σ L_j (τ(j) - τ(j - 1))
 seconds, where L_j is the number of tokens that the j-th longest answer still gets. If N(x) answers have more than x
 tokens left, this sum is the integral of τ(N(x)) over x. Lengths are not known, but their distributions are. So let N(x)
-be the expected number of answers with more than x tokens left, and P(x) the probability that there is at least one. The
-integral of P(x) τ(N(x) / P(x)) then accounts for one long answer among many, although each answer alone is expected to
-be short.
+be the expected number of answers with more than x tokens left, and P(x) the probability that there is at least one. If
+there is one, N(x) / P(x) of them are expected. So the expected time is the integral of P(x) τ(N(x) / P(x)). Thus one
+long answer among many counts, although each answer alone is expected to be short.
 
 The expected time until two engines are both done is longer than the larger of their expected times, because either
 engine may have an unexpectedly long answer. So the *course* of an engine divides its time into parts, each with the
@@ -24,7 +24,8 @@ from itertools import pairwise
 from .lengths import GroupEstimate, partial_means, survival
 
 FIRST_CELL_TOKENS = 32
-"""Tokens of the first range: half a segment. A decision about fewer tokens would come too late."""
+"""Tokens of the first range for which an engine's time is summed: half a segment. An answer with fewer tokens left ends
+before a decision about it could take effect."""
 _CERTAIN = 1e-6
 """Smallest probability that an answer ends within a range, so that logarithms are finite."""
 _STEPS = 64
@@ -45,7 +46,9 @@ Course = list[tuple[float, float]]
 
 
 class CurveTable:
-    """The curves of running answers. Answers with a similar estimate and similar progress share one curve.
+    """A cache of curves (:data:`Curve`): for each range of tokens, the probability that an answer is still running.
+
+    Answers with a similar estimate and similar progress share one curve.
 
     Args:
         limit: Number of tokens at which answers are cut.
@@ -73,7 +76,7 @@ class CurveTable:
         return found
 
     def _compute(self, mean: int, deviations: int, progress: int) -> Curve:
-        """Return the curve of a key. It depends only on the key, so that similar answers share it."""
+        """Return the curve for rounded arguments; ``mean`` and ``deviations`` are in units of 1 / :data:`_STEPS`."""
         deviation = deviations / _STEPS
         estimate = GroupEstimate(mean / _STEPS, 0.0, deviation * deviation)
         alive = survival(estimate, progress)
@@ -141,15 +144,15 @@ class EngineLoad:
         return _finish(self._widths, self._times, self._expected, self._none)
 
     def course(self) -> Course:
-        """Return the course of the engine's answers."""
+        """Return for each range of tokens the seconds it takes, and the probability that any answer reaches it."""
         return _course(self._widths, self._times, self._expected, self._none)
 
     def course_with(self, curve: Curve) -> Course:
-        """Return the course with one more answer."""
+        """Return :meth:`course` as it would be with one more answer."""
         return _course(self._widths, self._times, *self._with(curve))
 
     def course_without(self, curve: Curve) -> Course:
-        """Return the course without one of the answers."""
+        """Return :meth:`course` as it would be without one of the answers."""
         return _course(self._widths, self._times, *self._without(curve))
 
     def _with(self, curve: Curve) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""What the store knows about the rollouts' engines: their places and times, and the answers that will move to them.
+"""What the store knows of each rollout's engine: its places for answers, its times, and answers that will move to it.
 
 Everything here except the times is volatile, like leases. A store that restarts learns the places of an engine with the
 engine's first request. Times are a fold over the store's log (:mod:`.token_times`).
@@ -55,7 +55,7 @@ class Engines:
         limit: Number of tokens at which answers are cut.
         known: Returns what is known of a trajectory.
         running: Returns the trajectories that an engine runs.
-        times: Returns the times of an engine.
+        times: Returns the seconds that an engine takes per token.
     """
 
     def __init__(

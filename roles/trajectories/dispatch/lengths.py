@@ -1,8 +1,8 @@
 """Expected lengths of answers, learned from the answers of the run.
 
-The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm belongs to
-the prompt. It is estimated from four sources, each weighted by the inverse of its variance. The variances are learned
-too. The sources are:
+The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm depends on
+the prompt. This mean is estimated from four sources, each weighted by the inverse of its variance. The variances are
+learned too. The sources are:
 
 - a prediction from the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression of earlier
   observations on their predictions. If the two do not correlate, the mean of all prompts replaces the prediction;
@@ -12,7 +12,7 @@ too. The sources are:
 
 An answer that was cut by ``max_new_tokens``, or because its group was dropped, is *censored*: only a lower bound of its
 length is known. The expected value of the logarithm above this bound replaces the unknown value. If all answers are
-cut, each replaced value raises the next one. Means and variances are therefore bounded.
+cut, each such value raises the mean and thereby the next value. Means and variances are therefore bounded.
 
 :class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats, so a fold that
 continues from the record gives the same bits as a fold over all facts.
@@ -88,7 +88,8 @@ class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
 class LengthState(Struct, array_like=True):
     """All that :class:`Lengths` has learned.
 
-    ``moments``, ``means`` and ``counts`` are float64 in the machine's byte order. ``prompts`` contains 8-byte keys.
+    ``prompts`` has an 8-byte key for each remembered prompt. ``means`` and ``counts`` have the prompt's mean logarithm
+    and the effective number of answers in it. All values except the keys are float64 in the machine's byte order.
     """
 
     limit: int
@@ -177,7 +178,7 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return the estimate with mean and variance of an earlier :meth:`expect`, and the present ``within``."""
+        """Return an estimate from the mean and variance of an earlier :meth:`expect`, and the present ``within``."""
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
@@ -217,7 +218,7 @@ class Lengths:
 
     @property
     def separates(self) -> bool:
-        """True if the lengths expected before the last groups began ordered these groups better than chance."""
+        """True if the expected lengths of the last groups, before these began, correlate with the observed ones."""
         return self._moments.separates
 
 
@@ -355,7 +356,7 @@ class _Pairs:
 
 
 class _Moments:
-    """Averages over the last groups, with exponential weights."""
+    """Statistics from which lengths are estimated: averages over the last groups, with exponential weights."""
 
     def __init__(self, data: bytes | None) -> None:
         size = _Pairs.SIZE
@@ -370,9 +371,10 @@ class _Moments:
         return array("d", [*self._predicted.values(), *self._expected.values(), *rest]).tobytes()
 
     def add_group(self, predicted: float, expected: float, observed: float, noise: float) -> None:
-        """Add a group's observed mean logarithm, and the variance of its noise.
+        """Add a group's observed mean logarithm.
 
         ``predicted`` is the prediction of the regression alone, ``expected`` the estimate from all sources together.
+        ``noise`` is the sampling variance of ``observed``.
         """
         self._predicted.add(predicted, observed, _HORIZON_GROUPS)
         self._expected.add(expected, observed, _HORIZON_GROUPS // 2)
@@ -383,7 +385,7 @@ class _Moments:
         self._within += (variance - self._within) / self._within_count
 
     def add_drift(self, change: float, noise: float) -> None:
-        """Add the change of a prompt's mean logarithm since its earlier answers, and the variance of its noise."""
+        """Add the change of a prompt's mean logarithm since its earlier answers; ``noise`` is its sampling variance."""
         self._drifts = min(self._drifts + 1.0, float(_HORIZON_GROUPS))
         self.drift_mean += (change - self.drift_mean) / self._drifts
         self._drift_square += ((change - self.drift_mean) ** 2 - noise - self._drift_square) / self._drifts

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 MAX_RUNNING = 512
-"""Largest number of running answers for which a τ is kept; a larger number has the same τ."""
+"""Largest number of running answers with its own τ (seconds for a token); any larger number has the same τ."""
 _RECENT = 16
-"""Number of observations per range of b that are kept."""
+"""Number of newest observations that are kept for each range of numbers of running answers."""
 _QUANTILE = 0.33
 """Share of the observations that are assumed not to contain a pause."""
 _FIRST_TOKEN_S = 0.02
@@ -27,8 +27,8 @@ _FIRST_TOKEN_S = 0.02
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
-"""Growth g of τ where nothing is observed: τ(b) is assumed to be proportional to 1 + g * b. The value is between those
-of a dense 7B model on a GPU (1/160) and of a CPU (1/4)."""
+"""Assumed growth g of the seconds for a token, τ(b), with the number b of running answers where nothing is observed: τ(b)
+is proportional to 1 + g * b. The value is between those of a dense 7B model on a GPU (1/160) and of a CPU (1/4)."""
 _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
@@ -36,10 +36,11 @@ _READ_TOKENS = 256
 """Number of tokens of the shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long
 as a few new tokens."""
 _READ_SHARE = 1 / 16
-"""Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
+"""Assumed time to read a token of a prefix before any reading was observed, as a share of the time in which the only
+running answer gets a token."""
 _MIN_READ_SHARE = 1 / 256
-"""Minimum time to read a token of a prefix, as a share of τ(1). Observed times are near 0 if the engine's cache already
-has the prefix."""
+"""Minimum time to read a token of a prefix, as a share of the time in which the only running answer gets a token.
+Observed times are near 0 if the engine's cache already has the prefix."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
@@ -80,7 +81,7 @@ class TokenTimes:
 
     @property
     def observed(self) -> bool:
-        """True if τ was observed with any number of running answers."""
+        """True if the seconds for a token were observed, with any number of running answers."""
         return bool(self._ranges)
 
     def table_among(self, others: Iterable[TokenTimes]) -> Sequence[float]:
@@ -103,13 +104,13 @@ class TokenTimes:
 
     @property
     def table(self) -> tuple[float, ...]:
-        """The times from τ(0), which is 0, to τ(:data:`MAX_RUNNING`)."""
+        """Seconds for one token of each answer while 0 (a time of 0), 1, … :data:`MAX_RUNNING` answers are running."""
         if self._table is None:
             self._table = _tabled(self._points())
         return self._table
 
     def _points(self) -> list[tuple[float, float]]:
-        """Return (b, τ) of each range with observations, in ascending order of both."""
+        """Return (mean number of running answers, seconds for a token) of each range, in ascending order of both."""
         points: list[tuple[float, float, int]] = []
         for index in sorted(self._ranges):
             ring = self._ranges[index]
@@ -165,7 +166,7 @@ class AppendTimes:
 
 
 def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return τ(0) to τ(MAX_RUNNING), interpolated between the points, and with the default growth outside of them."""
+    """Return the table through the points, interpolated between them, and with the default growth outside of them."""
     if not points:
         points = [(1.0, _FIRST_TOKEN_S)]
     # This runs after most observations. One comprehension per interval is three times as fast as a search for each b.
@@ -178,7 +179,7 @@ def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def _grown(point: tuple[float, float], numbers: range) -> list[float]:
-    """Return τ for these numbers of answers, grown from ``point`` at the default rate."""
+    """Return the seconds for a token with these numbers of answers, extrapolated from ``point`` by the default growth."""
     running, seconds = point
     share = 1 + running * _GROWTH_PER_ANSWER
     return [seconds * (1 + number * _GROWTH_PER_ANSWER) / share for number in numbers]

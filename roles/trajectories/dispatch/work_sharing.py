@@ -12,9 +12,10 @@ in the order of creation.
 
 A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the gain must be
 large enough. The gain is the decrease of the expected time until both engines are done, less the cost of reading the
-prefix again. It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN`. An answer that may become
-long delays either engine equally, so that moving it only for this reason gains nothing. An answer moves again only once
-its prefix is twice as long, so that all its moves together read less than twice its length.
+prefix again. It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN` of the time that the
+engine still needs. Both engines count because an answer that may become long delays either engine equally: moving it
+only for this reason gains nothing. An answer moves again only once its prefix is twice as long, so that all its moves
+together read less than twice its length.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ of 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64
-"""Number of the considered answers that are dealt out by expected time: the longest, which decide when a step ends."""
+"""Number of first waiting answers that each go to the engine that would finish first with them. They are the longest,
+which decide when a step ends."""
 _CANDIDATES = 2
 """Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
@@ -90,9 +92,9 @@ def length_class(expected: float) -> int:
 def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[EngineView]) -> list[int]:
     """Return which of the waiting answers a rollout gets, at most ``rollout.free``.
 
-    The first answers are dealt out by expected time, the rest by the time for a token. A rollout that runs nothing gets
-    at least one answer. A rollout that has work may get none, if engines with free places would finish all waiting
-    answers earlier.
+    Each of the first :data:`_DEALT` answers goes to the engine that would finish first with it, each further answer to
+    the engine that then makes tokens fastest. A rollout that runs nothing gets at least one answer. A rollout that has
+    work may get none, if engines with free places would finish all waiting answers earlier.
 
     Args:
         waiting: The first answers that this rollout may get, in the order of leases; :data:`CONSIDERED` suffice.
@@ -197,5 +199,5 @@ def hand_back(
 
 
 def _expected(curve: Curve) -> float:
-    """Return a measure of the expected number of tokens left, in which each range counts as twice the range before."""
+    """Return a measure of the expected tokens left, for sorting: each range weighs twice as much as the range before."""
     return sum(p * 2.0**index for index, p in enumerate(curve[0]))

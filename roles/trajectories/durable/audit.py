@@ -154,7 +154,7 @@ class _TokenCounts:
             count[segment.step] += segment.end - segment.offset
 
     def finish_episode(self, episode: int, turns: Iterable[int]) -> None:
-        """Count the tokens of an episode that are in the path of any counted turn, except tokens of foreign turns."""
+        """Count the tokens of an episode that are in the path of any of ``turns``, except tokens of foreign turns."""
         used: dict[int, int] = {}
         for number in turns:
             if not self._sampled[number] or self._turns[number].sampling is not None:

@@ -76,12 +76,13 @@ class EpisodeState(Struct, eq=False):
     failures: int = 0
     """Number of attempts that count as failed."""
     turns: dict[int, TrajectoryState] = {}
-    """Turns of the newest attempt, and recorded turns. Once the episode is finished, these are only the turns that
-    count and their ancestors."""
+    """Turns of the newest attempt, and recorded turns. Once the episode is finished, these are only the turns in
+    ``counted`` and their ancestors."""
     recorded: set[int] = set()
-    """Turns that the newest attempt has not taken over from earlier attempts, whose process died."""
+    """Turns of earlier attempts, whose process died, that the newest attempt has not taken over."""
     counted: tuple[int, ...] = ()
-    """Turns that count, in the order in which the attempt asked for them; empty until the episode is finished."""
+    """Turns that were complete when the attempt finished the episode, in the order in which the attempt asked for them;
+    empty until then."""
     awaits_reward: bool = False
     """True if the episode is finished and its reward comes later."""
     samples: list[list[Run]] = []
@@ -94,7 +95,7 @@ class EpisodeState(Struct, eq=False):
 
 
 class Group(Struct, eq=False):
-    """A group whose data is still stored, since it was not dropped and no step much later than its own is committed."""
+    """A group whose data is stored, until the group is dropped or some steps after its own step are committed."""
 
     created: GroupCreated
     trajectories: list[TrajectoryState] = []

@@ -58,7 +58,8 @@ def read_frames(path: Path) -> Iterator[bytes]:
     A crash may leave an incomplete flush behind. None of its records was acknowledged.
 
     Raises:
-        LogDamaged: Bytes cannot be read although a later flush follows them, so a crash is not the explanation.
+        LogDamaged: The first frame cannot be read, or a later flush follows bytes that cannot be read. Neither can be
+            the result of a crash.
     """
     torn = 0
     with path.open("rb") as file:
@@ -112,7 +113,10 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Return the number of a flush after ``torn`` of which ``rest`` has a complete frame; None if there is none."""
+    """Return the number of a flush later than flush ``torn`` of which ``rest`` has a complete frame.
+
+    Returns None if there is no such flush. ``rest`` is the end of a log, from the first unreadable byte on.
+    """
     at = rest.find(_MAGIC)
     while at >= 0:
         view = memoryview(rest)[at:]
@@ -236,7 +240,7 @@ def _number(name: str) -> int:
 
 
 _RETAINED_STEPS = 2
-"""Number of committed steps whose token data is kept (rule 9)."""
+"""Number of committed steps whose token data is kept (docs/architecture.md, "Exactly once", rule 9)."""
 _COMPACT_GROWTH = 4
 """Factor by which the log must grow before it is compacted again, so that rewriting is a fixed share of all writing."""
 

@@ -283,7 +283,8 @@ class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
 class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
     """End of an episode with a result.
 
-    ``turns`` are the turns that count. ``reward`` is the score of the episode; None if another record has the score.
+    ``turns`` are the complete turns of the attempt. ``reward`` is the score of the episode; None if another record has
+    the score.
     """
 
     episode: int

@@ -1,9 +1,10 @@
 """The data that a trainer reads of a group: the samples of its trajectories, their digest and their tokens' ages.
 
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
-turns. A leaf is a turn with tokens whose whole path is not the beginning of another counted turn's path. A sample
-consists of the path of its leaf. A sampled token counts in one sample only: the first sample, in the order of the
-turns, that contains it. Given tokens never count, and the answers of foreign turns are given tokens.
+turns (:attr:`.groups.EpisodeState.counted`). A leaf is a turn with tokens whose whole path is not the beginning of
+another counted turn's path. A sample consists of the path of its leaf. A sampled token counts in one sample only: the
+first sample, in the order of the turns, that contains it. Given tokens never count, and the answers of foreign turns
+are given tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
 
 
 def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:
-    """Yield (step of the weights, number of tokens) of runs of trained tokens."""
+    """Yield (step of the weights, number of tokens) for each run of consecutive trained tokens."""
     if track.episode is None:
         for segment in track.segments:
             yield segment.step, segment.end - segment.offset
