@@ -118,7 +118,10 @@ class Buffer:
 
     @contextlib.contextmanager
     def in_use(self, *, writing: bool = False) -> Iterator[int]:
-        """Yield the descriptor, which stays open inside the block even if the buffer is closed in the meantime."""
+        """Yield the descriptor, which stays open inside the block even if the buffer is closed in the meantime.
+
+        ``writing`` is True if the block receives a snapshot of another node into the buffer.
+        """
         self._users += 1
         self.writing = writing or self.writing
         try:
@@ -147,7 +150,7 @@ class DoubleBuffer:
         self.member, self.own = member, own
         self.buffers: list[Buffer | None] = [None for _ in SLOTS]
         self.writer: int | None = None
-        """pidfd of the member that maps these buffers; None if the pidfd cannot be opened."""
+        """pidfd of the member that maps these buffers; None for another node's member, or if it cannot be opened."""
 
     def snapshots(self) -> Iterator[tuple[SnapshotInfo, Buffer]]:
         """Yield the complete snapshots with their buffers."""
@@ -304,7 +307,7 @@ class SnapshotBuffers:
 
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """Drop the snapshots of earlier incarnations of this member's rank, once the member has complete snapshots."""
+        """Drop snapshots of earlier incarnations of this member's rank. Called once the member has complete ones."""
         self._drop([
             pair for pair in self._all()
             if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)

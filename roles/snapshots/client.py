@@ -36,9 +36,10 @@ from .mapping import MappedBuffer, Pinning, Sending, anonymous_memory, map_snaps
 
 
 class SnapshotClient:
-    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. It connects on first use.
+    """The snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``.
 
-    ``pinning`` page-locks the buffers, for a member whose state is on a GPU.
+    The client connects to the agent on first use. ``pinning`` page-locks the buffers, for a member whose state is on a
+    GPU.
     """
 
     def __init__(
@@ -78,11 +79,14 @@ class SnapshotClient:
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
         """Return writable memory for the snapshot of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions. If the
-        incarnation repeats steps, the buffer with the later step is used. Until the incarnation has sealed its first
-        snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned again.
-        The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from the
-        buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions:
+
+        - If a buffer has a snapshot of ``step`` or a later step, because steps are repeated, the buffer with the later
+          step is used. If ``step`` is None, this is not checked.
+        - Until the incarnation has sealed its first snapshot, the buffer that it read last is not used.
+
+        A buffer that was returned and not sealed is returned again. The call waits until the last snapshot is sealed,
+        and aborts a copy to another node that still reads from the buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -228,7 +232,7 @@ class SnapshotClient:
         return list(answer.snapshots) if isinstance(answer, msg.SnapshotList) else []
 
     def read(self, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-        """Return meta and bytes of a snapshot on this node, verified.
+        """Return the writer's metadata and the bytes of a snapshot on this node, verified.
 
         The bytes are in the agent's memory, and valid until :meth:`buffer` returns the same buffer again.
 
@@ -244,7 +248,7 @@ class SnapshotClient:
         return meta, payload
 
     def fetch(self, address: str, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-        """Return meta and bytes of a snapshot of another node's agent, verified, in memory of this process.
+        """Return the writer's metadata and the bytes of another node's snapshot, verified, in memory of this process.
 
         Raises:
             Damaged: The bytes do not match the digest.

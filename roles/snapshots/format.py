@@ -54,7 +54,7 @@ class Head(Struct, frozen=True):
     incarnation: int
     nbytes: int
     meta: int
-    """Size of the meta in bytes."""
+    """Size of the writer's metadata in bytes."""
     digest: bytes
 
     def encode(self) -> bytes:
@@ -74,8 +74,9 @@ class Head(Struct, frozen=True):
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
     """Return the number of the buffer that the snapshot of ``step`` overwrites.
 
-    An empty buffer is chosen first. If there is none, a buffer whose step is not before ``step`` is chosen, because the
-    run was set back to an earlier step. Otherwise the older buffer is chosen.
+    An empty buffer is chosen first. If there is none, a buffer with ``step`` or a later step is chosen, because the run
+    was set back to an earlier step; of two such buffers the one with the later step. Otherwise the older buffer is
+    chosen.
     """
 
     def value(slot: int) -> tuple[int, int]:
@@ -92,7 +93,7 @@ def _check(fields: bytes) -> bytes:
 
 
 class Digest:
-    """Digest of ``meta`` and of the bytes, which are added in order in chunks of ``CHUNK_BYTES``.
+    """Digest of a snapshot: of ``meta`` and of the bytes, which are added in order in chunks of ``CHUNK_BYTES``.
 
     The digest is the blake2b of the CRC-32 of every chunk. It detects accidental damage, but not forgery, which
     authentication prevents. It takes as long as CRC-32: 0.2 s per GB (docs/sources.md).

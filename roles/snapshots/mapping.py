@@ -139,7 +139,7 @@ class MappedBuffer:
 
 
 def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-    """Return meta and bytes of a buffer that the agent granted for reading; takes over ``fd``.
+    """Return the writer's metadata and the bytes of a buffer that the agent granted for reading; closes ``fd``.
 
     The mapping is private and writable, because torch requires writable memory. Changes stay in this process.
 

@@ -32,7 +32,7 @@ class NotLocal(Sequence[Any]):
 
 
 class _Versions(Sequence[Version]):
-    """The version of each token of a trajectory, computed on demand from :attr:`PackedTrajectory.runs` to save memory."""
+    """The version of each token of a trajectory, computed on demand from ``PackedTrajectory.runs`` to save memory."""
 
     def __init__(self, packed: PackedTrajectory) -> None:
         self._packed = packed

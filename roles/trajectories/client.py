@@ -105,7 +105,7 @@ class Appended(NamedTuple):
     lost: tuple[int, ...]
     """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
     leased: tuple[Item, ...]
-    """The trajectories that were leased with the append. A trajectory in ``lost`` may be among them, with new tokens."""
+    """The trajectories that were leased with the append. One in ``lost`` may be among them, with its new prefix."""
 
 
 class TrajectoryClient:
@@ -229,7 +229,8 @@ class TrajectoryClient:
             faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
 
         Returns:
-            If the reward role must end because of faults of its scorer, the number of groups that they dropped; otherwise 0.
+            If the reward role must end because of faults of its scorer, the number of groups that these have dropped;
+                otherwise 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
         answer = await self._decide(request)

@@ -34,7 +34,7 @@ class Membership:
     def update(self, current: Iterable[Incarnation]) -> None:
         """Replace the current incarnations.
 
-        An incarnation counts as departed if it was current before, is not current now, and has no successor.
+        An incarnation that was current and no longer is counts as fenced, even if it has no successor.
         """
         before, self.current = self.current, frozenset(current)
         self._departed = {
@@ -67,8 +67,8 @@ class Membership:
     def check_trainer(self, incarnation: Incarnation, durable: DurableState) -> Denied | None:
         """Return why a request of a trainer is denied; None if it is accepted.
 
-        Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
-        members of a gang share an incarnation number and are fenced together.
+        The first request of a newer trainer durably fences all older trainers before it is answered. The members of a
+        gang share an incarnation number and are fenced together.
         """
         gang = incarnation.gang
         reason = self.fenced_reason(gang)
@@ -273,7 +273,7 @@ class WorkQueue:
         return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
-        """Return whether any waiting trajectory is not reserved for another rollout."""
+        """Return whether a trajectory waits that may go to this rollout, because it is not reserved for another one."""
         popped = []
         while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
             popped.append(heappop(self._heap))
@@ -286,7 +286,8 @@ class WorkQueue:
     ) -> TimesObserved | None:
         """Record an append, and end the leases of the trajectories that are complete with it.
 
-        Returns the times of the rollout that this append shows, which the caller must write to the log.
+        Returns the times of the rollout's engine that follow from the append, which the caller must write to the log;
+        None if there are none.
         """
         tokens: dict[int, int] = {}
         for packed in segments:

@@ -62,7 +62,7 @@ _log = logging.getLogger("rrl.trajectories")
 def answer(store: Store, request: Request, now: float | None = None, until: float = -math.inf) -> Answer:
     """Pass a request to the store, and return its answer.
 
-    The request is evaluated at ``now`` (s), and may wait until ``until`` (s).
+    The request is evaluated at ``now`` (s; None if unknown), and may wait until ``until`` (s).
     """
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
@@ -139,7 +139,7 @@ class Server:
             without a result do not count: a store that cannot serve any request makes no progress.
         note: Called with a text for people if the trainer has waited for a batch or part for ``NOTE_AFTER_S``. The text
             says why. Called with an empty text once the batch or part is bound.
-        on_durable: Called after each flush with the committed step.
+        on_durable: Called after each flush with :attr:`.store.Store.commit_status`.
         idle: Called with an idle cause; returns the context in which the server waits (:meth:`rrl.Worker.idle`).
     """
 
@@ -209,7 +209,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # before the list is read, which a round may replace
+            incoming = await self._listener.receive()  # before self._arrived is read: a round replaces it
             self._arrived.append(incoming)
             self._woken.set()
 

@@ -1,8 +1,8 @@
 """The rules of the trajectory store: how it creates, leases, scores, binds, commits and drops trajectories.
 
 Single-threaded and synchronous. Each method evaluates one request and returns its answer. An answer may be sent only
-after :meth:`Store.flush`, which makes everything durable at once. The rules on a batch are numbered as in
-docs/architecture.md, "Exactly once".
+after :meth:`Store.flush`, which makes everything durable at once. The rules are explained in docs/architecture.md,
+"Trajectories: exactly once".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .types import (
 from .versions import VersionDirectory, is_publisher
 
 _CREATED_PER_REQUEST = 64
-"""Maximum number of groups that are created per request for work, whose prompts the store's only thread makes."""
+"""Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
 
 
 class Store:
@@ -195,7 +195,7 @@ class Store:
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
         """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is accepted.
 
-        Reports of a fenced trainer are denied, and reports of a trainer about a version of another incarnation.
+        A report is denied if its sender is fenced, or if a trainer reports a version of another incarnation.
         """
         incarnation, version = source.incarnation, source.version
         if not is_publisher(incarnation):
@@ -363,7 +363,7 @@ class Store:
         self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
         faulty: Sequence[int] = (),
     ) -> Done | Denied | NotReady:  # fmt: skip
-        """Record finite scores. Ignore a second score, and the score of a trajectory that was dropped."""
+        """Record scores, all of which must be finite. Ignore second scores, and scores of dropped trajectories."""
         if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
@@ -400,7 +400,7 @@ class Store:
         self._scoring.offer(trajectory)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
-        """Drop a group without training on it (rule 8).
+        """Drop a group without training on it.
 
         GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
         """

@@ -168,7 +168,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The trained runs, as (token count, training step). Each entry of ``masked`` is exactly one of ``runs``."""
+        """The ``runs`` that are trained, as (token count, training step). Each entry of ``masked`` is one whole run."""
         masked, runs, at = dict(self.masked), [], 0
         for count, step, _ in self.runs:
             if at not in masked:
@@ -286,7 +286,7 @@ class PostScores(Struct, frozen=True, tag=True):
 
     The first score of a trajectory is final. ``failed`` maps each trajectory that cannot be scored to the reason; its
     group is dropped rather than scored zero. ``faulty`` lists the trajectories in ``failed`` for which the scorer's own
-    code is at fault, because no service, storage or lack of memory caused its exception.
+    code is at fault: its exception was not caused by a service, by storage or by a lack of memory.
     """
 
     incarnation: Incarnation
@@ -335,8 +335,8 @@ class Commit(Struct, frozen=True, tag=True):
 
     Accepted only from the current incarnation, and for a step at most ``[roles.trainer] checkpoint_every`` steps after
     the committed one; may be repeated. ``manifest`` names the checkpoint: its folder relative to the run directory, and
-    its files with their digests. ``metrics`` are informational; the store keeps them for a manager that is not running
-    at the time. ``earlier`` are the steps between the committed step and ``number``.
+    its files with their digests. ``digest`` is that of the batch of step ``number``. The store keeps ``metrics`` for a
+    manager that is not running at the time. ``earlier`` are the steps between the committed step and ``number``.
     """
 
     incarnation: Incarnation

@@ -4,8 +4,8 @@ An engine that runs b answers takes τ(b) seconds for one token of each answer. 
 seconds, where L_j is the number of tokens that the j-th longest answer still gets. If N(x) answers have more than x
 tokens left, this sum is the integral of τ(N(x)) over x. Lengths are not known, but their distributions are. So let N(x)
 be the expected number of answers with more than x tokens left, and P(x) the probability that there is at least one. If
-there is one, N(x) / P(x) of them are expected. So the expected time is the integral of P(x) τ(N(x) / P(x)). Thus one
-long answer among many counts, although each answer alone is expected to be short.
+there is one, N(x) / P(x) of them are expected. So the expected time is about the integral of P(x) τ(N(x) / P(x)). The
+integral accounts for one long answer among many, although each answer alone is expected to be short.
 
 The expected time until two engines are both done is longer than the larger of their expected times, because either
 engine may have an unexpectedly long answer. So the *course* of an engine divides its time into parts, each with the

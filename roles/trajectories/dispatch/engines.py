@@ -20,8 +20,8 @@ from .work_sharing import EngineView, Running, Waiting, hand_back, share
 
 _TOKENS_PER_CHOICE = 4
 """Tokens that an engine appends for each running answer between two choices of moves. A choice compares all answers of
-the engine (10 ms for 512 answers), whereas an append may contain a segment of one answer only. With segments of 64
-tokens, a choice costs as much as 32 appends, and 16 choices are made while a segment is generated."""
+the engine (10 ms for 512 answers), whereas an append may contain a segment of one answer only. With 512 answers and
+segments of 64 tokens, there is one choice for 32 segments, and 16 choices are made while a segment is generated."""
 
 
 class Known(Struct, frozen=True, gc=False):

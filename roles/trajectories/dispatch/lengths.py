@@ -89,7 +89,7 @@ class LengthState(Struct, array_like=True):
     """All that :class:`Lengths` has learned.
 
     ``prompts`` has an 8-byte key for each remembered prompt. ``means`` and ``counts`` have the prompt's mean logarithm
-    and the effective number of answers in it. All values except the keys are float64 in the machine's byte order.
+    and the effective number of answers in it. They and ``moments`` are float64 in the machine's byte order.
     """
 
     limit: int
@@ -218,7 +218,7 @@ class Lengths:
 
     @property
     def separates(self) -> bool:
-        """True if the expected lengths of the last groups, before these began, correlate with the observed ones."""
+        """True if the lengths that were expected of the last groups in advance correlate with the observed ones."""
         return self._moments.separates
 
 

@@ -27,8 +27,9 @@ _FIRST_TOKEN_S = 0.02
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
-"""Assumed growth g of the seconds for a token, τ(b), with the number b of running answers where nothing is observed: τ(b)
-is proportional to 1 + g * b. The value is between those of a dense 7B model on a GPU (1/160) and of a CPU (1/4)."""
+"""Growth g of the seconds for a token with the number b of running answers, where nothing is observed: the seconds are
+assumed to be proportional to 1 + g * b. The value is between those of a dense 7B model on a GPU (1/160) and of a CPU
+(1/4)."""
 _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
@@ -104,7 +105,7 @@ class TokenTimes:
 
     @property
     def table(self) -> tuple[float, ...]:
-        """Seconds for one token of each answer while 0 (a time of 0), 1, … :data:`MAX_RUNNING` answers are running."""
+        """Seconds for a token of each answer, by the number of running answers (0 to :data:`MAX_RUNNING`)."""
         if self._table is None:
             self._table = _tabled(self._points())
         return self._table
@@ -179,7 +180,7 @@ def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def _grown(point: tuple[float, float], numbers: range) -> list[float]:
-    """Return the seconds for a token with these numbers of answers, extrapolated from ``point`` by the default growth."""
+    """Return the seconds for a token with these numbers of answers, extrapolated from ``point`` with default growth."""
     running, seconds = point
     share = 1 + running * _GROWTH_PER_ANSWER
     return [seconds * (1 + number * _GROWTH_PER_ANSWER) / share for number in numbers]

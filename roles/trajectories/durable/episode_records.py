@@ -1,9 +1,9 @@
 """The effect of episode records on the store's state and counts, and the records that a rewritten log needs.
 
-If the process that makes an attempt dies, the turns of the attempt become *recorded* ones, provided that the job replays
-episodes (``on_death = "replay"``). Recorded turns stay in the state, and rollouts continue to extend those that are not
-complete. The next attempt takes over each recorded turn that it asks for again. When this attempt finishes, the
-recorded turns that it has not taken over are deleted.
+If the process that makes an attempt dies in a job with ``on_death = "replay"``, the turns of the attempt become
+*recorded* ones. Recorded turns stay in the state, and rollouts continue to extend those that are not complete. The next
+attempt takes over each recorded turn that it asks for again. When this attempt finishes, the recorded turns that it has
+not taken over are deleted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from .trained_samples import samples
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
 """The records that change one episode."""
 FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
-"""Metric names of the fields of :class:`EpisodesCounted` whose own names do not say that episodes are counted. Any other
-field is its own metric name."""
+"""Metric names of fields of :class:`EpisodesCounted`. The name of any other field is also its metric name."""
 
 
 class EpisodeRecords:

@@ -77,7 +77,7 @@ class EpisodeSettings(Struct, frozen=True):
 
 
 class StoreRules(Protocol):
-    """The rules of the store that the rules of episodes use."""
+    """The part of :class:`..store.Store` that :class:`Episodes` uses."""
 
     newest_weights: int | None
 
@@ -106,7 +106,7 @@ class Episodes:
     """The episodes of a store.
 
     Args:
-        rules: The rules that hold for all jobs, with or without agents.
+        rules: The store, whose rules hold for all jobs, with or without agents.
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
         work: The queue of the turns that rollouts extend.
@@ -127,7 +127,7 @@ class Episodes:
         self._turns = TurnRules(durable, work)
         self._leases = Leases()
         self._requests: dict[str, int] = {}
-        """Episodes of the attempts by agents outside of the run that are not over, by the request of the agent."""
+        """For each request of an agent outside of the run whose attempt is not over, the episode of the attempt."""
         self._limits = TimeLimits()
         self._heap: list[tuple[float, int]] = []
         """(step of the weights that the episode's group was begun with, episode) of every episode without an attempt.

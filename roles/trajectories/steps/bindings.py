@@ -222,11 +222,12 @@ class Bindings:
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float],
         earlier: Iterable[TrainedStep] = (),
     ) -> Done | Denied:  # fmt: skip
-        """Commit a checkpoint and the consumption of all steps up to ``number`` in one record (rule 4).
+        """Commit a checkpoint and the consumption of all steps up to ``number`` in one record.
 
         A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step
         must have been trained on the batch that is bound to it. The request may be repeated. The metrics are written
-        before the commit, because metrics of an uncommitted step are never read.
+        before the commit, because metrics of an uncommitted step are never read. This is rule 4 of docs/architecture.md
+        ("Exactly once").
         """
         before, committed = self._state.commitments.get(number), self._state.committed
         described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}

@@ -148,24 +148,24 @@ class StalenessLimit:
         return self._limit is not None and self._places(weights) <= 0
 
     def bindable(self) -> float:
-        """Return how many complete groups the open step may take now without violating (*).
+        """Return how many complete groups the open step may take now, so that all others can still be trained in time.
 
-        The groups are taken in the order of their last steps. The result may be larger than the number of complete
-        groups. It is inf with ``late = "drop"`` or without a limit.
+        This is condition (*) of the module's docstring. The groups are taken in the order of their last steps. The
+        result may be larger than the number of complete groups. It is inf with ``late = "drop"`` or without a limit.
         """
         return min((count for _, count in self._bindable_by_weights()), default=inf)
 
     def blocking_weights(self, least: int) -> int | None:
-        """Return the step of the oldest weights that prevent a binding of ``least`` groups.
+        """Return the step v of the oldest weights whose groups prevent a binding of ``least`` groups now.
 
-        More of the groups that were begun with these or older weights must be complete first. If ``least`` groups were
-        bound now, the steps that may still train these groups would have too few places for them. Returns None if
-        nothing prevents the binding. With ``late = "drop"`` nothing ever does.
+        Too few of the groups that were begun with v or older weights are complete. After the binding, the steps that
+        may still train these groups would have too few places for the incomplete ones. Returns None if nothing prevents
+        the binding, so always with ``late = "drop"`` or without a limit.
         """
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 
     def _bindable_by_weights(self) -> Iterator[tuple[int, int]]:
-        """Yield each v with which groups were begun, and the number of groups that (**) allows for v."""
+        """Yield each step v with which groups were begun, and how many groups (**) in the module docstring allows."""
         if self._limit is None or not self.wait_for_late:
             return
         begun = complete = 0
