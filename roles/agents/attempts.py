@@ -37,7 +37,10 @@ class AttemptsStore(Protocol):
     """The requests about attempts that are sent to the store."""
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode with its reward, durably; if ``later`` is true, the reward is posted later."""
+        """End an episode with its reward, durably.
+
+        If it is None, it is posted later (with ``later``), or the reward role scores the last answer.
+        """
         ...
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
@@ -66,7 +69,7 @@ class AgentContext(Struct, frozen=True):
     item_text: Callable[[int], str]
     """Returns the text of an item of the task."""
     folder: Path
-    """Folder of job.toml; reported files are named relative to it."""
+    """Folder of job.toml; in reports of exceptions, files in this folder are named relative to it."""
 
 
 class _Failure(Exception):

@@ -34,8 +34,8 @@ of 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
 _DEALT = 64
-"""Number of first waiting answers that each go to the engine that would finish first with them. Of a batch, these are the
-longest answers, which decide when the step ends."""
+"""Number of first waiting answers that each go to the engine that would finish first with them. In a batch, these are
+the longest answers, which decide when the step ends."""
 _CANDIDATES = 2
 """Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
