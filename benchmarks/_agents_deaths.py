@@ -90,8 +90,8 @@ class Deaths(Struct, frozen=True):
     tool_failures: int
     """Number of attempts that failed because the agent's tool had failed."""
     resampled_tokens: int
-    """Number of tokens that were sampled again for a call, although the previous attempt had already received its
-    answer."""
+    """Number of tokens that were sampled again for a call, although an earlier attempt, whose process died, had
+    already got tokens for this call."""
     changed_tokens: int
     """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
@@ -177,7 +177,7 @@ breaker = 1.0
 
 
 def _do(row: str, run: TestRun, calls: Path) -> int:
-    """Carry out a row once; return the number of calls with an old key that were refused: 0 in all other rows."""
+    """Carry out a row once; return how many calls with an old key were refused, which is 0 except in ``old key``."""
     if row == "tool":
         (calls / TOOL_GONE).touch()
         run.wait(lambda _: not (calls / TOOL_GONE).exists(), WAIT_TIMEOUT_S)
@@ -350,7 +350,7 @@ class StoreLog:
                 pass
 
     def resampled_tokens(self) -> int:
-        """Return the number of tokens that later attempts sampled again for the requests of orphaned turns.
+        """Return the number of tokens that were sampled again for requests to which a dead attempt had got tokens.
 
         If an attempt failed because its tool had failed, the next attempt begins from the start. So turns of attempts
         up to this failure are not compared with turns of later attempts.
@@ -363,14 +363,18 @@ class StoreLog:
         )
 
     def _question(self, turn: TurnCreated) -> tuple[int, int, str]:
-        """Return a turn's episode, the number of earlier attempts that failed by themselves, and the turn's request."""
+        """Return (episode, number of earlier attempts in :attr:`failures`, request) of a turn.
+
+        Two turns with equal results repeat one request.
+        """
         failed = sum((turn.episode, attempt) in self.failures for attempt in range(turn.attempt))
         return turn.episode, failed, turn.request
 
     def replayed_turns(self) -> list[bool]:
-        """Return whether each orphaned turn was taken over; only episodes that a later attempt has finished count.
+        """Return for each turn in :attr:`orphaned` whether a later attempt took it over.
 
-        The run is cancelled while agents are at work, so some episodes are not finished.
+        Turns of episodes that no later attempt finished are left out, because the run is cancelled while agents are at
+        work.
         """
         return [turn in self.taken for turn in sorted(self.orphaned)
                 if self.finished.get(self.turns[turn].episode, 0) > self.turns[turn].attempt]  # fmt: skip

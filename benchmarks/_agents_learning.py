@@ -26,8 +26,8 @@ from rrl.tests.support.soak import ManagerRestarter
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 400
 SETTINGS = {"prompts_per_step": 16, "group_size": 16, "learning_rate": 0.001}
-"""Settings that replace those of the example. With the example's own 96 episodes in each step, the agents found 0.57
-(seed 0) and 0.45 (seed 1) of the digits after 400 steps."""
+"""Settings that replace those of the example. With the example's own 96 episodes in each step, the agents guessed
+0.57 (seed 0) and 0.45 (seed 1) of the hidden digits after 400 steps."""
 MANAGER = "manager"
 KILLS = (
     (ReplicaId("rollout/1"), 0.15),
@@ -50,7 +50,7 @@ class Learned(Struct, frozen=True):
     seed: int
     steps: int
     found: list[float]
-    """Share of the episodes of each step whose agent found the digit."""
+    """For each step, the share of its episodes whose agent guessed the hidden digit."""
     token_drift: int
     """Number of trained tokens that no engine sampled in this context."""
     trained_tokens: int
@@ -64,12 +64,12 @@ class Learned(Struct, frozen=True):
 
     @property
     def last10(self) -> float:
-        """Return the mean share of found digits in the last ten steps."""
+        """Return the mean share of the episodes whose agent guessed the hidden digit, over the last ten steps."""
         return statistics.mean(self.found[-10:])
 
     @property
     def first10(self) -> float:
-        """Return the mean share of found digits in the first ten steps."""
+        """Return the mean share of the episodes whose agent guessed the hidden digit, over the first ten steps."""
         return statistics.mean(self.found[:10])
 
 
@@ -152,7 +152,7 @@ def _read(seed: int, run: TestRun, record: Path, run_s: float, load: float) -> L
 
 
 def _found(record: Path) -> list[float]:
-    """Return for each step the share of its episodes that found the digit. The other episodes have no reward."""
+    """Return for each step the share of its episodes whose agent guessed the digit: those with a reward above 0."""
     rewards: dict[int, dict[int, float]] = {}
     for sample in _recorded.trained(record):
         rewards.setdefault(sample.step, {})[sample.episode] = sample.reward

@@ -52,12 +52,15 @@ class Overhead(Struct, frozen=True):
     """Load of this machine (1 minute) at the start and the end."""
 
     def p50(self, arm: str, at_once: int) -> float:
-        """Return the median seconds of the turns that have all their tokens."""
+        """Return the median seconds of an arm's turns that have all :data:`TURN_TOKENS` tokens.
+
+        ``at_once`` is the number of concurrent calls: 1 or :data:`AT_ONCE`.
+        """
         return statistics.median(turn.seconds for turn in self.turns
                                  if (turn.arm, turn.at_once, turn.tokens) == (arm, at_once, TURN_TOKENS))  # fmt: skip
 
     def added(self, at_once: int) -> float:
-        """Return by which share of the median time of vLLM's server the endpoint's median time exceeds it."""
+        """Return the endpoint's median time of a turn divided by that of vLLM's server, minus 1."""
         return self.p50(RRL, at_once) / self.p50(DIRECT, at_once) - 1
 
     def throughput(self, arm: str) -> float:

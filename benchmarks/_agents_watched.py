@@ -65,7 +65,7 @@ class CallLog:
 
 
 def read_calls(folder: Path, name: str = "*") -> list[WatchedCall]:
-    """Return the recorded calls of all processes, or only of those with this name; skip lines without an end."""
+    """Return the recorded calls of all processes, or only of those with this name; skip lines that a kill cut off."""
     lines = [line for path in sorted(folder.glob(f"calls-{name}.jsonl")) for line in path.read_bytes().splitlines(True)]
     return [msgspec.json.decode(line, type=WatchedCall) for line in lines if line.endswith(b"\n")]
 

@@ -42,8 +42,8 @@ def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
     """Play the runs in ``jobs`` processes and print the progress to stderr; return the results by run, in order.
 
     The results do not depend on ``jobs``: each run draws from its own seed. SIGTERM (``exit_on_sigterm``) and Ctrl-C
-    end the processes at once. After such an interruption SystemExit is raised. ScenarioError and any exception of a
-    judge are passed on.
+    end the processes at once. After such an interruption SystemExit is raised. ScenarioError and the exceptions of a
+    judge (rrl's detectors or another method) are passed on.
     """
     pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}

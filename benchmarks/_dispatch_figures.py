@@ -1,8 +1,8 @@
 """Computes the figures of benchmarks/dispatch.py, with their standard errors.
 
-A figure is a function of the seeds whose steps it sums. Its standard error is computed by the jackknife, from the
-values that the figure has with one seed left out at a time. All arms of a seed have the same lengths, so the ratio of
-two arms is paired.
+A figure is computed from the steps of several seeds. Its standard error is computed by the jackknife: from the values
+that the figure has when one seed is left out at a time. With one seed, all arms have answers of the same lengths. So
+the ratio of two arms compares equal work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MAX_OVER_FIFO = 1.02
 MIN_SHARE = 0.25
 MIN_GAIN = 0.05
 DECIDED = 3.0
-"""A trace gets no more seeds when each of its figures is at least this many standard errors away from its bar."""
+"""A trace gets no more seeds when each of its figures is at least this many standard errors away from its bar
+(:data:`MAX_OVER_FIFO` or :data:`MIN_SHARE`)."""
 
 Seeds = Sequence[int]
 
@@ -37,7 +38,7 @@ class Estimate(Struct, frozen=True):
 
 
 def kind(arm: str) -> str:
-    """Return ``known`` if the rankers of an arm have had its prompts before, else ``new``."""
+    """Return ``known`` if the arm's prompts are among those from which the rankers have learned, else ``new``."""
     return "known" if arm.endswith(("known", "wrong")) or arm in ("seen", "pools seen") else "new"
 
 
@@ -66,7 +67,10 @@ class Trace(Struct):
         return self._seconds(arm, seeds) / self._seconds(f"fifo {kind(arm)}", seeds)
 
     def oracle(self, prompts: str, seeds: Seeds | None = None) -> float:
-        """Return the oracle's seconds divided by those of first come, first served, for prompts of this kind."""
+        """Return the seconds of the oracle, which knows all lengths, divided by those of first come, first served.
+
+        ``prompts`` is ``known`` or ``new`` (:func:`kind`).
+        """
         best = self.over_fifo(f"clairvoyant {prompts}", seeds)
         return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
 
@@ -75,7 +79,7 @@ class Trace(Struct):
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.oracle(kind(arm), seeds))
 
     def share_of_attainable(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return an arm's gain as a share of the gain of a ranker that knows each prompt's true mean."""
+        """Return an arm's gain as a share of the gain of a ranker that knows the true mean length of each prompt."""
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.over_fifo(f"true mean {kind(arm)}", seeds))
 
     def gainful(self, arm: str) -> bool:
@@ -83,11 +87,11 @@ class Trace(Struct):
         return 1 - self.oracle(kind(arm)) >= MIN_GAIN
 
     def moved(self, arm: str) -> float:
-        """Return the number of moves of an arm for each answer."""
+        """Return the mean number of times that an answer was moved to another engine in an arm."""
         return statistics.mean(outcome.moves for outcome in self.outcomes[arm]) / self.answers
 
     def decided(self) -> bool:
-        """Return whether each figure is far from its bar, measured by its standard error."""
+        """Return whether each figure is at least :data:`DECIDED` standard errors away from its bar."""
         bars = [(self.estimate(self.over_fifo, arm), MAX_OVER_FIFO) for arm in RANKERS]
         bars += [(self.estimate(self.share, arm), MIN_SHARE) for arm in LEARNED if self.gainful(arm)]
         return all(abs(found.value - bar) >= DECIDED * found.error for found, bar in bars)

@@ -22,8 +22,8 @@ from rrl.roles.trajectories.dispatch.work_sharing import (
 )
 
 _CURVES = CurveTable(LIMIT)
-"""A table of curves that all arms share, because a simulation spends most of its time on them. A curve depends only on
-an answer's estimate and progress."""
+"""The table of curves, which all arms share, because a simulation spends most of its time on them. A curve has the
+probability that an answer still runs, by tokens; it depends only on the answer's estimate and progress."""
 _TAIL = 0.2
 """Share of the answers that StreamRL's dispatcher treats as long."""
 
@@ -54,13 +54,14 @@ class FixedLists(FirstCome):
 
 
 class Product(FirstCome):
-    """The policy of the store, which calls the store's own functions (``roles/trajectories/dispatch``).
+    """The dispatch policy of the store. It calls the functions that the store calls (``roles/trajectories/dispatch``).
 
     Args:
-        expected: Estimate of each group before it begins; None if the true length of each answer is known.
+        expected: Estimate of the lengths in each group, made before the group begins; None if the true length of each
+            answer is known.
         lengths: Refines the estimates while answers are generated.
         separates: True if answers are leased by expected length instead of in the order of their creation.
-        informed: True if enough is known for moves.
+        informed: True if enough lengths were observed to decide about moving running answers.
         times: Each engine's times per token as learned in earlier steps; this policy updates them.
     """
 
@@ -129,7 +130,10 @@ class Product(FirstCome):
         return [(world.answers[move.trajectory], int(move.target)) for move in moves]
 
     def _class(self, answer: Answer) -> int:
-        """Return the class by which an answer is leased: its group's class before the group began, as in the store."""
+        """Return the length class of an answer; answers of a class of longer answers are considered first for a lease.
+
+        As in the store, the class is that of the group's expected length before the group began.
+        """
         if self._expected is None:
             return length_class(answer.length)
         return length_class(math.exp(self._expected[answer.group].mean))

@@ -21,8 +21,8 @@ from rrl.benchmarks.stream import FIRST_STEP, Arm, run_together
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 LEARNING_STEPS = 8
-"""Number of first steps that do not count. After four of them the store has learned from 60 groups, from which on
-lengths usually separate."""
+"""Number of first steps that do not count. After four of them the store has learned from 60 groups, which usually
+suffice to lease answers by expected length."""
 STEEP = Tau(20e-3, 4e-3)
 """Seconds per token, as on a CPU ("linear" in benchmarks/dispatch.py)."""
 SHAPE = replace(MODEL, head_dim=32)
@@ -34,7 +34,7 @@ ARMS = (replace(BY_LENGTH, name="first come", first_come=True), BY_LENGTH)
 
 
 def measure(seeds: int) -> dict[str, Any]:
-    """Run both arms and print a table; return ``real_over_fifo`` and the seconds of all steps that count."""
+    """Run both arms and print a table; return the ratio of their seconds and the seconds of each step that counts."""
     seconds: dict[str, list[list[float]]] = {arm.name: [] for arm in ARMS}
     rows = []
     with temporary_runs_folder() as folder:

@@ -57,8 +57,8 @@ class Prompt(Struct, frozen=True):
 def synthetic(count: int, seed: int) -> list[Prompt]:
     """Return prompts from one template, in which one token shows the mean length with an error.
 
-    Two other tokens differ between prompts without any relation to the length. The standard deviation of the error is
-    0.8 of that between prompts.
+    Two other tokens differ between prompts without any relation to the length. Mean and error are of the logarithm of
+    the length; the standard deviation of the error is 0.8 times that of the means.
     """
     rng = random.Random(seed)
     prompts = []
@@ -96,7 +96,7 @@ def recorded(seed: int = 1) -> list[Prompt]:
 
 
 def permuted(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    """Return the prompts with their lengths exchanged among them."""
+    """Return the prompts with their mean lengths shuffled; a ranker that learns from them expects wrong lengths."""
     means = [prompt.mean for prompt in prompts]
     random.Random(seed).shuffle(means)
     return [Prompt(prompt.tokens, mean, prompt.deviation) for prompt, mean in zip(prompts, means, strict=True)]

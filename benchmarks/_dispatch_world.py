@@ -92,7 +92,10 @@ class Engine:
         return int(self.tokens - self.running[number] + _EPSILON)
 
     def _next_end(self) -> tuple[float, int]:
-        """Return ``tokens`` at the end of the next answer, and its number; drop the entries of moved answers."""
+        """Return the value of ``tokens`` at which the next answer ends, and the answer's number.
+
+        (inf, -1) means that no answer runs. Entries of moved answers are dropped.
+        """
         while self._ends and self._ends[0][1] not in self.running:
             heapq.heappop(self._ends)
         return self._ends[0] if self._ends else (math.inf, -1)

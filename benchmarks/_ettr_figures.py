@@ -27,7 +27,7 @@ class Outage(Struct, frozen=True):
     seconds: float
     """Seconds from the kill until an incarnation of the trainer trains again."""
     lost_steps: int
-    """Number of steps that were trained again, although they may have been trained before the kill."""
+    """Upper limit of the number of lost steps: those that were trained before the kill and had to be trained again."""
 
 
 class Account(Struct, frozen=True):
@@ -58,16 +58,16 @@ class Sample(Struct, frozen=True):
     """Seconds from the first training to the commit of each step, in order."""
     outages: tuple[Outage, ...] = ()
     overrun: tuple[float, float] = (0.0, 0.0)
-    """Time that work of the trainer and of the rollouts took longer than its pace, as a share of its due time
-    (:func:`overrun`)."""
+    """For (trainer, rollouts): the time by which work took longer than its pace demands, as a share of the time that
+    the pace demands (:func:`overrun`)."""
     load: float = 0.0
     """Load of this machine (1 minute) at the end."""
     faults: tuple[tuple[float, str], ...] = ()
     """For each fault: (seconds since the first training, target)."""
     plan: str = ""
     clean: str = ""
-    """Name of all that a clean run depends on (:attr:`Plan.clean`). A run is compared with the clean run of the same
-    name and seed."""
+    """A text with all settings on which a run without faults depends (:attr:`Plan.clean`). A run is compared with the
+    clean run that has the same text and seed."""
     account: Account = Account()
 
 
@@ -156,7 +156,7 @@ def run_of(samples: Sequence[Sample], plan: str, arm: str) -> Sample | None:
 
 
 def time_saved(samples: Sequence[Sample]) -> list[float]:
-    """Return ``1 - (seconds of role) / (seconds of job)`` for each seed; the runs are those of one plan."""
+    """Return 1 - (seconds of the arm ``role``) / (seconds of the arm ``job``) for each seed of one plan."""
     seconds = {(each.arm, each.seed): each.seconds for each in samples}
     return [1 - seconds["role", seed] / seconds["job", seed] for seed in sorted({each.seed for each in samples})]
 

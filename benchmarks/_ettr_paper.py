@@ -28,12 +28,12 @@ MIXED_PLAN = Plan("mixed", SHORT_STEPS, len(MIXED), targets=MIXED)
 
 
 def low(runs: Runs) -> None:
-    """Run the arms with half as many failures as the headline, in equally many steps."""
+    """Run the arms with as many steps as the main plan (:data:`RATES`) and half as many failures."""
     runs.measure_all(LOW, (ROLE, JOB))
 
 
 def long(runs: Runs) -> None:
-    """Run the arms with steps of four times the length, of which outages cost a smaller part."""
+    """Run the arms with steps of four times the length, so that outages cost a smaller share of the time."""
     runs.measure_all(LONG, (ROLE, COLD, JOB))
 
 
@@ -67,7 +67,7 @@ EXPERIMENTS: Mapping[str, Callable[[Runs], None]] = {
 
 
 def print_experiments(samples: Sequence[Sample]) -> None:
-    """Print strict ETTR, its estimate, clock and median outage of each arm under each plan."""
+    """Print duration, strict ETTR, its estimate and median outage of each arm under each plan."""
     rows = []
     for plan, arm in dict.fromkeys((each.plan, each.arm) for each in samples if each.arm != "clean"):
         own = [each for each in samples if (each.plan, each.arm) == (plan, arm)]
@@ -94,14 +94,17 @@ def print_stages(samples: Sequence[Sample]) -> None:
 
 
 def sliding_minimum(samples: Sequence[Sample], arm: str) -> float | None:
-    """Return the lowest sliding estimate of an arm under the headline's plan (about 0.2 for ByteRobust, Figure 12)."""
+    """Return the lowest sliding estimate of an arm's strict ETTR under the plan :data:`RATES`; None without a run.
+
+    The paper shows about 0.2 for ByteRobust (Figure 12).
+    """
     shares = [share for each in samples if (each.plan, each.arm) == (RATES.name, arm)
               for _, share in each.account.sliding]  # fmt: skip
     return min(shares, default=None)
 
 
 def reward_difference(samples: Sequence[Sample]) -> float | None:
-    """Return the difference of the mean reward of the last ten steps between ``role`` and ``clean`` (Figure 13)."""
+    """Return the mean reward of the last ten steps in the arm ``role`` minus that in ``clean`` (Figure 13)."""
 
     def mean(arm: str) -> float | None:
         rewards = [value for each in samples if (each.plan, each.arm) == (RATES.name, arm)

@@ -29,8 +29,8 @@ from matplotlib.axes import Axes  # noqa: E402
 
 COLOURS = {"clean": "#777777", "clean_ft": "#999999", "role": "#0072b2", "role_cold": "#56b4e9", "job": "#d55e00"}
 PUBLISHED = {"role": 0.80, "job": 0.60}
-"""Published ETTR with one fault in ten steps: more than this of RobustRL (``role``), about this of ByteRobust
-(``job``)."""
+"""Published ETTR with one fault in ten steps, by the arm that it is compared with. RobustRL (``role``) has more than
+this value, ByteRobust (``job``) about this value."""
 FACTORS = [0.25 * 1.1**power for power in range(60)]
 """Lengths of a step for the curves, as multiples of the measured length."""
 
@@ -86,7 +86,7 @@ def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> No
 def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
     """Draw tokens per second in the runs with mixed faults.
 
-    The rates of steps that were reported together are cut off.
+    The axis ends at twice the median rate. Steps that were reported together seem to have far higher rates.
     """
     typical = 0.0
     for arm in ("role", "job"):

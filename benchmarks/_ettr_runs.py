@@ -44,7 +44,7 @@ class Plan(Struct, frozen=True):
 
     @property
     def clean(self) -> str:
-        """A name of all that a run without faults depends on. Plans with the same name share their clean runs."""
+        """A text with all settings on which a run without faults depends. Plans with equal texts share clean runs."""
         return f"{self.workload.name}, {self.steps} steps x {self.step_factor:g}"
 
 
@@ -91,10 +91,10 @@ class Runs:
                 self.measure(plan, arm, seed)
 
     def pilot(self) -> None:
-        """Set the length of a step (s) with which ``job`` should reach its target, with one fault in every ten steps.
+        """Set the length of a step (s) with which the arm ``job`` should have the strict ETTR that is its target.
 
-        A fault costs ``job`` an outage, which does not depend on the length of a step, and repeated work, which grows
-        with it.
+        The plan has one fault in every ten steps. A fault costs ``job`` an outage, which does not depend on the length
+        of a step, and repeated work, which grows with this length.
         """
         plan = Plan("pilot", PILOT_STEPS, PILOT_FAULTS)
         clean, failing = (self._measure(plan, ARMS[arm], 0, PILOT_STEP_S) for arm in ("clean", "job"))

@@ -23,7 +23,7 @@ TRAINER, ROLLOUTS = "trainer/0", ("rollout/0", "rollout/1")
 FAILING = (*ROLLOUTS, TRAINER)
 """The replicas that fail in turn."""
 SPARES = ("n1", "n2", "n3", "n4", "n5")
-"""The nodes on which these repairs start the replica, in turn."""
+"""The nodes to which repairs move a failed replica, in turn."""
 PHASES = ("wait_data", "train", "checkpoint")
 METRICS = dict.fromkeys(
     (
@@ -80,7 +80,7 @@ def _fail(story: Story, replica: str, number: int) -> None:
 
 
 def _events_of(story: Story, step: int, started: Mapping[str, int]) -> Iterator[ev.Event]:
-    """Yield the events of a step; ``started`` has the last step before the current incarnation of each replica."""
+    """Yield the events of a step; ``started`` has, by replica, the last step before its current incarnation began."""
     trainer, rollouts = story.incarnation(TRAINER), [story.incarnation(replica) for replica in ROLLOUTS]
     yield from (ev.PhaseEntered(trainer, phase) for phase in PHASES)
     yield ev.StepCommitted(trainer, step, METRICS)

@@ -229,7 +229,7 @@ def _faster_verified(results: Loopback, case: Case) -> str:
 def _highest_ratio(
     results: Loopback, arms: Sequence[str], receivers: int, baseline: Callable[[Case], str]
 ) -> tuple[float, list[float]]:
-    """Return the highest ratio of the arms' medians over all layouts, with the range of this ratio over the rounds."""
+    """Return the highest ratio of an arm's median to its baseline's over all layouts, and its range over the rounds."""
     found = []
     for arm in arms:
         for case in [(receivers, layout) for layout in LAYOUTS]:

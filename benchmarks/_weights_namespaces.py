@@ -50,7 +50,8 @@ RECEIVERS = len(NODES) - 1
 MAX_CHAIN, MAX_SOURCE_FREE = 1.5, 1.2
 """Bars, as multiples of the time of one copy: the chain's time, and the time after which its source is free."""
 BUSY_SHARE = 0.9
-"""If at least this share of the cores is busy, all cores count as busy, because processes sometimes wait for a core."""
+"""If on average more than this share of the cores is busy, the report says that no core was free: at such a load,
+processes sometimes wait for a core."""
 FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
 """Indices of the killed and of the stopped receiver, by round."""
 GLOO_TIMEOUT_S = 30.0

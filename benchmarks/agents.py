@@ -144,7 +144,7 @@ def figures(results: Results) -> dict[str, Any]:
 
 
 def _print_bars(of: dict[str, Any]) -> None:
-    """Print for each bar whether it is met; bars of parts that were not run are left out."""
+    """Print whether each figure in ``of`` meets its bar; figures of parts that were not run are left out."""
     bars: tuple[tuple[str, Callable[[float], bool]], ...] = (
         ("found_last10", lambda value: value >= MIN_FOUND),
         ("token_drift", lambda value: value == 0),

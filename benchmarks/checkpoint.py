@@ -118,7 +118,7 @@ class BenchmarkArm:
         me: The worker whose steps are saved.
         learner: The learner.
         buffers: The memory into which the state is copied.
-        every: Number of steps with one checkpoint.
+        every: With the value N, each Nth step gets a checkpoint.
     """
 
     def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers, every: int) -> None:
@@ -156,7 +156,7 @@ class Samples(Struct):
     blocks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
     """Times that a step waits for its copy."""
     writes: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
-    """Times from the end of a copy until its checkpoint is committed, with no step beside it."""
+    """Times from the end of a copy until its checkpoint is committed, while no step is computed."""
     steps: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in (WITHOUT, *ARMS)})
     """Times of the steps of each round."""
 
@@ -250,7 +250,7 @@ def report(samples: Samples, nbytes: int, on_disk: int, every: int) -> None:
         samples: The measured times.
         nbytes: Bytes of the state.
         on_disk: Bytes of a checkpoint.
-        every: Number of steps with one checkpoint.
+        every: With the value N, each Nth step got a checkpoint.
     """
     median = statistics.median
     copied = median(samples.memcpy)

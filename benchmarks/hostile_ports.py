@@ -51,8 +51,8 @@ ROUNDS = 3
 WINDOW_S = 10.0
 """Seconds of ``alone`` in each round, and minimum seconds of ``busy``. A light run commits several steps per second."""
 MIN_OVER_BUSY = 0.9
-"""Lowest ratio of the steps/s under attack to those beside a busy loop with which the run counts as unaffected. On a
-shared machine, rounds of one arm differ by as much."""
+"""A run counts as unaffected if its steps/s under attack are at least this share of its steps/s beside a busy loop. On
+a shared machine, the steps/s of one arm also differ by a tenth between rounds."""
 STEPS = 1_000_000
 """Number of steps of the job, which the run never reaches, because it is cancelled after the attack."""
 _BUSY_LOOP = """
@@ -177,7 +177,10 @@ def _measure(kind: str, frames: int) -> Result:
 
 
 def _round(run: TestRun, alone: float, storm: Storm) -> Round:
-    """Run the busy loop with as many cores as the attacker used, and return the figures of the round."""
+    """Measure the steps/s beside a busy loop that uses as many cores as the attacker did, and return the round.
+
+    ``alone`` is the number of steps/s of this round without a load.
+    """
     share = storm.cpu_s / storm.seconds
     with _busy_loop(share) as pids:
         began, used = time.monotonic(), cpu_seconds(pids)

@@ -62,7 +62,7 @@ class Times(Struct):
     steps: list[float] = field(default_factory=list)
     """Mean time of a step, for each round."""
     blocked: list[float] = field(default_factory=list)
-    """Time of each step in which the training thread handed the weights over to the publishing and waited for it."""
+    """For each step, the time in which the training thread handed over the weights and waited for their publishing."""
     until_available: list[float] = field(default_factory=list)
     """Time from the end of each step whose version was published until the version could be pulled."""
 

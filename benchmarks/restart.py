@@ -123,7 +123,7 @@ class Restart(Struct):
     incarnation: Incarnation | None = None
     """Incarnation of the trainer that continued."""
     lost_steps: int = 0
-    """Number of steps that were trained again, although they may have been trained before the kill."""
+    """Upper limit of the number of lost steps: those that were trained before the kill and had to be trained again."""
 
     def stages(self) -> list[float]:
         times = [self.kill.at, self.detected, self.fenced, self.joined, self.worked, self.committed]
@@ -136,7 +136,7 @@ class Restart(Struct):
 
 
 def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Restart:
-    """Read the recovery from the kill of ``restart`` from the events of its run; return it.
+    """Add the times of the recovery to ``restart``, from the events of its run, and return it.
 
     The commit of a step that was restored from a snapshot does not end the recovery, because the kill did not undo it.
     """

@@ -33,7 +33,8 @@ from rrl.transport.messages import AgentHeartbeat, AgentHello
 
 DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
 HEARTBEAT_INTERVAL_S = 0.1
-"""Seconds between two heartbeats of an agent. They are fewer than in a run, so that a delayed heartbeat is visible."""
+"""Seconds between two heartbeats of an agent. The interval is shorter than in a run, so that a delayed
+heartbeat is visible."""
 GANG = ReplicaId("trainer/0")
 
 

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def once() -> tuple[tuple[int, int, int], Samples]:
-    """Return the number of steps, how many of them trackers lack, how many they have twice, and these by tracker."""
+    """Return (steps, missing, doubled), summed over the trackers, and the missing and doubled steps of each tracker."""
     with temporary_runs_folder() as folder:
         run = play(Path(folder), kills=3)
         steps, missing, doubled = run.state().step, [], []

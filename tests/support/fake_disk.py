@@ -40,7 +40,7 @@ class Moment(Struct, frozen=True):
     synced: Image
     """Content that a power cut would leave: the synced content of the files whose names were synced."""
     note: int
-    """Value of :attr:`FakeDisk.note` at the time of the call."""
+    """Value of :attr:`FakeDisk.note`, a number that the test sets, at the time of the call."""
 
     def images(self, cuts: Callable[[int, int], Iterable[int]]) -> Iterator[Image]:
         """Yield every content that a crash may leave.

@@ -109,7 +109,7 @@ def with_light_task(toml: str) -> str:
 
 
 Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]
-"""Incarnation, pid and node of every replica."""
+"""Incarnation, pid and node of every replica; pid or node is None while the state does not contain it."""
 
 
 class TestRun:

@@ -118,7 +118,7 @@ class Tally(Struct):
     violations: int = 0
     """Number of violations of invariants, without the kinds that the next three counters count."""
     lost_steps: int = 0
-    """Number of trajectories whose fate is unknown."""
+    """Number of trajectories that are neither trained nor dropped nor open."""
     trained_twice: int = 0
     """Number of groups in two committed steps."""
     orphans: int = 0
@@ -218,7 +218,7 @@ def judge(run: TestRun, tally: Tally) -> None:
 
 
 def _trajectories(run: RunDir, tally: Tally) -> None:
-    """Check invariant 1 in the store's log.
+    """Check in the store's log that no trajectory is lost and no group is trained twice (invariant 1).
 
     The store writes audit.json when it is stopped. There is none if a fault killed the store just before the run ended.
     """

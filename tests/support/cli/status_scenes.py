@@ -43,7 +43,7 @@ def with_rollouts(count: int, run: str = DEFAULT_RUN) -> Story:
 
 
 def many_rollouts() -> Story:
-    """Return a run of 512 rollouts: three are dead, and twenty have a note."""
+    """Return a run of 512 rollouts: three are dead, and twenty show a message for users (note)."""
     story = with_rollouts(512)
     for index in (7, 300, 511):
         story.loses(f"rollout/{index}")

@@ -141,7 +141,8 @@ class Story:
     def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
         """Return the clock of a replica with these seconds by phase.
 
-        A keyword such as ``checkpoint__commits`` names a phase and an idle cause.
+        A keyword such as ``checkpoint__commits`` names a phase and an idle cause. ``done`` is the number of units of
+        work that the process has reported.
         """
         times = []
         for name, spent in seconds.items():

@@ -80,7 +80,7 @@ class Top:
 def play(
     scene: Callable[[Top], Awaitable[None]], now: float, size: tuple[int, int] = (80, 24), opened: RunDir | None = None
 ) -> None:
-    """Run a scene in the application, with this wall clock (s)."""
+    """Run a scene in the application at the wall clock time ``now`` (s); ``opened`` is the run that it shows first."""
 
     async def played() -> None:
         async with running(now, size, opened) as top:

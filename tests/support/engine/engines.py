@@ -16,7 +16,7 @@ from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import config as vllm_setup
 from rrl.roles.trajectories.types import Item, Segment
 
-torch.set_num_threads(1)  # before vLLM, which forbids it later; with two threads a step takes 250 ms
+torch.set_num_threads(1)  # must precede vLLM, which forbids it later; with two threads a step takes 250 ms
 VOCABULARY = 101
 EOS = 1
 ATOL = 1e-3

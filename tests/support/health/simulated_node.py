@@ -79,7 +79,10 @@ class ObservedNode:
         return self
 
     def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
-        """Add NVML samples of healthy GPUs 0 and 1; each of ``gpus`` is added, and replaces the GPU with its index."""
+        """Add ``times`` NVML samples, ``every`` s apart.
+
+        A sample has ``gpus``, and a healthy GPU 0 and GPU 1 if ``gpus`` lacks these indices.
+        """
         there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
         return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
 

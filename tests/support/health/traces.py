@@ -37,7 +37,7 @@ def agent_of(node: str) -> Incarnation:
 
 
 def detect_fresh(monitor: HealthMonitor, now: float, limits: Limits = LIMITS) -> tuple[list[Finding], float]:
-    """Evaluate a copy of the monitor without its memo; the monitor is not changed."""
+    """Return the result of ``detect`` for a copy of the monitor that has no cached results (``memo``)."""
     memo, monitor.memo = monitor.memo, None
     try:
         copy: HealthMonitor = pickle.loads(pickle.dumps(monitor))  # a sixth of the time of deepcopy
@@ -149,7 +149,10 @@ class Trace:
     def learn(
         self, incarnation: Incarnation, name: str, seconds: float, passes: int = 4, between: str = "publish"
     ) -> None:
-        """Let the replica complete passes of a phase, so that a baseline exists and the first pass is over."""
+        """Let the replica complete passes of the phase ``name``, so that a baseline exists and the first pass is over.
+
+        Each pass takes ``seconds`` s. After it, the replica spends 1 s in the phase ``between``.
+        """
         for _ in range(passes):
             self.enter(incarnation, name)
             self.play(seconds)

@@ -59,7 +59,10 @@ def _hold(me: rrl.Worker) -> None:
 
 
 def _next(item: Item, offset: int, mark: float, version: Version, right: bool) -> Segment:
-    """Return the next token of the answer: the prompt's digit four times (in wrong answers twice), then the end."""
+    """Return the next token of the answer: the prompt's digit four times (in wrong answers twice), then the end.
+
+    ``mark`` is the log-probability of the token.
+    """
     token = EOS if offset == (4 if right else 2) else item.prompt[0]
     return Segment(item.trajectory, offset, (token,), (mark,), version)
 

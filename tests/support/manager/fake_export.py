@@ -2,7 +2,7 @@
 
 The file ``script`` of the run directory has one word for each step. With ``fails``, the program writes two lines to
 stderr and fails. With ``hangs``, it waits until its stdin is closed, and then creates a file. With any other word, it
-makes the folder.
+creates the folder of the export.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Site:
                 self.meanwhile()
 
     def record(self, journal: Journal, stamped: Stamped) -> None:
-        """Append a record for the journal; this may kill the manager."""
+        """Append a record to the journal; kill the manager if this is the record of ``kill_at`` or ``kill_every``."""
         self._written += 1
         fatal = len(self.records) + 1 == self.kill_at or self._written == self.kill_every
         if fatal and self.before:

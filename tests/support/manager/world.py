@@ -464,7 +464,7 @@ class World:
         incarnation, node = action.incarnation, action.node
         if action.step not in self.steps:
             return
-        if not self.state.is_current(incarnation) or self.state.finish is not None:  # no longer wanted: it exits
+        if not self.state.is_current(incarnation) or self.state.finish is not None:  # fenced, or the run ends: it exits
             self._end(action.step, 0)
             return
         self.record(ev.Admitted(incarnation, action.step, node, 100))
@@ -548,7 +548,7 @@ def _memory_claim(incarnation: Incarnation) -> bool:
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
-    """Return the reason and the detail of a text of ``exit_text``. Any other text is a detail as a whole."""
+    """Return reason and detail of an exit from the text "REASON: DETAIL"; any other text is the detail of EXITED."""
     reason, _, detail = text.partition(": ")
     return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
 

@@ -231,7 +231,7 @@ class Gang:
     def advance(self, now: float, dt: float, share: float) -> None:
         """Advance by ``dt`` s.
 
-        ``share`` limits the speed: it is the share of the replicas that work, of the role that this one waits for.
+        ``share`` limits the speed. It is the share of working replicas in the role that this replica waits for.
         """
         speed = share * min(member.speed(now) for member in self.members)
         self.waits = share < 1.0

@@ -174,7 +174,7 @@ class Machines:
 
     # ── readings ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, node: NodeName, now: float) -> list[r.Reading]:
-        """Return the samples of this second; ``at`` is by the node's clock, which began with ``UPTIME``."""
+        """Return the samples that are due at ``now``; their times ``at`` are ``UPTIME + now``, by the node's clock."""
         machine = self._machine(node)
         found: list[r.Reading] = []
         for reader in r.READERS:

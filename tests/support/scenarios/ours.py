@@ -163,7 +163,7 @@ class RrlDetectors:
         self._monitor.on_load(incarnation, loads.cpu, gpu, now, tensor, stopped)
 
     def _sampled(self, incarnation: Incarnation, tensor: float, now: float) -> float:
-        """Return the last load that DCGM reported."""
+        """Return the tensor load as DCGM shows it: the value of its newest read, which may be older than ``tensor``."""
         if incarnation not in self._tensors or now - self._tensors[incarnation][0] >= PACE["dcgm"]:
             self._tensors[incarnation] = now, tensor
         return self._tensors[incarnation][1]

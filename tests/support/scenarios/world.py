@@ -73,7 +73,7 @@ class World:
 
     # ── members and nodes ─────────────────────────────────────────────────────────────────────────────────────────────
     def members(self, patterns: Iterable[str]) -> list[Member]:
-        """Return the members of current incarnations by replica; the name of a gang stands for its first member."""
+        """Return the members whose names match one of ``patterns``; a gang's name is that of its first member."""
         wanted = tuple(patterns)
         return [one for gang in self.gangs.values() for one in gang.members
                 if any(fnmatchcase(one.incarnation.replica, each) for each in wanted)]  # fmt: skip
@@ -245,7 +245,7 @@ class World:
         return self.scenario.queues[queue].holds or inf
 
     def _hand_over(self, gang: Gang) -> None:
-        """Add and take the units that the gang adds and takes when its current phase ends."""
+        """Change the queues by the units that the gang adds or takes at the end of its current phase."""
         for queue, units in gang.rhythm_phase.puts.items():
             self._queued[queue] += units
         for queue, units in gang.rhythm_phase.takes.items():

@@ -4,7 +4,7 @@ Requests arrive at a Unix socket in the lab's folder, which only the lab's user 
 environment is the path of the socket. A request is one line with a JSON object, and so is the answer:
 
     {"do": "crash", "node": "n3"}                  -> {"ok": true, "detail": "crash n3"}
-    {"do": "cut", "node": "n3", "seconds": 5}      undone after 5 s (crash by up, cut and delay by heal)
+    {"do": "cut", "node": "n3", "seconds": 5}      after 5 s, ``heal`` undoes cut or delay, ``up`` a crash
     {"do": "delay", "node": "n3", "ms": 200}
     {"do": "outage", "seconds": 5}                 slurmctld is gone for so long
 

@@ -53,7 +53,7 @@ def _install_packages(accounting: bool) -> str:
     print(f"installing {len(added)} of Debian's packages: {' '.join(added)}", *sizes, sep="\n  ")
     print("make uninstall-slurm removes them", flush=True)
     RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # before it, so that an interrupted one can be undone
+    RECORD.write_text("\n".join(sorted({*_recorded(), *added})))  # so that an interrupted installation can be undone
     _apt(*wanted, check=True)
     if absent := missing(accounting=accounting):
         raise RuntimeError(f"installed {' '.join(packages)}, but these programs are still missing: {', '.join(absent)}")

@@ -127,7 +127,7 @@ def _unpack(package: Path, root: Path) -> None:
 
 
 def _use_own_libraries(root: Path) -> None:
-    """Make the programs use the libraries of this folder, and also those libraries that have a search path."""
+    """Make the programs and Slurm's plugins use the libraries of this folder. Raises RuntimeError if that fails."""
     libraries = next(root.glob("usr/lib/*-linux-gnu*"))
     loader = next(libraries.glob("ld-linux-*.so.?"))
     plugins = libraries / "slurm-wlm"

@@ -103,7 +103,10 @@ def completion(text: str) -> dict[str, Any]:
 
 
 def event(text: str, call: int | None = None, sent: str = "") -> bytes:
-    """Return an event of a stream of a chat completion; with ``call``, the stream's position follows it."""
+    """Return an event of a stream of a chat completion.
+
+    With ``call`` (a number), the comment follows by which the endpoint reports that the agent has ``sent`` tokens.
+    """
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None, "logprobs": None}
     chunk = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "policy", "choices": [choice]}
     position = b"" if call is None else b": rrl %d %s\n\n" % (call, sent.encode())

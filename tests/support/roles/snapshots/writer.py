@@ -35,7 +35,7 @@ def main() -> None:
     keys = RunKeys.load(Path(sys.argv[1]))
     with open(sys.argv[2], "r+b") as file:
         progress = mmap.mmap(file.fileno(), 8)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the killed
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: nobody waits for killed members
     for line in sys.stdin:
         incarnation, where = line.split()
         pid = os.fork()

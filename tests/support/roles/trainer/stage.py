@@ -58,7 +58,7 @@ def nursery() -> Iterator[ForkServerContext]:
 def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False) -> Store:
     """Return a store with all trajectories that ``steps`` steps train on; every call returns equal trajectories.
 
-    With ``stream`` each part has one group, because two groups do not fit into the message.
+    With ``stream`` each part has one group, because a part that exceeds ``max_part_bytes`` (1) has only one.
     """
     dice = random.Random(7)
     cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}
@@ -253,7 +253,7 @@ def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any], stream: boo
 
 
 class Doubles:
-    """The task whose answers a warm start learns."""
+    """A task for a warm start: the answer to a digit is its double."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
