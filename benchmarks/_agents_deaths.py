@@ -54,7 +54,7 @@ from rrl.transport.keys import RunKeys
 
 AT_ONCE = 32
 OUTSIDE_AT_ONCE = 8
-"""Number of episodes at once, of the agents that call through the relay and again of those that call without it."""
+"""Number of concurrent episodes of the agents that call through the relay, and also of those that call without it."""
 OUTSIDE_RETRIES = 20
 """How often the client of an agent without a relay repeats a call, with at most 8 s between two attempts. The client's
 default of 2 repetitions covers only 2 s, but on a busy machine the endpoint may need longer to start again."""
@@ -80,7 +80,7 @@ class Deaths(Struct, frozen=True):
     """The failures that agents have observed, and counts from the store's log."""
 
     times: dict[str, int]
-    """How often each row was carried out."""
+    """How often the failure of each row was caused."""
     calls: int
     client_errors: int
     """Number of failed calls that an agent's client did not repeat any more."""
@@ -95,8 +95,8 @@ class Deaths(Struct, frozen=True):
     changed_tokens: int
     """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
-    """Number of turns that were recorded in attempts whose process died, in episodes that a later attempt has
-    finished."""
+    """Number of turns that were recorded in attempts whose process died. Only episodes that a later attempt has
+    finished count."""
     replayed_share: float
     """Share of the ``recorded_turns`` that the next attempt has taken over instead of sampling them again."""
     episodes: int
@@ -104,7 +104,7 @@ class Deaths(Struct, frozen=True):
 
 
 def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS)) -> Deaths:
-    """Carry out the rows in turn, ``times`` times each, while agents are at work."""
+    """Cause the failure of each row ``times`` times, in turn, while agents are at work."""
     load = os.getloadavg()[0]
     for name in ("record", "calls", "logs"):
         (folder / name).mkdir(parents=True)
@@ -177,7 +177,7 @@ breaker = 1.0
 
 
 def _do(row: str, run: TestRun, calls: Path) -> int:
-    """Carry out a row once; return how many calls with an old key were refused, which is 0 except in ``old key``."""
+    """Cause the failure of a row; return how many calls with an old key were refused (0 except in ``old key``)."""
     if row == "tool":
         (calls / TOOL_GONE).touch()
         run.wait(lambda _: not (calls / TOOL_GONE).exists(), WAIT_TIMEOUT_S)

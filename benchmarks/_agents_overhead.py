@@ -43,7 +43,7 @@ class Turn(Struct, frozen=True):
 
 
 class Overhead(Struct, frozen=True):
-    """All calls, and the seconds of each round of concurrent calls."""
+    """The measurements: all calls, and the seconds of each round of concurrent calls."""
 
     turns: list[Turn]
     round_s: dict[str, list[float]]
@@ -70,7 +70,7 @@ class Overhead(Struct, frozen=True):
 
 
 def measure(folder: Path, rounds: int = ROUNDS) -> Overhead:
-    """Start both arms, and call them in turn."""
+    """Start rrl's endpoint and vLLM's server, and call them in turn."""
     model, episodes = make_model.FOLDER.expanduser(), folder / "episodes"
     episodes.mkdir(parents=True)
     with serving(model, folder, MAX_LENGTH, AT_ONCE) as (server,):
@@ -155,7 +155,7 @@ async def _measure(held: dict[str, list[HeldEpisode]], rounds: int) -> Overhead:
 
 
 async def _turn(arm: str, number: int, at_once: int, client: openai.AsyncOpenAI, index: int) -> Turn:
-    """Send a request that differs from all other requests to the arm; return the turn with its duration."""
+    """Send to an arm a request that differs from all earlier ones; return the turn with its duration."""
     question = f"Write a long story about the number {1000 * (number + 1) + index}."
     started = time.perf_counter()
     reply = await client.chat.completions.create(

@@ -190,7 +190,7 @@ def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> Fi
 
 
 def clairvoyant(world: World) -> FixedLists:
-    """Return a schedule from all true lengths: it assigns the longest answers first, by marginal cost."""
+    """Return a schedule from all true lengths: longest first, each answer goes to the engine that then ends first."""
     finish = [0.0] * len(world.engines)
     lists: list[list[int]] = [[] for _ in world.engines]
     for answer in sorted(world.answers, key=lambda answer: -answer.length):

@@ -72,7 +72,7 @@ class Paced(Struct, frozen=True):
 
 
 class Pace:
-    """Makes work last as long as it should, and records it.
+    """Makes each piece of work last as long as it would on a GPU, and records its times.
 
     Args:
         record: File to which each piece of work is appended as a line of JSON.

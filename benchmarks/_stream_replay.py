@@ -124,7 +124,7 @@ class Replay(Struct, frozen=True):
     incarnations: dict[ReplicaId, int]
     """Number of the last incarnation of each replica that was killed."""
     same_weights: bool
-    """True if weights and moments of both trainings are equal, bit for bit."""
+    """True if the repetition has the weights and moments of the run's newest checkpoint, bit for bit."""
     largest_difference: float
 
 

@@ -64,7 +64,7 @@ class Nics(Struct):
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_free_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Times after which the source was free."""
+    """Times after which the source was free: it had sent nearly all bytes of the transfer."""
     source_copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Numbers of copies that the source sent."""
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

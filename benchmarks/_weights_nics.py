@@ -46,7 +46,7 @@ class NicMonitor:
                 await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     def finish(self, began: float) -> tuple[float, float]:
-        """Return the time at which the source was free (s after ``began``), and the number of copies that it sent."""
+        """Return the time (s after ``began``) at which the source had sent its bytes, and how many copies it sent."""
         self._task.cancel()
         sent = self._sent_so_far()
         samples = [*self._samples, (time.monotonic(), sent)]

@@ -65,11 +65,11 @@ class Results(Struct):
 
     learned: list[Learned] = []
     drift: Any = None
-    """:class:`._agents_drift.Drift`."""
+    """Result of the part ``drift`` (:class:`._agents_drift.Drift`)."""
     overhead: Overhead | None = None
     deaths: Deaths | None = None
     proxied: Any = None
-    """:class:`._agents_proxy.Proxied`."""
+    """Result of the agents behind the proxy, in the part ``deaths`` (:class:`._agents_proxy.Proxied`)."""
 
 
 def measure(parts: Sequence[str], seeds: Sequence[int], steps: int, rounds: int, times: int) -> Results:

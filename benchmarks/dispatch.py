@@ -74,7 +74,7 @@ SEEDS = 8
 """Number of seeds with which a trace begins, and number of further seeds that an undecided trace gets at a time."""
 MOST_SEEDS = 64
 KNOWN_VARIANCE = 1e-4
-"""Variance of the estimate if the logarithm of a length is known, because it must be above 0."""
+"""Variance of an estimate whose lengths are known exactly. It is small, but an estimate needs a variance above 0."""
 REAL_SEEDS = 3
 MIN_RECALL = 0.7
 MAX_DECISION_US = 1_000.0
@@ -146,7 +146,7 @@ def arms(
 
 
 def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int) -> Trace:
-    """Return a trace after ``seeds`` seeds, or more while it is undecided."""
+    """Play a trace with ``seeds`` seeds, and then up to ``most_seeds`` while it is undecided; return its outcomes."""
     count, shape = ENGINES[engines]
     scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
     trace = Trace(source.name, tau, engines, count * GROUP_SIZE)

@@ -120,7 +120,7 @@ def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict
 
 
 def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> None:
-    """Print a row for each arm of the headline: clock, strict ETTR, outage, and strict ETTR with the paper's steps."""
+    """Print a row for each arm of part ``rates``: duration, strict ETTR, outage, strict ETTR with the paper's steps."""
     rows = []
     for arm in ARMS:
         own = [each for each in samples if (each.plan, each.arm) == (RATES.name, arm)]

@@ -154,7 +154,7 @@ def figures_of(blocks: list[Block], gap_s: float | None) -> dict[str, float]:
 
 
 def by_block(blocks: list[Block]) -> dict[str, list[float]]:
-    """Return the figures of each block."""
+    """Return for each figure its values, one for each block of its reader."""
     samples: dict[str, list[float]] = {}
     for block in blocks:
         for name, value in summarize([block], block.reader).items():

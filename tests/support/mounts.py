@@ -10,7 +10,7 @@ import sys
 
 
 def own_mounts() -> list[str]:
-    """Return the arguments that permit a command to mount if they precede it; empty if this machine forbids mounts."""
+    """Return the beginning of a command line whose command may mount; empty if this machine forbids mounts."""
     argv = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
     try:
         tried = subprocess.run([*argv, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)

@@ -45,7 +45,7 @@ class Good:
 
 
 class Hangs(Good):
-    """Hangs while the note ``hang`` exists."""
+    """A reader that hangs while the note (file) ``hang`` exists."""
 
     name, timeout_s = "hangs", 0.3
 
@@ -56,7 +56,7 @@ class Hangs(Good):
 
 
 class HangsInC(Good):
-    """Hangs in a C call that holds the interpreter's lock, so that no signal handler runs, as in a driver's library."""
+    """A reader that hangs in a C call that holds the GIL, as in a driver's library, so that no signal handler runs."""
 
     name, timeout_s = "stuck", 0.3
 
@@ -86,7 +86,7 @@ class Dies(Good):
 
 
 class Garbles(Good):
-    """Writes bytes that are not a frame to the supervisor's connection, as a faulty library might."""
+    """A reader that writes bytes that are not a frame to the supervisor's connection, as a faulty library might."""
 
     name = "garbles"
 
@@ -106,7 +106,7 @@ class IsAbsent(Good):
 
 
 class IsDenied(Good):
-    """Is not permitted to read, so that already its creation fails."""
+    """A reader without the permission to read, whose constructor therefore raises PermissionDenied."""
 
     name = "denied"
 
@@ -122,7 +122,7 @@ class Raises(Good):
 
 
 class Floods(Good):
-    """Returns samples that are larger than the buffer of a socket."""
+    """A reader whose samples are larger than the buffer of a socket."""
 
     name, interval_s = "floods", 0.0
 

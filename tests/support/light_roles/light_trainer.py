@@ -16,8 +16,8 @@ import rrl
 
 STEP_SECONDS = 0.1
 HOLD, HELD = "hold.trainer", "held.trainer"
-"""Names of control files in the run directory. While the first exists, the trainer waits after it has published the
-first step since its last commit, and has created the second."""
+"""Names of control files in the run directory. While ``hold.trainer`` exists, the trainer waits after the publishing of
+the first step since its last commit. It creates ``held.trainer`` when it begins to wait."""
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ class World:
         """Nodes whose standby processes never answer a promotion."""
         self.die_before = 0
         """The manager fails before it records the decision or intent with this number, and the next manager takes over.
-        The first one has number 1; with 0 the manager does not fail."""
+        Numbers begin with 1; 0 means that the manager does not fail."""
         self.planned = 0
         """Number of decisions and intents that were planned so far."""
         self._tags: set[str] = set()

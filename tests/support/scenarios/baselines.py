@@ -214,9 +214,9 @@ class RobustRL:
         return role == "rollout" and one.probed_at is not None and now - one.probed_at >= self._answer
 
     def needs_probe(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
-        """Return whether to probe a rollout without tokens now.
+        """Return whether to probe a rollout now, because it has generated no token for :data:`ZERO_TOKENS_S`.
 
-        The next probe follows :data:`ZERO_TOKENS_S` after an answer.
+        After an answer to a probe, the next probe follows after the same time.
         """
         if role_of(incarnation.replica) != "rollout":
             return False

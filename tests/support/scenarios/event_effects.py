@@ -61,7 +61,7 @@ class ScenarioEvent:
 
     @property
     def never_struck(self) -> bool:
-        """Return whether the event had no effect; False if the reason is that a repair had replaced its target."""
+        """Return whether the event had no effect, although no repair had replaced its target."""
         return self.struck_at is None and not self._struck
 
     @property

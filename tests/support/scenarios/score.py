@@ -101,7 +101,10 @@ def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
 
 
 def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
-    """Return the delay (s) of each hang that was found, in time or late, by (scenario, seed, index)."""
+    """Return the delay (s) of each hang that was found, in time or late.
+
+    The key is (scenario, seed, index of the expected finding).
+    """
     return {
         (play.scenario, play.seed, index): one.found_at - one.since
         for play in plays for index, one in enumerate(play.outcomes)
@@ -110,7 +113,7 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
 
 
 def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
-    """Return the role (or ``node``) of each hang in :func:`hang_delays`, by (scenario, seed, index)."""
+    """Return the role (or ``node``) of each hang in :func:`hang_delays`, by the keys of that function."""
     plays = list(plays)
     kinds = {(play.scenario, play.seed, index): _kind(one)
              for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip

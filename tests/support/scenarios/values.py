@@ -78,7 +78,7 @@ def fixed(length: float) -> Drawn:
 
 # ── draws that several places share ──────────────────────────────────────────────────────────────────────────────────
 def draws_in(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield key and name of each ``{draw = "NAME"}`` in a table, a list or a duration."""
+    """Yield (path of keys, NAME) for each ``{draw = "NAME"}`` in a table, a list or a duration."""
     if isinstance(value, Drawn):
         if value.kind == "draw":
             yield place, value.name

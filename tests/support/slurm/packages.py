@@ -19,7 +19,7 @@ from rrl.tests.support.slurm.lab import missing
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 """Debian packages; iproute2 is for nodes with networks of their own."""
 RECORD = Path("/var/lib/rrl-lab/packages")
-"""Names of the packages that :func:`install` has added to this machine: only these are removed again."""
+"""File with the names of the packages that :func:`install` has added to this machine. Only these are removed again."""
 
 
 def install(accounting: bool = False) -> str:

@@ -46,17 +46,17 @@ class Peers(Struct, frozen=True, tag=True):
 
 
 class Check(Struct, frozen=True, tag=True):
-    """Compare every byte of the newest version."""
+    """Command: compare every byte of the newest version."""
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Discard every version; with ``memory``, discard also the buffer that the store keeps for the next version."""
+    """Command: discard every version; with ``memory``, also the buffer that the store keeps for the next version."""
 
     memory: bool = False
 
 
 class Dial(Struct, frozen=True, tag=True):
-    """Connect to ``at`` and disconnect, ``times`` times."""
+    """Command: connect to ``at`` and disconnect, ``times`` times."""
 
     at: str
     version: Version
@@ -64,11 +64,11 @@ class Dial(Struct, frozen=True, tag=True):
 
 
 class Measure(Struct, frozen=True, tag=True):
-    """Report :class:`Usage`."""
+    """Command: report the resources of the process (:class:`Usage`)."""
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """Close the transport as a role does when it ends, and exit."""
+    """Command: close the transport as a role does when it ends, and exit."""
 
 
 Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
@@ -76,9 +76,9 @@ Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 # ── reports of a member ────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
-    """The member serves.
+    """Report that the member serves.
 
-    ``born`` is the time at which its imports were done. All times are in s, by the machine's monotonic clock.
+    ``born`` is the time at which the member's imports were done. All times are in s, by the machine's monotonic clock.
     """
 
     born: float

@@ -52,7 +52,7 @@ class FakeEndpoint:
 
 
 class _BrokenOff(Exception):
-    """Closes a connection in the middle of a response's content."""
+    """Raised to close a connection in the middle of a response's content."""
 
 
 def replies(content: Any, status: int = 200, **headers: str) -> Act:

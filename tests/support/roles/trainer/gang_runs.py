@@ -61,6 +61,6 @@ async def dies(stage: Stage, moment: str, step: int, rank: int = 0) -> None:
 
 
 def goes_on_from(stage: Stage) -> str:
-    """Return the state from which the newest incarnation continued."""
+    """Return the text in the newest incarnation's log that names the state from which it continued."""
     lines = stage.log(stage.incarnation).splitlines()
     return next(line for line in lines if "continues from" in line).split("from ")[1]

@@ -89,7 +89,10 @@ def _compute_deterministically() -> None:
 
 
 def _mark_with_chance() -> None:
-    """Make each part and step depend on every random state, because the model itself has no dropout."""
+    """Make each part and step depend on every random state, so that a state that is not restored changes the result.
+
+    The model itself uses no random numbers, because it has no dropout.
+    """
     add, close = Learner.add, Learner.close
     noise = [0.0]
 
