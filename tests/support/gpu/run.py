@@ -53,7 +53,10 @@ def no_gpu() -> str:
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """Return the requirements of all tests, and those of only some tests; such as "numpy numpy>=1.26"."""
+    """Return the requirements of all tests, and those of only some tests, each after its package's name.
+
+    An entry is, for example, "numpy numpy>=1.26".
+    """
     import tomllib  # imported here, because main prints a message for interpreters without it
 
     with (ROOT / "pyproject.toml").open("rb") as file:

@@ -216,7 +216,7 @@ class RobustRL:
     def needs_probe(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
         """Return whether to probe a rollout now, because it has generated no token for :data:`ZERO_TOKENS_S`.
 
-        After an answer to a probe, the next probe follows after the same time.
+        After an answer to a probe, the next probe follows :data:`ZERO_TOKENS_S` later at the earliest.
         """
         if role_of(incarnation.replica) != "rollout":
             return False
