@@ -1,9 +1,10 @@
-"""State that a site's hooks keep between two checks of a node: its last pass, its standing findings and its drain.
+"""State that a site's Slurm hooks (prolog, epilog, HealthCheckProgram) keep between two checks of a node.
 
-This state, the node's memory, is one file in a folder of the node that is emptied at boot. With it a prolog need not
-repeat a check that an epilog has just made, and a standing finding is not recorded at each check. HealthCheckProgram
-need not ask slurmctld whether the hooks have drained its node. Times are seconds of CLOCK_BOOTTIME, because changes of
-the date do not affect this clock.
+The state contains the last check that passed, the findings that have not cleared, and whether a hook has drained the
+node. This state, the node's *memory*, is one file in a folder of the node that is emptied at boot. The file saves work
+in three cases. A prolog need not repeat a check that an epilog has just made. A finding that has not cleared is not
+recorded again at each check. The HealthCheckProgram need not ask slurmctld whether a hook has drained its node. Times
+are seconds of CLOCK_BOOTTIME, because changes of the date do not affect this clock.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ..core.types import NodeName
 from .history.check_records import Standing
 
 FOLDER_ENV = "RRL_HEALTH_STATE"
-"""Environment variable for the folder of the memory, instead of ``/run/rrl`` (root) or ``~/.cache/rrl`` (other
-users)."""
+"""Environment variable that names the folder of the memory files. Without it, the folder is ``/run/rrl`` for root and
+``rrl`` in ``$XDG_CACHE_HOME`` (by default ``~/.cache``) for other users."""
 ROOT_FOLDER = Path("/run/rrl")
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CheckMemory(Struct, frozen=True):
-    """The memory of one node since its boot."""
+    """What the hooks have stored about the checks of one node since its boot (the node's *memory*)."""
 
     boot_id: str
     passed_at: float | None = None
@@ -67,7 +68,7 @@ def boot_time() -> float:
 
 
 def memory_path(node: NodeName) -> Path:
-    """Return the file of a node's memory. The file names the node because several nodes may share a home folder."""
+    """Return the path of a node's memory file. Its name contains the node, because nodes may share a home folder."""
     if given := os.environ.get(FOLDER_ENV):
         folder = Path(given)
     elif os.geteuid() == 0:
@@ -78,7 +79,7 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the memory; it is empty if no file of this boot exists or another user may have written the file."""
+    """Return the stored memory; without a file of this boot, or if another user may have written it, an empty one."""
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)
@@ -100,9 +101,10 @@ def update_memory(path: Path, change: Callable[[CheckMemory], CheckMemory]) -> N
 
 
 def take_if_fresh(path: Path, gpus: Collection[str], max_age_s: float) -> float | None:
-    """Return the age (s) of the last full check if it is fresh for a job with these GPUs, else None.
+    """Return the age (s) of the last full check that passed; None if a job with these GPUs needs a new check.
 
-    In either case the GPUs no longer count as free, because the job uses them. Raises OSError like `update_memory`.
+    `CheckMemory.is_fresh` decides whether a new check is needed. In either case the GPUs no longer count as free,
+    because the job uses them. Raises OSError like `update_memory`.
     """
     ages: list[float] = []
 

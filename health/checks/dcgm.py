@@ -34,8 +34,8 @@ _IGNORED_CODES = (
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""Prefixes of error codes that are ignored, because the faults are harmless, or because other checks report them in
-more detail, such as Xids."""
+"""Prefixes of error codes that are ignored: the faults are harmless, or other checks report them in more detail (Xids,
+for example)."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"

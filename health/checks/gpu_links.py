@@ -14,7 +14,7 @@ from .node_state import REGISTERING_STATES, NodeState
 
 _MINUTE_S = 60.0
 _CRC_WINDOW_S = 60.0
-"""Window (s) over which a rate per second is measured. NVML's reader samples the NVLink counters every 20 s."""
+"""Window (s) over which the rate of CRC errors is averaged. NVML's reader samples the NVLink counters every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
 """Substrings of the names of GPUs whose links are wired on their board."""
 _ON_BASEBOARD = ("NVIDIA H200", "NVIDIA B200")
@@ -78,7 +78,7 @@ def _errors(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 def _flagged(state: NodeState, uuid: str, link: int, limits: LinkRules, now: float) -> int:
-    """Return how many of the last ``limits.windows`` windows contain errors of the link.
+    """Return how many of the last ``limits.windows`` windows, each of ``limits.window`` s, contain errors of the link.
 
     Windows are aligned to the start of the counter's history.
     """

@@ -35,10 +35,11 @@ _MISREAD_WINDOW_S = 300.0
 """If a counter returns to its old total within this time (s) after a decrease, the lower value counts as misread (our
 choice)."""
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
-"""Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
+"""State of a `CounterHistory` before its counter decreased: the time (s) of the decrease, and the values of ``start``,
+``first``, ``_before``, ``_rises`` and ``last`` before the decrease."""
 _HISTORY_S = 7200.0
-"""Time (s) for which the history is kept. It exceeds the windows of all rules, except of those with the window "within
-a day", which use the total increase."""
+"""Time (s) for which the increases of a counter are kept. For a longer window (a rule with the window "within a day"),
+the total increase is used instead."""
 
 
 class CounterHistory:
@@ -56,7 +57,7 @@ class CounterHistory:
         self._rises: list[tuple[float, int]] = []
         """(time in s, total from then on) of each increase, oldest first."""
         self._fallen: _BeforeFall | None = None
-        """Values before the last decrease; None once the counter has increased again."""
+        """Values before the last decrease (of several in a row, before the first); None after the next increase."""
 
     def add(self, at: float, total: int) -> None:
         """Add the total that was read at time ``at`` (s)."""
@@ -184,7 +185,7 @@ class NodeState:
         self._tenants: dict[str, tuple[str, str]] = {}
         """Role and incarnation that use a GPU, by GPU."""
         self._exporter_counts = False
-        """Whether the last sample of DCGM contained the exporter's counts."""
+        """Whether the last sample of DCGM contained the Xid counts of dcgm-exporter."""
         self._health_at: float | None = None
         """Time of the newest run of ``dcgmi health``."""
         self.memo: Any = None

@@ -58,9 +58,10 @@ class _Gpu:
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
     def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
-        """Return the events of these classes, except the events that do not count.
+        """Return the events whose Xids have one of the classes ``kinds``, except the events that do not count.
 
-        An event does not count if rrl's kill caused it, or if it is resolved or doubtful.
+        An event does not count if rrl's kill of a step caused it, if it needs no action now (`is_resolved`), or if it
+        is doubtful (`doubt_reason`).
         """
         return [
             (e, x)
@@ -90,7 +91,10 @@ class _Gpu:
         return read and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
-        """Return whether the event must wait for the next NVML sample, because the last sample showed a healthy GPU."""
+        """Return whether the next NVML sample must decide about the event.
+
+        The last sample shows a healthy GPU, but may be older than the event.
+        """
         newest = self.state.newest.get("nvml")
         due = newest is not None and newest.state == "read" and newest.at < event.last_reported_at + _NVML_SETTLE_S
         fresh = self.now < event.last_reported_at + _NVML_WAIT_S
@@ -166,7 +170,10 @@ def _gpus(state: NodeState) -> Sequence[Gpu]:
 
 
 def _stated_action(events: list[XidEvent]) -> tuple[float, Remedy | None] | None:
-    """Return (time in s, remedy) of the newest Xid 154 that has a text; None if there is none."""
+    """Return (time in s, remedy) of the newest Xid 154 whose text states an action; None if there is no such Xid.
+
+    The remedy is None if the text states that no action is needed.
+    """
     for event in reversed(events):
         if event.code == RECOVERY_ACTION_XID and (parsed := parse_recovery_action(event.text))[0]:
             return event.text_at, parsed[1]
@@ -290,7 +297,7 @@ def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Warn of doubtful Xids that would otherwise fail the GPU."""
+    """Warn of Xids that would fail the GPU, but that only the kernel log reports and NVML does not confirm."""
     wants_action = gpu.stated_action is not None and gpu.stated_action[1] is not None
     found = [
         (e, x)

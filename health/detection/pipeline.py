@@ -58,7 +58,7 @@ _NO_STACKS = HangStacks(pending=False)
 
 
 class PublicationContext(Struct, frozen=True):
-    """The input of stages 6 to 8 besides the findings."""
+    """The input of the stages ``PUBLICATION_STAGES`` besides the findings."""
 
     now: float
     """Manager's clock (s)."""

@@ -22,7 +22,7 @@ may be on another node."""
 
 
 class ProgressTracker:
-    """The clocks of all replicas, and the baselines of their roles.
+    """Tracker of the phases and progress of all replicas, which also learns the baselines of their roles.
 
     Args:
         replicas: The table of the health monitor; the monitor adds and removes entries.
@@ -85,7 +85,7 @@ class ProgressTracker:
             view.loads.uses_tensor_cores = True
 
     def begin_phase(self, view: ReplicaView, phase: str, now: float) -> None:
-        """Start the clock of a phase; the phase before it is complete."""
+        """Record that a phase, or another pass of it, begins; the phase or pass before is complete."""
         if view.phase is not None and not view.declared.progresses:
             self._record_duration(view, now)
             view.passed_phases.add(view.phase)
@@ -96,12 +96,12 @@ class ProgressTracker:
         view.declared = self._limits.phase(phase)
         view.stacks.reset()
         view.probe.reset()
-        view.probe.no_probe_handler = False  # a role may install its handler after the first probe
+        view.probe.no_probe_handler = False  # a role may install its probe handler after the first probe
         view.throughput.last_added_at = None
         self._freeze_baseline(view)
 
     def advance(self, view: ReplicaView, done: int, now: float) -> None:
-        """Record the reported count ``done``; a rise restarts the clock.
+        """Record the reported count ``done``. After a rise, the time without progress counts from ``now``.
 
         The first reported count is only a starting point, because the time of its last rise is not known.
         """
@@ -137,10 +137,10 @@ class ProgressTracker:
         self._mark_dirty(self._throughput.add(role, view.incarnation, view.throughput, rise, working, now))
 
     def on_unblocked(self, view: ReplicaView, now: float) -> None:
-        """Restart the clock of a replica that is no longer blocked by another replica (usually the store).
+        """Restart the deadline of a replica that is no longer blocked by another replica (usually the store).
 
-        In a phase that declares a wait the clock continues: between two requests to the store, a replica in such a
-        phase briefly reports that no replica blocks it.
+        In a phase that declares a wait the deadline is not restarted: between two requests to the store, a replica in
+        such a phase briefly reports that no replica blocks it.
         """
         if view.declared.waits_for is None:
             view.phase_since, view.heartbeats, view.start_observed = now, 0, False

@@ -304,7 +304,7 @@ class ReplicaView:
     """Time (s) within which the promoted standby process must send its first Hello as the incarnation."""
     phase: str | None = None
     declared: Phase = _NO_PHASE
-    """Traits of ``phase`` in this job."""
+    """Limits and traits of ``phase`` in this job, such as the role for which it waits."""
     phase_since: float = 0.0
     """Start of the phase, or the time at which another replica stopped blocking this replica if that is later."""
     done: int | None = None

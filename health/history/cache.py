@@ -130,7 +130,7 @@ class HistoryCache:
             self._db.execute("BEGIN IMMEDIATE")
             read_paths = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
-                if path not in read_paths:  # removed, or rejected now
+                if path not in read_paths:  # the file was removed, or is now rejected
                     self._delete_file(path)
             files, skipped = self._db.execute("SELECT count(*), coalesce(sum(skipped), 0) FROM files").fetchone()
             (records,) = self._db.execute("SELECT count(*) FROM records").fetchone()

@@ -277,7 +277,7 @@ def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[
 def _merged(single: list[Incident]) -> list[Incident]:
     merged: list[Incident] = []
     newest: dict[tuple[str, bool], int] = {}
-    """Index of each node's newest incident of infrastructure."""
+    """(node, whether the incident was injected) → index in ``merged`` of its newest incident of infrastructure."""
     for incident in single:
         index = newest.get((incident.node, incident.injected)) if incident.owner == INFRA else None
         if index is not None and incident.at - merged[index].at <= SAME_INCIDENT_S:

@@ -25,8 +25,9 @@ MAX_GPUS_PER_NODE = 16
 """If Slurm does not report a node's number of GPUs, the node is assumed to have at most this number. The largest
 available nodes have 16 (DGX-2)."""
 MAX_OVERLAP_S, MAX_OVERLAP_SHARE = 600.0, 0.05
-"""Seconds, and fraction of the time, for which claims of one user on the same GPUs may overlap. They overlap because a
-run notices the loss of a node late, when the next run may already hold it."""
+"""The claims of one user may exceed the GPUs of a node for this number of seconds, or for this share of the time in
+which the user claims the node, whichever is longer. Claims of successive runs overlap because a run notices the loss of
+a node late, when the next run may already hold the node."""
 ROUNDING_FACTOR = 1.01
 """Factor by which GPU-hours may exceed what the nodes could provide."""
 MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {

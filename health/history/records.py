@@ -76,7 +76,10 @@ class NodeReleased(Struct, frozen=True, tag_field="kind", tag="node_released"):
 
 
 class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
-    """The run still holds its nodes. Without a RunEnded, the nodes count as held until the file's last record."""
+    """Record of a run that has nothing else to report: the run still holds its nodes.
+
+    Without a RunEnded, the nodes count as held until the file's last record.
+    """
 
     at: float
 
@@ -275,7 +278,10 @@ def file_schema(first_line: bytes) -> int | None:
 
 
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """Return False if the record is a file's first line and names another user or run than the file's, else True."""
+    """Return False if the record is a file's first line and names another user or run, else True.
+
+    ``user`` is the user of the file's folder, ``run`` the run in the file's name.
+    """
     if isinstance(record, NodeChecks):
         return record.user == user and run == f"{CHECK_RUN_PREFIX}{record.node}"
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)

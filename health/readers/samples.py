@@ -49,7 +49,7 @@ class GpuProcess(Struct, frozen=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU, as NVML reports it. The fields' docstrings give the units; the reader contains NVML's own names."""
+    """One GPU, as NVML reports it. The docstrings of the fields give the units."""
 
     index: int
     uuid: str

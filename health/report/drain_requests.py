@@ -47,8 +47,8 @@ class DrainRequest(Struct, frozen=True):
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
     """Return the finding of a check that confirms the request, or None.
 
-    The check must have found failed hardware of the requested cause, or any failed hardware for a user's request
-    without a cause.
+    The check must have found failed hardware of the requested cause. If a user requested the drain without a cause, any
+    failed hardware confirms the request.
     """
     failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
     any_cause = bool(request.by) and not request.cause

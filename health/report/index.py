@@ -60,7 +60,7 @@ class RecordIndex:
         self.lemon_held_s = sum(self.held_s(node, self.lemon_since) for node in self.spans)
 
     def nodes(self, only: frozenset[str] | None) -> list[str]:
-        """Return the nodes about which the window contains records."""
+        """Return the sorted nodes with records in the report's window; if ``only`` is given, only nodes in ``only``."""
         named = {node for node in (*self.spans, *self.findings, *self.actions) if self._in_window(node)}
         named |= {incident.node for incident in self.incidents if incident.node and incident.at >= self.since}
         return sorted(named if only is None else named & only)
@@ -71,7 +71,7 @@ class RecordIndex:
         return rates.total_length(rates.clip(spans, since, self.now))
 
     def held_by_others_s(self, node: str, run: tuple[str, str], since: float) -> float:
-        """Return the seconds in which runs other than ``run`` held the node from ``since`` on.
+        """Return the seconds in which runs other than ``run`` held the node from ``since`` on, summed over these runs.
 
         Results are cached, because many findings of a run need the same value.
         """
@@ -88,7 +88,7 @@ class RecordIndex:
         )
 
     def counts_for_lemons(self, incident: Incident) -> bool:
-        """Return whether the incident counts for lemon scores."""
+        """Return whether the incident is a failure of infrastructure in the lemon window, and was not injected."""
         return incident.owner == INFRA and not incident.injected and incident.at >= self.lemon_since
 
     def nodes_with_same_cause(self, cause: Cause, at: float) -> set[str]:

@@ -28,7 +28,7 @@ def report(
         records: Records from ``since`` or the start of the lemon window on, whichever is earlier.
         since: Start of the report's window (s since 1970).
         now: End of the window (s since 1970).
-        drains: State of nodes in the cluster.
+        drains: State of nodes in the cluster, by node; None if the cluster was not queried.
         only: Nodes to report; None for all nodes.
     """
     index = RecordIndex(by_run(records), since, now)

@@ -42,13 +42,14 @@ SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
 MOST_SHARE = 0.5
-"""Share of the run's nodes (at least two nodes). If more nodes have equal findings, these are held back even with
-proof."""
+"""Share of the run's nodes (at least two nodes). If equal findings occur on more nodes than this, even findings with
+proof are held back."""
 SHARED_CAUSE_LIFETIME_S = 600.0
-"""Time (s) for which a shared cause remains active after the last time at which enough nodes reported its findings."""
+"""Time (s) for which a shared cause remains active after at least ``CORRELATED_SHARE`` of the nodes last reported its
+findings."""
 STALL_GRACE_S = 120.0
-"""Time (s) for which the findings are held back if all rollouts stall at the same time. After this time the rollouts
-are repaired."""
+"""Time (s) for which findings about stalled rollouts are held back if all rollouts stall at the same time. After this
+time the rollouts are repaired."""
 STALL_SPREAD_S = 30.0
 """Maximum time (s) between the first and the last stall of rollouts that count as stalling at the same time."""
 SILENCE_GRACE_S = 30.0
@@ -60,7 +61,7 @@ minimum number of gangs.
 
 The silence of two nodes may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
-"""Maximum time (s) between two silences that have one shared cause."""
+"""Maximum time (s) between the beginnings of two silences that count as beginning at the same time."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes that the findings of node agents have."""
@@ -91,7 +92,7 @@ class SharedCause(Struct, frozen=True):
     """A cause that the equal findings of several nodes or replicas probably share."""
 
     last_reported_at: float
-    """Time (s) at which enough nodes last reported findings of this kind."""
+    """Time (s) at which at least ``CORRELATED_SHARE`` of the nodes last reported findings of this kind."""
     finding: Finding
     """Finding about the whole run; its ``since`` is the time (s) at which the shared cause was recognized."""
     on_most_nodes: bool = False
@@ -222,7 +223,8 @@ def _is_silent(finding: Finding) -> bool:
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
     """Return whether the finding is held back for its first ``SETTLE_S``, so that other nodes can report it too.
 
-    It is held back if its cause may be shared and the finding would move a role to another node.
+    This applies to a finding without proof about fabric or storage, on a node where a role runs, because it would move
+    the role to another node.
     """
     return (
         not finding.proof
@@ -244,7 +246,10 @@ def _kind(finding: Finding) -> SharedCauseKind:
 def _recent(
     suspects: Collection[Finding], first: Mapping[str, float], state: CorrelationState, now: float
 ) -> dict[SharedCauseKind, dict[NodeName, float]]:
-    """Return the nodes that began to report each kind within ``WINDOW_S``, even if they no longer report it."""
+    """Return, for each kind, the nodes that began to report it within ``WINDOW_S``, and when (s) they began.
+
+    Nodes that no longer report the kind are included.
+    """
     recent: dict[SharedCauseKind, dict[NodeName, float]] = {}
     for kind, nodes in state.recent.items():
         if within_window := {node: at for node, at in nodes.items() if now - at <= WINDOW_S}:

@@ -20,9 +20,9 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""Time (s) after which a member counts as inactive while other members have been inactive for a long time. DCGM's
-tensor core activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to
-spin."""
+"""Minimum time (s) for which each member without a finding must have been inactive before a gang whose members are all
+inactive counts as stalled. A shorter time proves nothing: DCGM's tensor core activity is up to 15 s older than NVML's
+kernel activity, so a member that has just resumed work seems to spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang. Of their findings, one per gang is kept."""
 
@@ -59,9 +59,9 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace each ``load_stalled`` finding by ``idle_hang``, or drop it.
 
-    It is replaced if another replica of the role began to load later and has finished loading, and few replicas of the
-    role are idle. Otherwise all replicas may wait for the same storage or weight source, and only the deadline of the
-    phase applies.
+    The finding is replaced if few replicas of the role are idle, and another replica of the role began to load later
+    and has finished loading. Otherwise all replicas may wait for the same storage or weight source, and only the
+    deadline of the phase applies.
     """
     others = [finding for finding in findings if finding.detector != _LOAD_DETECTOR]
     for finding in findings:
@@ -85,7 +85,10 @@ def _members(monitor: HealthMonitor, gangs: set[Incarnation]) -> dict[Incarnatio
 
 
 def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding]) -> ReplicaView | None:
-    """Return the member that the others wait for; None if the loads of CPUs and GPUs do not show this member."""
+    """Return the member that the others wait for; None if the loads of CPUs and GPUs do not show this member.
+
+    ``raw`` contains the findings of ``computes_nothing``, by incarnation.
+    """
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
         return None  # the others may wait for a member that is in another phase
@@ -190,10 +193,10 @@ def _as_culprit(finding: Finding) -> Finding:
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
-    """Return whether a member that is not overdue computes in the pass in which the overdue members stalled.
+    """Return whether a member that is not overdue computes in the training pass in which the overdue members stalled.
 
-    A member computes if its tensor cores work. The overdue members do not wait for a member that has begun later
-    passes.
+    A member computes if its tensor cores work. A member that has begun a later training pass does not count, because
+    the overdue members do not wait for it.
     """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2

@@ -69,8 +69,8 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of these incarnations. If they have several, it is a stack that the largest group does not have or, without
-    such a stack, the stack of the oldest process."""
+    """Stack of these incarnations. If an incarnation has several processes with different stacks, it is a stack that
+    the largest group does not have or, if there is none, the stack of the oldest process."""
 
 
 class GroupedStacks(Struct, frozen=True):
@@ -123,7 +123,7 @@ def group(dumps: Dumps) -> GroupedStacks:
 
 
 def common_stack(dumps: Dumps, members: Iterable[Incarnation]) -> str | None:
-    """Return the main-thread stacks, with line numbers, if they are the same for all ``members``.
+    """Return the main-thread stacks as one text with line numbers, if they are the same for all ``members``.
 
     Returns None if the stacks of two members differ, or if a member has no stack.
     """
@@ -203,7 +203,11 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group does not have, else a stack of the oldest process."""
+    """Return the stack, with line numbers, that represents a group: if possible, one that the largest group lacks.
+
+    If there is no such stack, return the stack of the oldest process. ``dumps`` are the dumps of an incarnation of the
+    group, ``signature`` its stacks, and ``largest`` the stacks of the largest group.
+    """
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

@@ -32,10 +32,10 @@ _MIN_IDLE_LOADS = 5
 def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace the findings about waiting members of a trainer by one FAIL if the trainer leaves data at the store.
 
-    An idle trainer fails after ``UNTAKEN_FACTOR`` times ``shortest`` of the phase. A trainer that works or has no loads
-    may be unpacking a batch, and fails after ``longest``. Both times count from the beginning of the wait or the first
-    report of the store, whichever is later. A member that waits for another member of its gang is not blamed: the other
-    member requests the data for all, and may save a checkpoint first.
+    An idle trainer fails after ``UNTAKEN_FACTOR`` times ``shortest``, the lower limit of the phase. A trainer that
+    works or has no loads may be unpacking a batch, and fails after ``longest``, the upper limit. Both times count from
+    the beginning of the wait or the first report of the store, whichever is later. A member that waits for another
+    member of its gang is not blamed: the other member requests the data for all, and may save a checkpoint first.
     """
     since = _untaken_since(monitor)
     if since is None:

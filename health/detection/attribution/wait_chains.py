@@ -172,9 +172,9 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If its phase declares a role to wait for, all replicas of this role are returned. Otherwise only the replica is
-    returned that it reported to wait for. The declared role has priority, because a replica that waits for a role polls
-    the store and therefore reports the store.
+    If its phase declares a role to wait for, these are all replicas of that role. Otherwise it is the one replica that
+    the waiting replica has reported (``view.waits_for``). The declared role has priority, because a replica that waits
+    for a role polls the store and therefore reports the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:
@@ -217,7 +217,8 @@ def _next_in_chain(
 ) -> ReplicaId | None:
     """Return the next replica in the chain; None if that replica is not stalled.
 
-    The next replica is ``view.waits_for``, else the most likely awaited replica of the role that the phase waits for.
+    The next replica is ``view.waits_for``. If this is None, it is ``of_role`` of the role that the phase waits for: the
+    replica of this role that is most likely awaited.
     """
     if view.waits_for is not None:
         return view.waits_for if view.waits_for in stalled else None
@@ -238,8 +239,8 @@ def _blame_order(
 ) -> list[ReplicaId]:
     """Return the ``waiting`` replicas in the order of their likelihood to be the cause, most likely first.
 
-    ``stalled`` contains all replicas that wait or are idle. A role with few replicas among them (a gang counts as one)
-    is a more likely cause than a role with many.
+    ``stalled`` contains all replicas that wait or are idle. A role with few replicas in ``stalled`` (a gang counts as
+    one) is a more likely cause than a role with many.
     """
     gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
 
@@ -253,7 +254,7 @@ def _blame_order(
 def _standstill_finding(
     monitor: HealthMonitor, end: ReplicaId, waiters: list[ReplicaId], stalled: Mapping[ReplicaId, Finding]
 ) -> Finding:
-    since = max(finding.since for finding in stalled.values())  # when the last one stopped
+    since = max(finding.since for finding in stalled.values())  # when the last stalled replica stopped
     waiting = [replica for replica in waiters if replica != end]
     evidence = [
         Evidence("blame", f"{replica}: {line.text}", line.at)

@@ -25,10 +25,10 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""A worker whose CPU works, according to its agent's loads, may be silent for this multiple of the silence limit. A
-flood of its log lines may delay its messages."""
+"""A worker whose CPU works, according to the load that the node's agent measures, may be silent for this multiple of
+the silence limit. A flood of its log lines may delay its messages."""
 STOPPED_SILENCE_FACTOR = 3.0
-"""A worker with a stopped process, according to its agent's loads, may be silent for this multiple of the silence
+"""A worker with a stopped process, according to the node's agent, may be silent for this multiple of the silence
 limit. py-spy, gdb or gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays
 attached stops it forever."""
 _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}

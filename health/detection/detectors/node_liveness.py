@@ -26,7 +26,7 @@ def node_down(view: NodeView, limits: Limits, now: float) -> Result:
 
 
 def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
-    """Find a node whose agent is silent. This is a WARN, or a FAIL if all witnesses among its replicas are silent too.
+    """Find a node whose agent is silent: a FAIL if all witnesses among its replicas are silent too, else a WARN.
 
     A replica is a witness if it neither ended nor left before it fell silent. Replicas that never joined cannot fall
     silent, so they count only if no replica of the node joined, and only after their join deadline.

@@ -41,10 +41,11 @@ BUSY_DEADLINE_FACTOR = 6.0
 """A replica whose GPU (or CPU, without a GPU) works has this multiple of its deadline, because it is slow and not
 hung."""
 FIRST_IDLE_SHARE = 0.25
-"""Share of ``longest`` for which a replica may be idle in a phase without a known pass (15 min of 1 h)."""
+"""Share of ``longest`` (the upper limit of the phase) for which a replica may be idle in a phase of which no completed
+pass is known: 15 min of 1 h."""
 MIN_FIRST_IDLE_S = 900.0
-"""Minimum time (s) for which a replica may be idle in a phase without a known pass. Our choice, since a start reads
-many files, and the first checkpoint may create a whole folder tree on busy storage."""
+"""Minimum time (s) for which a replica may be idle in a phase of which no completed pass is known. Our choice, since a
+start reads many files, and the first checkpoint may create a whole folder tree on busy storage."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
@@ -60,11 +61,11 @@ three times the timeout of a collective in torch.distributed (600 s), since the 
 minutes."""
 MAX_STORAGE_STALL_S = 3600.0
 """Time (s) for which a replica in a phase that uses storage may make no progress while storage stalls. Our choice:
-``longest`` of a checkpoint."""
+the limit ``longest`` of the phase ``checkpoint``."""
 
 
 class Deadline(Struct, frozen=True):
-    """The deadline of a pass."""
+    """How long a replica may make no progress in its current pass of a phase."""
 
     seconds: float
     """Time (s) without progress that is allowed."""
@@ -144,7 +145,10 @@ def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | Non
 
 
 def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
-    """Return the first-pass grace (s); 0 for a replica that only waits, since it neither compiles nor warms up."""
+    """Return the extra time (s) that the replica has in a first pass: ``limits.first_pass``.
+
+    It is 0 in later passes, and for a replica that only waits, since such a replica neither compiles nor warms up.
+    """
     only_waits = is_waiting(view) and not view.declared.own_work
     return limits.first_pass if view.first_pass and not only_waits else 0.0
 
@@ -152,8 +156,9 @@ def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
 def extended_by_storage(view: ReplicaView, limits: Limits, since: float, due: float) -> float:
     """Return the deadline ``due`` (s), extended if storage on the replica's node stalls or stalled in this pass.
 
-    During the stall the replica has ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase plus the first-pass grace if
-    this is longer. After the stall its original time begins again, but ends no later than the limit during a stall.
+    Times count from ``since``, the time (s) of the last progress. While storage stalls, the replica has
+    ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase plus the first-pass grace if this is longer. After the stall it
+    has the time from ``since`` to ``due`` once more, but the deadline is at most the deadline during a stall.
     """
     if not is_delayed_by_storage(view, since):
         return due

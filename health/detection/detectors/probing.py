@@ -50,8 +50,8 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
     """Return the incarnations to probe now, in the order of their names.
 
     The caller sends the probes and reports each probe by ``HealthMonitor.on_probe_sent``. Only nodes with new
-    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe, and returns
-    no later time.
+    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe; the time that
+    ``detect`` returns is not later than any of these times, so no probe is missed.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
@@ -136,8 +136,8 @@ def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) at which the replica is suspected because it generated no token while idle or spinning.
 
-    In a first pass ``FIRST_TOKEN_FACTOR`` extends the time. The first-pass grace does not, because compilation would
-    use the CPU.
+    In a first pass ``FIRST_TOKEN_FACTOR`` extends the time. ``limits.first_pass`` does not extend it, because a replica
+    that compiles uses its CPU and is not idle.
     """
     loads = view.loads
     if not view.declared.computes:
@@ -236,7 +236,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
     load_since_probe = loads.latest_at is not None and loads.latest_at >= pending_since
     if is_polling(view) and load_since_probe and (loads.working or loads.cpu_bound):
         return pending_since + limits.probe * BUSY_ANSWER_FACTOR
-    if _idle_since_probe(view, pending_since):  # a waiting replica has no grace: its role has answered
+    if _idle_since_probe(view, pending_since):  # no extra time for a waiting replica: its role has answered probes
         return pending_since + limits.probe * (1.0 if view.first_pass and not is_polling(view) else IDLE_ANSWER_SHARE)
     if is_polling(view):
         return _answer_deadline_after_work(view, limits, pending_since)
@@ -244,7 +244,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
         factor = FIRST_PASS_SPINNING_FACTOR if view.first_pass else 1.0
         return max(pending_since, loads.spinning_since) + limits.probe * factor
     if view.first_pass:
-        return inf  # it loads weights or compiles
+        return inf  # the replica loads weights or compiles
     if load_since_probe and loads.working:
         return max(pending_since, _long_no_progress_at(view, limits)) + BUSY_ANSWER_FACTOR * limits.probe
     return _answer_deadline_after_work(view, limits, pending_since)

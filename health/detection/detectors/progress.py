@@ -18,13 +18,13 @@ from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting,
 from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
 
 ENDLESS_WAIT_FACTOR = 1.25
-"""Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service no longer explains a
-wait."""
+"""Multiple of ``longest``, the upper limit of a waiting phase, after which a busy service no longer explains a wait
+(after 19 min by default)."""
 _SERVE_PHASE = "serve"
 
 
 def no_progress(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica whose ``done`` does not rise in a phase that must progress."""
+    """Find a replica whose progress count ``done`` does not rise in a phase that must progress."""
     if not is_working(view) or is_waiting(view) or not view.declared.progresses:
         return NO_FINDING
     if view.probe.answer_count or (view.probe.pending_since is not None and not view.first_pass):
@@ -65,11 +65,11 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that has waited for longer than ``shortest``, as input of ``blame_ends_of_wait_chains``.
+    """Find a replica that has waited for longer than ``shortest``, the lower limit of its phase.
 
-    A wait of ``shortest`` of the phase is evidence only against a service that does nothing. It is no evidence in a
-    phase in which the replica may also work itself. In a phase that declares no wait, the replica is blocked in a call
-    to a service, and the limit is ``shortest`` of the service's phase.
+    The finding is input of ``blame_ends_of_wait_chains``, and is evidence only against a service that does nothing. A
+    phase in which the replica may also work itself gives no finding. In a phase that declares no wait, the replica is
+    blocked in a call to a service, and ``shortest`` of the service's phase applies.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -97,9 +97,9 @@ def _awaited_name(view: ReplicaView) -> str:
 
 
 def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that exceeds ``longest`` of a phase in which it may wait or work itself.
+    """Find a replica that exceeds ``longest``, the upper limit of a phase in which it may wait or work itself.
 
-    Such a phase has no other limit. An idle replica has no first-pass grace.
+    A first pass has extra time (`first_pass_grace`); an idle replica may fail earlier (`idle_due`).
     """
     since = view.last_change_at
     due = since + view.declared.longest + first_pass_grace(view, limits)
@@ -124,7 +124,7 @@ def _stalled_since(view: ReplicaView) -> float:
 
 
 def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a probed replica that makes no progress within ``longest``.
+    """Find a probed replica that makes no progress within ``longest``, the upper limit of its phase.
 
     No shorter deadline applies, because an answered or unanswered probe is better evidence.
     """
@@ -174,10 +174,14 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
     """Return whether a load from at most ``MAX_LOAD_GAP_S`` before the deadline ``due``, or later, shows work.
 
-    Of a gang's member that trains, only tensor cores count, because a waiting collective may occupy its GPU. The same
-    holds for a training replica without a gang whose tensor cores have been observed at work. The CPU counts only in
-    phases that compute, because a busy loop looks the same. Beside an idle GPU, the CPU counts only for a replica that
-    trains alone (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
+    The first of these cases that applies decides what counts as work:
+
+    1. The replica trains without a gang, and its CPU works beside an idle GPU (an evaluation, or batch preparation).
+       The CPU counts. It does not count in a gang, because ranks that wait in a collective use their CPUs too.
+    2. The replica trains, and it is in a gang or its tensor cores have been observed at work. Only tensor cores count,
+       because a waiting collective may occupy the GPU.
+    3. The phase computes. A running kernel counts or, without a GPU, the CPU.
+    4. In any other phase a running kernel counts, but not the CPU, because a busy loop uses the CPU too.
     """
     loads = view.loads
     trains = view.declared.computes and not view.declared.progresses

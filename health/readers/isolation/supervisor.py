@@ -41,8 +41,8 @@ KILL_TIMEOUT_S = 1.0
 BACKOFF_S = (1.0, 60.0)
 """First and longest delay (s) before a reader that died is restarted. The delay doubles with each restart."""
 _STABLE_AFTER_S = 60.0
-"""Seconds after which a reader process counts as stable. If it dies later, the delay starts again at its first
-value."""
+"""Seconds after which a reader process counts as stable. If it dies later, the delay before its restart is the first
+value of ``BACKOFF_S`` again."""
 _ALARM_AFTER_S = START_TIMEOUT_S + TERM_TIMEOUT_S
 """Seconds after the hung timeout at which a kernel timer ends a process that still hangs. The supervisor ends such a
 process earlier; the timer is needed only if the supervisor fails."""
@@ -134,10 +134,10 @@ class _Supervisor:
                     self._reap(ended_child)
 
     def _on_sigterm(self, number: int, at: FrameType | None) -> None:
-        """Note the signal for the loop, which the wakeup descriptor wakes.
+        """Note the signal for the loop in `run`, which the wakeup descriptor wakes and which then closes the readers.
 
-        Closing here could miss a reader whose process is just being started: it would never end, and neither would the
-        supervisor.
+        If this handler closed the readers, it could miss a reader whose process is just being started. That process
+        would never end, and neither would the supervisor.
         """
         self._sigterm_received = True
 

@@ -60,7 +60,7 @@ _ERROR_TEXTS = {
 
 
 def error_text(code: int, driver_text: str = "") -> str:
-    """Return rrl's text for an error code; for an unknown code return ``driver_text``, which is NVML's own text."""
+    """Return rrl's text for an error code; for other codes the number and ``driver_text``, which is NVML's own text."""
     return _ERROR_TEXTS.get(code) or f"NVML error {code}" + (f" ({driver_text})" if driver_text else "")
 
 

@@ -131,7 +131,7 @@ class QueryResults:
             code, value = self.call(function)
             if code == SUCCESS:
                 return code, value
-            if why == FUNCTION_NOT_FOUND:  # the least specific reason
+            if why == FUNCTION_NOT_FOUND:  # any other reason is more specific
                 why = code
             if code not in UNSUPPORTED_CODES:
                 return code, None
