@@ -46,7 +46,7 @@ class Problem(Struct, frozen=True):
 
 
 class Unknown(Struct, frozen=True):
-    """The check could not judge the node, or some components of it."""
+    """Result of a check that could not judge the node, or some components of it."""
 
     reason: str
     """Why the node or the components could not be judged."""

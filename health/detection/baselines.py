@@ -32,12 +32,12 @@ STRAGGLER_ROUNDS = 5
 _MIN_ACTIVE_SHARE = 0.5
 """Minimum share of a round that a rollout must have spent generating to be compared."""
 _MIN_MEDIAN_WORK = 64
-"""Minimum median work (tokens) per round for which rollouts are compared."""
+"""Rollouts are compared only if the median of their work in the round is at least this number of tokens."""
 _MIN_PEERS = 2
 """Minimum number of other rollouts for a comparison."""
 _MIN_SLOWER_BY_S = 2.0
-"""Minimum time (s) by which a slow rank exceeds the median of the other ranks. Heartbeats show progress only to the
-second."""
+"""Minimum time (s) by which the pass time of a slow rank exceeds the median pass time of the other ranks. Smaller
+differences may be errors, because heartbeats show progress only to the second."""
 
 
 @dataclass(slots=True)
@@ -109,9 +109,10 @@ class ThroughputRounds:
     def on_pass(
         self, gang: Incarnation, incarnation: Incarnation, throughput: Throughput, seconds: float, now: float
     ) -> list[Incarnation]:
-        """Add a training pass of a gang's member; the round ends when a member completes a second pass.
+        """Add a training pass of a gang's member, which took ``seconds``.
 
-        Returns the incarnations that became stragglers or are no longer stragglers.
+        The round ends when a member completes its second pass of the round; the members are then compared. Returns
+        the incarnations that became stragglers or are no longer stragglers.
         """
         members = self._passes.setdefault(gang, {})
         changed: list[Incarnation] = []
@@ -185,7 +186,8 @@ def _update_slow_rounds(throughput: Throughput, slow: bool, now: float) -> bool:
 _MAX_DURATIONS = 32
 """Maximum number of durations kept per role and phase."""
 _MIN_DURATIONS = 3
-"""Number of measured durations that make a usual duration known (docs/sources.md, guard rails: three in a row)."""
+"""Minimum number of measured durations from which a usual duration is computed (docs/sources.md, guard rails: three in
+a row)."""
 
 
 class DurationStats(Struct, frozen=True):

@@ -294,9 +294,10 @@ class HealthMonitor:
             self._update_storage_stalls()
 
     def needs_suspend_check(self, limits: Limits, now: float) -> bool:
-        """Return whether a node is silent, and no poll has shown since its last message whether its job is suspended.
+        """Return whether the cluster must be polled because a node is silent: its job may be suspended.
 
-        The cluster is polled before such a node is excluded.
+        A poll is needed only if no poll since the node's last message has shown whether its job is suspended. The
+        cluster is polled before such a node is excluded.
         """
         return any(
             node_view.agent is not None

@@ -162,7 +162,7 @@ def _proves_end(finding: Finding) -> bool:
 
 
 def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
-    """Return a FAIL that must have no consequence as a WARN, and any other finding unchanged."""
+    """Return the finding, as a WARN if it is a FAIL that must have no consequence (see `apply_settings`)."""
     if finding.verdict is not Verdict.FAIL or _proves_end(finding):
         return finding
     if finding.node is not None and finding.cause in NON_NODE_CAUSES:

@@ -176,7 +176,7 @@ class RunEnded(Struct, frozen=True, tag_field="kind", tag="run_ended"):
 
 
 class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
-    """``lines`` records could not be written, because storage was full or hung."""
+    """The loss of ``lines`` records, which could not be written because storage was full or hung."""
 
     at: float
     lines: int

@@ -42,8 +42,8 @@ SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
 readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
 MOST_SHARE = 0.5
-"""Share of the run's nodes (at least two nodes). If equal findings occur on more nodes than this, even findings with
-proof are held back."""
+"""If equal findings occur on more than this share of the run's nodes (on at least two nodes), even findings with proof
+are held back."""
 SHARED_CAUSE_LIFETIME_S = 600.0
 """Time (s) for which a shared cause remains active after at least ``CORRELATED_SHARE`` of the nodes last reported its
 findings."""

@@ -21,7 +21,7 @@ IDLE_FACTOR = 1.5
 below RobustRL's 300 s, and above most stalls of the file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
 """In a first pass (the incarnation's first time in the phase) a replica may be idle for this multiple of
-``limits.idle``. A first pass may read files, and then uses neither CPU nor GPU. Compilation needs no longer time,
+``limits.idle``. A first pass may read files, and then uses neither CPU nor GPU. Compilation needs no extra time,
 because it uses the CPU."""
 RANK_0_IDLE_FACTOR = 2.5
 """The first member of a gang may be idle for this multiple of ``limits.idle`` (150 s by default). It calls services

@@ -50,8 +50,8 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
     """Return the incarnations to probe now, in the order of their names.
 
     The caller sends the probes and reports each probe by ``HealthMonitor.on_probe_sent``. Only nodes with new
-    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe; the time that
-    ``detect`` returns is not later than any of these times, so no probe is missed.
+    observations or with a due probe are evaluated. ``detect`` records the time of each node's next probe. The time that
+    ``detect`` returns is not later than the next probe, so no probe is missed.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]

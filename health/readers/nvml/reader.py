@@ -21,8 +21,8 @@ from .xid_events import XidListener
 _LOST_SEARCH_READS = 60
 """Number of reads between two new sessions while a GPU is lost."""
 _REOPEN_AFTER_READS = 10
-"""Number of reads after a reopening in which no error ends the session again. An error in these reads counts as an
-error of the called function only."""
+"""Number of reads, after the session was reopened, in which an error does not end the session again. Such an error
+counts only as an error of the called function."""
 
 
 class NvmlReader:

@@ -68,8 +68,8 @@ class QueryResults:
     def detect_unresponsive(self) -> None:
         """Mark the GPU as lost if no query since `begin_read` was answered and at least one failed with Unknown Error.
 
-        With some drivers, all queries of a GPU that fell off the bus fail with this error. A single failed query does
-        not suffice.
+        With some drivers, all queries of a GPU that fell off the bus fail with this error. If any query was answered,
+        failed queries do not suffice.
         """
         if self._unknown_errors and not self._answered:
             self.lost_reason = error_text(UNKNOWN)
