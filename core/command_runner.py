@@ -156,8 +156,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 def kill_session(leader: int) -> None:
     """Send SIGSTOP, then SIGKILL, to all processes of a session; ``leader`` is the pid of its first process.
 
-    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When srun and
-    its child are stopped first, neither notices the death of the other, and the step continues.
+    rrl may kill an srun whose step must continue, and the order is needed for that: if srun alone is killed, its child
+    ends the step (measured: 2.5 s later). If srun and its child are stopped first, neither notices the other's death.
     """
     _signal_session(leader, signal.SIGSTOP)
     _signal_session(leader, signal.SIGKILL)
@@ -185,7 +185,10 @@ def _stdin_file(text: str) -> Iterator[int]:
 
 
 def _read_outputs(process: subprocess.Popen[bytes], deadline: float, limit: int) -> tuple[bytes, bytes]:
-    """Read stdout and stderr to their ends, at most ``limit`` + 1 bytes of each; raise TimeoutError at ``deadline``."""
+    """Read stdout and stderr to their ends; raise TimeoutError at ``deadline``.
+
+    At most ``limit`` + 1 bytes of each are returned. The additional byte shows that the output exceeds the limit.
+    """
     assert process.stdout is not None and process.stderr is not None  # noqa: PT018
     contents = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     with selectors.DefaultSelector() as selector:
@@ -205,7 +208,7 @@ def _read_outputs(process: subprocess.Popen[bytes], deadline: float, limit: int)
 
 
 async def _read_stream(stream: asyncio.StreamReader, limit: int) -> bytes:
-    """Read a stream to its end; return at most ``limit`` + 1 bytes."""
+    """Read a stream to its end; return at most ``limit`` + 1 bytes: one more shows that the limit was exceeded."""
     content = bytearray()
     while data := await stream.read(_CHUNK_BYTES):
         content += data[: limit + 1 - len(content)]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import random
 
 ANSWER_SENDING_S = 0.5
-"""Seconds that a process waits between its reply to an injected fault and its own end: zmq sends in a background
-thread, within milliseconds."""
+"""Seconds that a process waits after reporting a fault that will end or stop it. Without the wait, the report might not
+be sent, since zmq sends in a background thread, within milliseconds."""
 
 
 class Effect(StrEnum):

@@ -19,8 +19,8 @@ from .types import TRAINER, Incarnation, NodeName, RaisedException, is_preloaded
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
 LAUNCH_ENV = "RRL_LAUNCH"
-"""Environment variable of every process of a step with the path of the launch file, by which sweeps find the
-processes."""
+"""Environment variable of every process of a step: the path of the launch file. rrl finds the processes of a run, or of
+one step, by this variable."""
 
 
 class ExitReason(StrEnum):

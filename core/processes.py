@@ -28,8 +28,8 @@ the limit, and with 2**30 a program that closes all descriptors when it starts t
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
 _EXEC_TIMEOUT_S = 0.05
-"""Seconds to wait for a process within execve. Until its end, /proc shows neither environment nor arguments of the
-process (observed: Popen returns earlier)."""
+"""Seconds to wait for a process within execve. Until execve has ended, /proc shows neither environment nor arguments of
+the process (observed: Popen returns earlier)."""
 _SCAN_TIMEOUT_S = 2.0
 """Seconds that one scan of /proc may take. A scan usually takes some ms, but would never end if processes started
 faster than the scan reads them."""
@@ -38,7 +38,11 @@ _KTHREADD = 2
 
 
 class Process(Struct, frozen=True):
-    """One running process. ``launch`` and ``step`` are its two marks, each empty if the process does not carry it."""
+    """One running process.
+
+    ``launch`` and ``step`` are the values of rrl's variables in its environment (:data:`LAUNCH_ENV`, :data:`STEP_ENV`),
+    each empty if the process does not have the variable.
+    """
 
     pid: int
     started: int
@@ -54,7 +58,7 @@ class Process(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Return the value of :data:`STEP_ENV`, a name that is unique while the node is up."""
+        """Return the name of this process, ``<pid>.<start time>``, which is unique while the node is up."""
         return f"{self.pid}.{self.started}"
 
 
@@ -75,7 +79,7 @@ def command_name(pid: int) -> str:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return the running process ``pid`` without its marks; None if it is gone or a zombie."""
+    """Return the running process ``pid``, without the values from its environment; None if it is gone or a zombie."""
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +90,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def with_marks(process: Process) -> Process:
-    """Return the process with the rrl variables of its environment; without them if the environment cannot be read."""
+    """Return the process with rrl's variables from its environment; unchanged if the environment cannot be read."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:
@@ -139,7 +143,7 @@ def belongs_to_run(process: Process, steps: str) -> bool:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Return all running descendants of ``pid`` that belong to the current user, nearest first, with their marks."""
+    """Return all running descendants of ``pid`` that belong to the current user, children before grandchildren."""
     children: dict[int, list[Process]] = {}
     for other in pids():
         if (process := read_process(other)) is not None:

@@ -32,7 +32,7 @@ class Attempt(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Name of the folder."""
+        """Return the name of the checkpoint's folder."""
         return f"step-{self.step}.{self.incarnation}.{self.number}"
 
 
@@ -85,7 +85,8 @@ class RunDir:
         creates the folder."""
         self.logs = path / "logs"
         self.stacks = path / "stacks"
-        """``<incarnation>-<epoch>.<n>.txt``, mode 0600: stacks of the processes of a suspect and of its gang."""
+        """``<incarnation>-<epoch>.<n>.txt``, mode 0600: stacks of the processes of a replica that may hang, and of its
+        gang."""
         self.store = path / "trajectories"
         self.audit = self.store / "audit.json"
         """The fate of every trajectory, which the store writes when it is stopped."""
@@ -111,7 +112,7 @@ class RunDir:
         self.submit = path / "submit"
         """Folder of submitit's own files."""
         self.controller_log = self.submit / "controller.log"
-        """Output of a local manager's submission, and of the submitit process that watches the manager."""
+        """Output of the submitit processes that start a manager on this machine and watch it."""
         self.disk_filler = path / "disk_filler"
         """File that fills the file system while a ``disk_full`` fault lasts."""
         self.space_reserve = path / "space_reserve"

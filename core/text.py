@@ -66,7 +66,7 @@ def shortened(value: object) -> str:
 
 
 def last_lines(text: str) -> str:
-    """Return the last non-empty lines of a text, joined by `` / `` and truncated at the front."""
+    """Return the last non-empty lines of a text, three at most, joined by `` / `` and truncated at the front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-_MAX_LINES:])[-_MAX_CHARS:]
 
