@@ -10,7 +10,7 @@ A site's own rules are in a TOML file, which :mod:`rrl.config.health_rules_file`
     gpu_throttle = "off"
 
 The classes are plain msgspec, since ``rrl health check`` runs before each job and must not wait for pydantic. Names in
-brackets and parentheses are the sources in docs/sources.md; "ours" marks a value that rrl chose.
+parentheses are the sources in docs/sources.md; "ours" marks a value that rrl chose.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many equal samples in a row are needed if one sample is not proof [guard rail 2]."""
+    """How many equal samples in a row are needed if one sample is not proof (docs/sources.md, guard rails)."""
 
     bad: int = 3
     """Bad samples in a row that raise a finding."""
@@ -134,9 +134,9 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds after rrl's own kill of a step in which only Xids of the two most severe classes count (docs/sources.md,
     Xids)."""
     kill_lead: float = 10.0
-    """Seconds before the reported end of a kill in which an Xid counts as an effect of the kill, since a kill can take
-    that long (ours). With the 60 s of other tools, the Xid of a crash would be ignored if rrl kills the remaining
-    processes soon afterwards."""
+    """Seconds before the reported end of rrl's kill of a step from which an Xid counts as an effect of the kill, since
+    a kill can take that long (ours). Other tools use 60 s. With 60 s the Xid of a crash would be ignored if rrl killed
+    the remaining processes soon after the crash."""
     died: float = 60.0
     """Seconds between a role's death and a rare Xid on its GPU. If more time has passed, the Xid does not count as the
     cause of the death (docs/sources.md, Xids)."""
@@ -150,9 +150,9 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     window: float = 86400.0
     """Seconds for which an I/O error, a machine check or an OOM kill counts (ours)."""
     flap_window: float = 3600.0
-    """Seconds in which link flaps are counted [5a: 1 h]."""
+    """Seconds in which link flaps are counted."""
     flaps: int = 3
-    """Number of flaps within ``flap_window`` from which an InfiniBand port is failed [5a: three times in 1 h]."""
+    """Number of flaps within ``flap_window`` from which an InfiniBand port fails."""
     hung_window: float = 3600.0
     """Seconds for which rrl continues to report a task after the kernel reported it as hung (ours)."""
     stall_window: float = 1800.0
@@ -204,9 +204,10 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     stuck_after_kill: float = 60.0
     """Seconds after rrl's SIGKILL for which a process may still be in state D before the node fails (ours)."""
     mount_hung: float = 15.0
-    """Seconds after which a path fails in a single sample, if it has not responded to any of three processes that were
-    started one after another. Other paths must have responded in that time; otherwise the whole node may be stalled.
-    (Ours: longer than a path may take in any other sample, and short enough for a prolog.)"""
+    """Seconds without a response after which a single sample suffices to fail a path. At least three processes, started
+    one after another, must have waited for the path. Another path must have responded in the sample, since otherwise
+    the whole node may be stalled. (Ours: longer than a path may take in any other sample, and short enough for a
+    prolog.)"""
     zombies: int = 50
     """Maximum number of zombies, each older than 300 s, without a warning. (Meta's gcm warns of any zombie. Some are
     allowed here, because the first process of a container often reaps no children.)"""
@@ -219,7 +220,7 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits for the readers themselves."""
 
     stall: float = 60.0
-    """Seconds from the first missed deadline of a reader until the reader counts as stalled (ours; 5a: 45 s). A reset
+    """Seconds from the first missed deadline of a reader until the reader counts as stalled (ours). A reset
     of another user's GPU holds the driver's lock for about 40 s. A stalled NVML fails the node if a second witness
     shows that the driver hangs: a stalled DCGM, or a process that is stuck in the driver."""
     dcgm_user: str = ""

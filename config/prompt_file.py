@@ -131,7 +131,7 @@ class _JsonLines:
         return len(self._starts)
 
     def placed(self) -> Iterator[tuple[str, Any]]:
-        """Yield the place and the value of each row, and record the position of the row in the file."""
+        """Yield each row as (``path:line`` for error messages, value), and record the row's position in the file."""
         at = 0
         for number, line in enumerate(self._file, 1):
             start, at = at, at + len(line)
@@ -173,7 +173,7 @@ class _Parquet:
         return int(self._table.num_rows)
 
     def placed(self) -> Iterator[tuple[str, Any]]:
-        """Yield the place and the values of each row."""
+        """Yield each row as (``path: row n`` for error messages, values by column)."""
         for index in range(len(self)):
             yield f"{self._path}: row {index + 1}", self.row(index)
 

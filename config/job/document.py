@@ -84,7 +84,8 @@ class JobDocument:
         self._places: dict[KeyPath, _Place] = {}
         """The last place of each key."""
         self._first_places: dict[KeyPath, _Place] = {}
-        """The first place of each key, which is reported if a key is missing in a table that several files have."""
+        """The first place of each key. If a key is missing in a table that several files have, the error message names
+        the first place of the table."""
         text = ""
         for index, part in enumerate(parts):
             if isinstance(part, Mapping):
@@ -293,7 +294,7 @@ def _read(path: Path) -> str:
 
 
 def _setting_hint(path: Path) -> str:
-    """Return a hint if the name of a missing file looks like a setting of another program, such as ``key=value``."""
+    """Return a hint to write ``--set`` if the name of a missing file has the form ``key=value``, else an empty text."""
     text = str(path)
     key, sign, _ = text.lstrip("+~").partition("=")
     return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""

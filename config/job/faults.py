@@ -121,7 +121,7 @@ def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]
 
 
 def check_faults(job: Job) -> None:
-    """Check that each fault of a job has a target, and that its role can inject it."""
+    """Check the values and the target of each fault of a job, and that the target can inject the fault."""
     replicas = {name: role.replicas for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, planned in enumerate(job.faults.planned):

@@ -89,7 +89,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _tables_in(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Yield the tables among the keys of a table, and the tables within these."""
+    """Yield the tables inside a table, at every depth."""
     for field in table.model_fields.values():
         for inner in _models_in(field.annotation):
             yield inner

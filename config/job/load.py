@@ -222,7 +222,7 @@ _KINDS = {
 
 
 def _suggestion(error: ErrorDetails) -> str:
-    """Return a hint if the value nearly matches one of a fixed set of choices."""
+    """Return a hint if the value nearly matches one of a fixed set of choices, else an empty text."""
     value, expected = error["input"], str(error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), 1) if isinstance(value, str) else []
     return f"; did you mean {_format_value(near[0])}?" if near else ""

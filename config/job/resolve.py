@@ -186,8 +186,8 @@ def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
 def _preload(role: RolloutRole) -> bool:
     """Return whether the nodes of the rollouts keep preloaded processes.
 
-    By default this holds only for rrl's program in torch. A program of the job may use a GPU before its promotion, and
-    vLLM reads the GPUs of the node when it is configured.
+    By default only nodes of rollouts that run rrl's own program with ``engine = "torch"`` keep them. A program of the
+    job may use a GPU before its promotion, and vLLM reads the GPUs of the node when it is configured.
     """
     return (role.program is None and role.engine == "torch") if role.preload is None else role.preload
 

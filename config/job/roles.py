@@ -58,7 +58,7 @@ class Role(Table):
 
     @property
     def program(self) -> tuple[str, ...] | None:
-        """The command that each replica runs; None if it runs the built-in program."""
+        """Return the command that each replica runs; None if it runs the built-in program."""
         return self.command
 
 
@@ -207,7 +207,7 @@ class AgentsRole(Role):
 
     @property
     def program(self) -> tuple[str, ...] | None:
-        """The command that each replica runs; None if it runs the built-in program."""
+        """Return the command that each replica runs; None if it runs the built-in program."""
         return self.command if self.per == "replica" else None
 
 

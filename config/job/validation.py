@@ -382,7 +382,7 @@ def _one_gpu(job: Job) -> None:
 
 
 def _vllm(job: Job) -> None:
-    """Check that no argument of vLLM is one that rrl sets, or would leave GPUs idle."""
+    """Reject arguments of vLLM that rrl itself sets or refuses, or that would leave GPUs idle or have no effect."""
     rollout, at = job.roles.rollout, ("roles", "rollout", "vllm")
     if rollout.command is not None:
         return
@@ -454,7 +454,7 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
 
 
 def _track(job: Job) -> None:
-    """Check that no tracker is named twice, and that a project belongs to a tracker."""
+    """Check that no tracker is named twice, and that ``project`` is set only together with a tracker."""
     track = job.track
     if twice := [name for name in track.to if track.to.count(name) > 1]:
         raise mistake(("track", "to"), f'"{twice[0]}" is there twice; name each tracker once')
