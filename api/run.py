@@ -113,8 +113,8 @@ class Run:
         """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).
 
         Args:
-            clean: A run of the same job without faults and protection, with which the report compares this run (strict
-                ETTR).
+            clean: A run of the same job without faults, standby processes and snapshots, with which the report compares
+                this run (strict ETTR).
 
         Raises:
             UsageError: The journal of a run is damaged or empty.
@@ -209,7 +209,7 @@ class Run:
 
         Args:
             folder: A new folder.
-            step: A step whose checkpoint is kept; by default the newest such step.
+            step: The training step whose checkpoint is exported; by default the newest step with a checkpoint on disk.
 
         Raises:
             UsageError: The step is not committed, or the folder is not empty.

@@ -158,9 +158,10 @@ def _value_at(job: dict[str, Any], key: str) -> Any:
 
 
 def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
-    """Return whether two values of a key are equal; keys that only ``after`` has are ignored.
+    """Return whether a resume leaves the value of a key unchanged; ``key_path`` is the key's dotted path in job.toml.
 
-    An earlier version of rrl did not have the ignored keys. ``key_path`` is the dotted path of the key in job.toml.
+    Tables are compared key by key. A key that only ``after`` has is ignored, since the version of rrl that created the
+    run may not have known the key. A key in :data:`CHANGEABLE_KEYS` always counts as unchanged.
     """
     if key_path in CHANGEABLE_KEYS:
         return True

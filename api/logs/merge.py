@@ -57,7 +57,7 @@ class LineFilter(NamedTuple):
 class Tail:
     """Reads one file and its rotated files, from the first line selected by ``wanted`` on.
 
-    An open file is read to its end before its successor is opened.
+    A file that was rotated away is read to its end before the next newer file is read.
     """
 
     def __init__(self, path: Path, wanted: LineFilter, copied: bool = False) -> None:

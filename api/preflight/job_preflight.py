@@ -342,7 +342,10 @@ def _check_stream(job: Job) -> list[str]:
 
 
 def _check_eval(job: Job) -> list[str]:
-    """Return a warning for each role of evaluations that is the user's own program, which may not support them."""
+    """Return a warning for each role that takes part in evaluations with a program of the user.
+
+    Such a program may not support evaluations.
+    """
     doubts = {
         "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
         "rollout": "must sample as `item.sampling` says",

@@ -11,7 +11,7 @@ from ...manager.bootstrap.preflight import Problem
 
 
 def task_file_problems(job: Job) -> list[Problem]:
-    """Return why a file of prompts cannot be used.
+    """Return a problem for each file of prompts that cannot be used.
 
     A problem is certain if the file itself is wrong, or if the roles that read it run on this machine. Otherwise the
     nodes may have a file, or a package, that this machine lacks.

@@ -26,15 +26,16 @@ if TYPE_CHECKING:  # both imports take long, and most runs need neither
 STALE_LEASES = 3.0
 """A lease is stale if it was not renewed for this many times its duration.
 
-A manager renews the lease five times within this duration, so a short hang of the storage does not make the lease
-stale.
+A manager renews its lease five times within one duration of the lease, so a short hang of the storage does not make the
+lease stale.
 """
 SQUEUE_TIMEOUT_S = 5.0
 """Time limit (s) for Slurm's answer, for which a person waits. A healthy slurmctld answers within 0.1 s."""
 SQUEUE_EVERY_S = 30.0
 """Interval (s) of querying Slurm while a run is followed.
 
-It is longer than a manager's own interval of 10 s, since several people may follow many runs.
+It is as long as the default interval between two polls of a manager (``limits.poll``), since several people may follow
+many runs.
 """
 INTERRUPTED = "interrupted"
 """Standing of a run of which no process is left."""
@@ -68,7 +69,10 @@ class SlurmJobs(Struct, frozen=True):
 
 
 def liveness(run: RunDir, state: State) -> Liveness:
-    """Judge one run, querying Slurm at most once. Raises OperationFailed if the lease cannot be read."""
+    """Return whether a run still has a manager; Slurm is queried at most once.
+
+    Raises OperationFailed if the lease cannot be read.
+    """
     stale = stale_lease(run, state)
     if not stale:
         return Liveness()
@@ -81,7 +85,9 @@ def liveness(run: RunDir, state: State) -> Liveness:
 
 
 def liveness_without_slurm(run: RunDir, state: State) -> Liveness:
-    """Judge one run without querying Slurm; for a run on Slurm the result may be that its standing is unknown.
+    """Return whether a run still has a manager, without querying Slurm.
+
+    If the lease of a run on Slurm is stale, the standing of the run is therefore unknown.
 
     Raises OperationFailed if the lease cannot be read.
     """
@@ -149,7 +155,7 @@ def ask_slurm(uid: int) -> SlurmJobs:
 
 
 def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
-    """Judge a run whose lease is stale, according to Slurm's answer. The function is pure.
+    """Return whether a run whose lease is stale still has a manager, according to Slurm's answer. The function is pure.
 
     ``stale`` says why the lease is stale. ``slurm`` is None if the run is not on Slurm.
     """

@@ -190,8 +190,8 @@ def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Livenes
 def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> str:
     """Return why a run without a journal will never begin: all its managers have ended; empty if it may begin.
 
-    ``rrl status`` calls such a run rejected. Slurm is queried for this run alone only if its answer for all jobs of the
-    owner contains no job of this run.
+    ``rrl status`` calls a run that will never begin rejected. ``slurm`` maps a uid to the jobs of that user. Slurm is
+    queried about this run in particular only if the jobs of the run's owner do not include a manager job of the run.
     """
     if job is not None and job.cluster == "slurm":
         from ...manager.bootstrap.manager_job import job_name

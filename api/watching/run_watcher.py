@@ -88,8 +88,8 @@ class RunWatcher:
     def poll(self) -> bool:
         """Read the state and the lease; return whether the run has ended and its summary exists.
 
-        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S``. With ``require_manager``, raises NeverBegan
-        or OperationFailed if no manager is left to begin or end the run.
+        If the run has ended without a summary, returns True after ``SUMMARY_TIMEOUT_S``. If the watcher was created
+        with ``require_manager``, raises NeverBegan or OperationFailed once no manager is left to begin or end the run.
         """
         self.state = self._reader.state()
         try:
