@@ -106,7 +106,7 @@ class Committed(Struct, frozen=True, tag=True):
 
     @property
     def completes_commit(self) -> bool:
-        """True if ``step`` is the newest step of its commit, which is the step with the checkpoint."""
+        """Return whether ``step`` is the newest step of its commit, which is the step with the checkpoint."""
         return self.step >= self.commit
 
 
@@ -121,8 +121,8 @@ class Evaluated(Struct, frozen=True, tag=True):
 
 MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
 """Maximum number of names in one report of logged values, and maximum number of characters of a name. They limit the
-run's journal, in which each report is an event. A worker refuses values beyond the limits, and the manager truncates a
-report to them."""
+run's journal, in which each report is an event. A worker refuses values beyond the limits, and the manager cuts off
+what exceeds the limits in a report."""
 
 
 class ValuesLogged(Struct, frozen=True, tag=True):
@@ -220,8 +220,8 @@ class StepVanished(Struct, frozen=True, tag=True):
 class FindingReport(Struct, frozen=True, tag=True):
     """Sent by an agent when the result of a node check has changed; the verdict OK clears the check's finding.
 
-    The times in the finding, and ``now``, are according to the node's clock. The manager converts them to its own
-    clock, on which ``now`` is the time of receipt.
+    The times in the finding, and ``now``, are according to the node's clock. The manager converts the times in the
+    finding to its own clock, on which ``now`` is the time of receipt.
     """
 
     finding: Finding
@@ -371,7 +371,7 @@ class Stop(Struct, frozen=True, tag=True):
     grace: float
     reason: str
     tag: str = ""
-    """Tag of the incarnation's step. It is set in the same cases as ``Fenced.tag``."""
+    """Tag of the incarnation's step. Set only in messages to the step's launcher or to the node's agent."""
 
 
 class Inject(Struct, frozen=True, tag=True):

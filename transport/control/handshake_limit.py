@@ -57,9 +57,9 @@ class HandshakeLimiter:
         self._monitor_socket.close()
 
     def _on_events(self) -> None:
-        """Process all events before closing surplus connections.
+        """Process all waiting events, then close surplus connections.
 
-        An event may report that the descriptor of a connection was reused.
+        The order matters, because a waiting event may report that a descriptor now belongs to another connection.
         """
         now = time.monotonic()
         while (frames := self._monitor_socket.receive()) is not None:

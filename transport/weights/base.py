@@ -18,8 +18,8 @@ from .manifest import Manifest
 from .store import WeightStore
 
 STARVATION_TIMEOUT_S = 3.0
-"""Seconds for which a source may reply only NOT_READY. A source that is itself receiving may have to wait until its own
-first and second source have timed out. A process that pulls from it must not give it up during this time."""
+"""Seconds for which a source may reply only NOT_READY before the receiver gives the source up. A source that is itself
+receiving may have to wait until its own first and second source have timed out, and must not be given up before."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 """For each transport that needs a Python package, the alternative packages, of which one must be installed. The extra
 with the transport's name installs one of these packages. (The package ``nixl`` installs ``nixl_cu12`` and

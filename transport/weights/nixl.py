@@ -257,8 +257,8 @@ class _NixlConnection:
     async def _await_thread(self, work: Future[T]) -> T:
         """Return the result of ``work``, which runs in a thread.
 
-        If this raises, the caller must free the result of ``work``. The abort frees only what the connection owns
-        already.
+        If this raises, the caller must free the result of ``work``, because :meth:`abort` frees only what the
+        connection owns already.
 
         Raises:
             TransportError: This connection is aborted before ``work`` has ended.

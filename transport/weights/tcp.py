@@ -94,7 +94,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     # ── asyncio ────────────────────────────────────────────────────────────────────────────────────────────────────
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set the socket options and pass the connection on (called by asyncio)."""
+        """Set the socket options, and call ``on_connection`` if this end listens (called by asyncio)."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=0)

@@ -57,7 +57,7 @@ _SILENT_POLL_S = 1.0
 
 
 async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
-    """Close connections that send nothing to UCX's ports, until cancelled.
+    """Close silent connections to UCX's ports (:data:`MIN_HELLO_BYTES`, :data:`SILENT_TIMEOUT_S`), until cancelled.
 
     Args:
         ports: Returns the ports at which UCX listens now.
@@ -128,7 +128,8 @@ class _Worker:
     def close(self) -> None:
         """End both threads, and block until they have ended (measured 0.5 ms).
 
-        Must not be called in the event loop's thread, since the notifier ends only while the loop runs.
+        Must not be called in the event loop's thread, since the thread that completes futures ends only while the
+        loop runs.
         """
         self._notifier_queue.put("shutdown")
         self.core.stop_request_notifier_thread()

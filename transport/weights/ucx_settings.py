@@ -113,7 +113,7 @@ def resources(context_info: str) -> tuple[Resource, ...]:
 
 
 def rdma_resources(available: Iterable[Resource], rdma_ports: Sequence[str]) -> tuple[Resource, ...]:
-    """Return the resources that use one of these ports."""
+    """Return the resources of ``available`` that use one of ``rdma_ports``."""
     return tuple(resource for resource in available if resource.device in rdma_ports)
 
 
