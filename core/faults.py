@@ -93,7 +93,7 @@ class FaultTraits(Struct, frozen=True):
     needs_seconds: bool = False
     """True if ``seconds`` is required."""
     amount: str = ""
-    """Meaning of ``amount``, which is required; empty if the fault takes no amount."""
+    """What ``Fault.amount`` means for this kind, which then requires an amount; empty if the kind takes none."""
 
 
 FAULT_TRAITS: dict[FaultKind, FaultTraits] = {

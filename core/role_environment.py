@@ -15,7 +15,7 @@ from shlex import quote
 from msgspec import Struct
 
 STARTED = b"begun"
-"""Content of REPORT once the setup has succeeded and the command is about to start."""
+"""What the setup script writes to its REPORT descriptor once the setup has succeeded and the command will start."""
 SHELL_NAME = "rrl-env"
 """Name by which bash identifies itself in its messages."""
 _MODULE_FILES = ("/etc/profile.d/z00_lmod.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/modules.sh")
@@ -77,7 +77,10 @@ def prelude(env: EnvSpec) -> str:
 
 
 def wrap(text: str, messages_fd: int, report_fd: int, command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line that runs the setup script and then becomes ``command``."""
+    """Return the command line that runs the setup script ``text`` and then becomes ``command``.
+
+    The script writes its messages to the descriptor ``messages_fd``, and the result of the setup to ``report_fd``.
+    """
     return ("bash", "-c", text, SHELL_NAME, str(messages_fd), str(report_fd), *command)
 
 
@@ -140,20 +143,20 @@ HOST_ONLY_VARIABLES = (
 _LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
 ))  # fmt: skip
-"""Text before the first ``_`` in the names of launchers' variables. torch, Hugging Face and mpi4py misread such
-variables (docs/sources.md, sites), so they are never passed on, even if the job requests it. rrl sets its own variables
-for each role."""
+"""Text before the first ``_`` in the names of variables that Slurm, PMI, MPI and rrl set for the processes they start.
+torch, Hugging Face and mpi4py misread such variables (docs/sources.md, sites), so they are never passed on, even if the
+job requests it. rrl sets its own variables for each role."""
 
 
 def is_launcher_variable(name: str) -> bool:
-    """Return whether a variable belongs to a launcher (Slurm, PMI, MPI or rrl) and is never passed on."""
+    """Return whether a variable belongs to Slurm, PMI, MPI or rrl, and is therefore never passed on to a role."""
     return name.partition("_")[0] in _LAUNCHER_PREFIXES
 
 
 def select_variables(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables whose name is in ``patterns``, or begins with a pattern that ends in ``*``.
 
-    Variables of launchers are excluded.
+    Variables of Slurm, PMI, MPI and rrl are excluded (:func:`is_launcher_variable`).
     """
     names, prefixes = set(), []
     for pattern in patterns:

@@ -269,11 +269,11 @@ class RaisedException(Struct, frozen=True):
 
 
 _TITLES = {"exit_record": "process ended", "step_gone": "process gone"}
-"""Names in words of the detectors whose own names are not plain."""
+"""Names for people of the detectors whose identifiers do not explain themselves."""
 
 
 def title_of(detector: str) -> str:
-    """Return the name of a detector or check in words, for people."""
+    """Return the name of a detector or check for people, such as ``process ended`` for ``exit_record``."""
     return _TITLES.get(detector) or detector.replace("_", " ")
 
 
