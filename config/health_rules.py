@@ -41,11 +41,11 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     sm_clock: int | None = None
     """Minimum value (MHz) of a GPU's maximum SM clock (gcm, for A100s: 1155). It depends on the model of the GPUs."""
     memory: int | None = None
-    """Bytes of main memory."""
+    """Expected bytes of main memory."""
     governor: str = ""
-    """CPU frequency governor (gcm: ``performance``)."""
+    """Expected CPU frequency governor (gcm: ``performance``)."""
     clock_source: str = ""
-    """Clock source of the kernel (``tsc``)."""
+    """Expected clock source of the kernel, such as ``tsc``."""
     readers: tuple[str, ...] = ()
     """Readers (``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``) without which the node's verdict is UNKNOWN;
     ``nvml`` is added if GPUs are expected, ``fabric`` if HCAs or ports are expected."""
@@ -104,13 +104,13 @@ class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
     window: float = 60.0
     """Length (s) of one window in which NVLink errors are counted (NVRx)."""
     windows: int = 30
-    """Number of windows that are stored (NVRx)."""
+    """Number of windows whose NVLink errors are stored (NVRx)."""
     flagged: int = 15
-    """Number of windows with errors above which a link fails (NVRx)."""
+    """Number of stored windows with errors above which an NVLink fails (NVRx)."""
     crc: float = 100.0
-    """CRC errors per second at which a link fails (DCGM)."""
+    """CRC errors per second at which an NVLink fails (DCGM)."""
     pcie_replays: tuple[float, ...] = (0.15, 0.3, 0.48, 0.96, 1.92, 3.84)
-    """Usual replays per minute and lane, for PCIe generations 1 to 6 (DCGM)."""
+    """PCIe replays per minute and lane above which the check warns, for generations 1 to 6 (DCGM)."""
     fabric_registers: float = 120.0
     """Seconds within which a GPU must register with the NVLink fabric after a boot or a reset (ours: the fabric manager
     trains all links first)."""
@@ -150,7 +150,7 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     window: float = 86400.0
     """Seconds for which an I/O error, a machine check or an OOM kill counts (ours)."""
     flap_window: float = 3600.0
-    """Seconds in which link flaps are counted."""
+    """Seconds for which a line of the kernel log that a network link went down counts as a flap."""
     flaps: int = 3
     """Number of flaps within ``flap_window`` from which an InfiniBand port fails."""
     hung_window: float = 3600.0
@@ -238,7 +238,7 @@ class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the cluster's nodes, at least one node, that hooks may drain within ``window`` (same as the circuit
     breaker of a run; guard rails)."""
     window: float = 600.0
-    """Length of the window in seconds (same as the circuit breaker of a run)."""
+    """Seconds for which a drain by a hook counts against ``share`` (same as the circuit breaker of a run)."""
     standing: float = 0.25
     """Share of the cluster's nodes, at least one node, that may be drained by hooks at any time (guard rails: no drain
     while more than 25 % of the nodes are down)."""

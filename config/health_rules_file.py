@@ -83,7 +83,7 @@ def parse_rules(text: str, name: str = "health.toml") -> Rules:
 
 
 def _unknown(table: type[Struct], data: dict[str, Any], at: KeyPath) -> tuple[KeyPath, str] | None:
-    """Return the first unknown key, and a text that suggests the nearest known key."""
+    """Return the first unknown key, and a text that suggests the nearest known key; None if all keys are known."""
     fields = {field.name: field.type for field in msgspec.structs.fields(table)}
     for key, value in data.items():
         if key not in fields:
