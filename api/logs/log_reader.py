@@ -58,7 +58,7 @@ class LogLine(Struct, frozen=True):
     incarnation: str
     """The incarnation that wrote the line, such as ``rollout/0#1``; ``manager`` for the manager."""
     log: str
-    """``role``, ``launcher`` or ``manager``."""
+    """Kind of the log: ``role``, ``launcher`` or ``manager``."""
     text: str
 
     @classmethod

@@ -82,7 +82,7 @@ class RunWatcher:
         self._holder: LeaseHolder | None = None
         self._renewed_at = time.monotonic()
         self._slurm: SlurmJobs | None = None
-        """Slurm's last answer since the lease was last renewed."""
+        """Slurm's newest answer; None if Slurm was not queried since the lease was last renewed."""
         self._slurm_polled_at = 0.0
 
     def poll(self) -> bool:

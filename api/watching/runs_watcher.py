@@ -36,7 +36,7 @@ class WatchedRun(Struct, frozen=True):
     entry: RunState
     """State of the run, as in ``rrl list``."""
     state: State | None = None
-    """State from its journal; None if there is none, or if it cannot be read."""
+    """State from the run's journal; None if there is none, or if it cannot be read."""
     liveness: Liveness = Liveness()
     trouble: str = ""
     """Why the run cannot be read; empty if it can be read."""
@@ -56,7 +56,7 @@ class RunsWatcher:
         self._further, self.now = further, now
         self._listed: list[RunDir] = []
         self._listed_at = -LIST_INTERVAL_S
-        """Time (time.monotonic()) of the last listing."""
+        """Time (time.monotonic()) at which the folder of runs was last listed."""
         self._runs: dict[Path, _Run] = {}
 
     def poll(self) -> list[WatchedRun]:
@@ -90,7 +90,7 @@ class _Run:
         self._start = StartCheck(run)
         self._job: RunSpec | None = None
         self._read_at = 0.0
-        """Time (time.monotonic()) of the last reading."""
+        """Time (time.monotonic()) at which the run was last read."""
         self.found = WatchedRun(run, submitted(run, None, UNREAD))
 
     def read(self, now: float, at: float) -> None:

@@ -30,7 +30,7 @@ class StartCheck:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._checked_at = 0.0
-        """Time (time.monotonic()) of the last check."""
+        """Time (time.monotonic()) of the last check whether a manager can still begin the run."""
         self._failure = ""
 
     def failure(self, state: State | None) -> str:
