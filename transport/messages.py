@@ -299,7 +299,7 @@ class Peer(Struct, frozen=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """The current incarnations, and the weight sources: the publisher first, then the receivers sorted by name.
+    """The peer directory: the current incarnations, and the weight sources (publisher first, then receivers by name).
 
     ``seq`` orders the ``Peers`` messages of one manager epoch.
     """

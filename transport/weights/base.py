@@ -40,7 +40,7 @@ class WeightTransport(Protocol):
     """
 
     kind: WeightTransportName
-    """The scheme of the addresses."""
+    """Name of the transport, which is also the scheme of its addresses."""
 
     async def serve(self, store: WeightStore, host: str) -> str:
         """Serve the complete versions of ``store``, and each chunk of an arriving version once it is verified.
