@@ -44,8 +44,8 @@ None if the message is not a reply."""
 ADDRESS_POLL_S = 1.0
 """Seconds between two calls of a dialer's ``find_address`` while the dialer has no connection."""
 CONNECTED_ADDRESS_POLL_S = 5.0
-"""Seconds between two calls of ``find_address`` while a dialer is connected. The calls go on, because a manager that has
-lost its lease may still reply on the connection."""
+"""Seconds between two calls of ``find_address`` while a dialer is connected. The calls go on, because a manager that
+has lost its lease may still reply on the connection."""
 MAX_QUEUED_MESSAGES = 1000
 """Maximum number of messages that are queued for a peer; beyond it, the oldest are dropped."""
 _CONNECT_MS = 2000
