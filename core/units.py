@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Return the bytes of ``"16GiB"`` or ``"512MiB"``.
+    """Return the number of bytes of a size, such as ``"16GiB"`` or ``"512MiB"``.
 
     Raises:
         ValueError: ``text`` is not a size; the message has examples of valid sizes.

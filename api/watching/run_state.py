@@ -166,13 +166,13 @@ def assembled(
 
 
 def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
-    """Return the entry of a run that cannot be read, with the reason as its standing."""
+    """Return what ``rrl list`` shows of a run that cannot be read; the standing is the reason."""
     reason = f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"
     return submitted(run, job, reason)
 
 
 def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> RunState:
-    """Return the entry of a run of which only the job is known."""
+    """Return what ``rrl list`` shows of a run of which only the job is known."""
     name, steps = (job.name, job.steps) if job else ("", None)
     return RunState(run.id, name, None, standing, 0, steps, None, 0, None, None, None, str(run.path))
 

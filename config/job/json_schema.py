@@ -63,7 +63,7 @@ def plain(text: str) -> str:
 
 
 def _property(schema: dict[str, Any], field: FieldInfo, description: str) -> dict[str, Any]:
-    """Return the schema of one key: TOML has no null, and a duration or size is text."""
+    """Return the schema of one key: without null, which TOML does not have, and with durations and sizes as text."""
     schema = dict(schema)
     if "anyOf" in schema:
         others = [one for one in schema.pop("anyOf") if one != {"type": "null"}]

@@ -139,7 +139,7 @@ class AsyncSocket:
 
 
 def apply_socket_limits(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL_BOUNDS) -> None:
-    """Set the options that both ends share, before bind or connect."""
+    """Set the options that sockets of both ends have; must be called before bind or connect."""
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, bounds.max_queued),
