@@ -51,10 +51,7 @@ class Phase(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml.
-
-    None keeps the value in :data:`PHASES`; for a phase that is not in PHASES, the default of :class:`Phase`.
-    """
+    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, or in :class:`Phase`."""
 
     shortest: float | None = None
     longest: float | None = None
