@@ -159,7 +159,7 @@ class FaultInjector:
         if action.tag not in self._context.state().intents:
             return
         code = self._exit_codes.pop(action.step, None)
-        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the exit lost the confirmation
+        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # it exited before it confirmed
             self._context.record(injected_event(action, True, f"its step ended with exit code {code}"))
         else:  # the target ended first, perhaps because of the fault
             raise Unanswered(f"{action.incarnation} ended before it confirmed that the fault was injected")

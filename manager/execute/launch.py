@@ -98,7 +98,7 @@ PROBE_TIMEOUT_S = 180.0
 """Timeout (s) of ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from one file
 server."""
 PROBE_SHARE = 0.5
-"""Maximum fraction of ``limits.join`` that the probe may take, because the agent joins only after the probe."""
+"""Maximum fraction of ``limits.join`` that ``[env] probe`` may take, because the agent joins only after it."""
 
 ADMISSION_TIMEOUT_S = 30.0
 """Timeout (s) of the agent's first samples from all readers (docs/health.md); each reader also has its own deadline."""

@@ -17,18 +17,18 @@ from ..context import RunContext
 from ..model.events import ClocksRecorded
 
 RECORD_INTERVAL_S = 60.0
-"""Seconds between two records without a commit."""
+"""Seconds after which the readings are recorded even if no step was committed."""
 COMMIT_RECORD_INTERVAL_S = 5.0
-"""Minimum seconds between two records with commits, which is the interval of the workers' reports."""
+"""Minimum seconds between two records that are made at commits. Workers report their clocks at this interval."""
 RECORD_INTERVAL_PER_REPLICA_S = 0.05
-"""Seconds by which each reading in a record delays the next record with a commit. A reading with ten entries takes 280
+"""Seconds by which each reading in a record delays the next record at a commit. A reading with ten entries takes 280
 bytes, so records take less than 6 kB/s for any number of replicas."""
 MAX_NAME_CHARS = 40
 """Maximum number of characters kept of the name of a phase or of an idle cause."""
 
 
 class ClockRecorder:
-    """Collects the readings that one manager receives."""
+    """Keeps the clock readings that one manager receives from the workers, and records them at long intervals."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

@@ -46,7 +46,7 @@ class ClusterPoller:
             await self._poll(after_poll)
 
     async def _poll(self, after_poll: Callable[[], None]) -> None:
-        """Poll once, and return when the next poll is due."""
+        """Poll once, then wait until the next poll is due."""
         polled_at = self._context.now()
         snapshot = await self._cluster.observe()
         if snapshot is not self._last_snapshot:  # a cached answer that is returned again is not a second observation

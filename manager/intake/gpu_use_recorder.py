@@ -16,7 +16,7 @@ RECORD_INTERVAL_PER_NODE_S = 0.02
 
 
 class GpuUseRecorder:
-    """Collects the reports of the agents that one manager receives."""
+    """Keeps the GPU use that the agents report to one manager, and records it at long intervals."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

@@ -94,7 +94,7 @@ class _StackCollection:
     incarnation: Incarnation
     id: int
     agents: dict[Incarnation, ReplicaId]
-    """By incarnation, the agent that was asked to dump its stacks."""
+    """For each member of the gang, the agent that was asked for the member's stacks."""
     dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
     errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0
@@ -247,7 +247,10 @@ class HangInvestigator:
         self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
         timeout_s: float,
     ) -> bool:  # fmt: skip
-        """Request the stacks of a collection, close it, and return whether all replies came within ``timeout_s``."""
+        """Request the stacks of a collection, and return whether all replies came within ``timeout_s``.
+
+        Later replies are ignored.
+        """
         try:
             for peer, _, of, tag in requests:
                 await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)

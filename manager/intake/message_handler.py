@@ -271,7 +271,7 @@ class MessageHandler:
             self._report_end(event)
             self._context.record(event)
             if self._context.state().replica(event.incarnation.replica).status is Status.COMPLETED:
-                self._context.monitor.remove(event.incarnation)  # its work is complete: its end is not a failure
+                self._context.monitor.remove(event.incarnation)  # the replica has completed: the end is no failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
         """Report to the health monitor the end of a step that was recorded under an earlier manager."""

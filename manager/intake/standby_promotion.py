@@ -34,7 +34,7 @@ RECONNECT_TIMEOUT_S = 2.0
 """Seconds to wait for a current standby process, and for the incarnations that use GPUs on its node, to connect. After
 a manager's death they connect to the next manager within 1 s."""
 _POLL_INTERVAL_S = 0.02
-"""Seconds between two checks whether these processes have connected."""
+"""Seconds between two checks whether the processes for which :data:`RECONNECT_TIMEOUT_S` waits have connected."""
 
 
 class GpusUnreported(Refused):
@@ -122,7 +122,7 @@ class StandbyPromoter:
         return count if len(self._standbys[standby][1]) > count else 0
 
     def _unreported(self, standby: Incarnation) -> list[Incarnation]:
-        """Return the incarnations whose reports a connected standby process waits for before its promotion."""
+        """Return the incarnations that must report their GPUs before this connected standby process is promoted."""
         state = self._context.state()
         member = promoted_to(state, standby)
         if member is None or member.node is None or not self._gpus_to_choose(standby, member):

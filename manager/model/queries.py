@@ -70,15 +70,16 @@ def all_joined(members: list[Replica]) -> bool:
 
 
 def has_worked(state: State, role: str) -> bool:
-    """Return whether a replica of the role has completed its work, or a unit of work since the run was last resumed."""
+    """Return whether a replica of the role has completed, or has done a unit of work since the run began or resumed."""
     replicas = [replica for replica in workers(state) if replica.role == role]
     return any(replica.ever_worked or replica.status is Status.COMPLETED for replica in replicas)
 
 
 def failed_first_starts(state: State, replica: Replica) -> int:
-    """Return how many starts of the replica failed before it joined for the first time.
+    """Return how many first starts of the replica failed: the greater of two counts.
 
-    Consecutive starts that ended with the same exception count too, while no replica of its role has worked.
+    * Starts that failed before the replica joined for the first time; 0 once it has joined.
+    * Starts in a row that ended with the same exception; 0 once a replica of its role has worked.
     """
     unjoined = 0 if replica.ever_joined else replica.failed_starts
     return max(unjoined, 0 if has_worked(state, replica.role) else replica.exception_starts)

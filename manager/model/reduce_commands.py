@@ -16,7 +16,7 @@ from .state import Allocation, Node, Replica, State, Status
 REQUEUE = "requeue"
 """Value of ``recovery.policy`` with which a restart of the whole run releases its nodes and requests new ones."""
 _ROLE = "role"
-"""Value of ``recovery.policy`` with which a restart of the whole run keeps its nodes."""
+"""Value of ``recovery.policy`` with which the whole run is restarted only if no smaller repair is left."""
 
 
 def on_command(state: State, at: float, event: ev.CommandReceived) -> State:
@@ -45,7 +45,7 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     """Restart an ended run from its last commit: all replicas are launched again with new budgets.
 
     The run uses its remaining allocations if they fit the job. Excluded nodes stay excluded, and no incarnation number
-    is used twice. The probe results of the nodes are dropped, since the job may have been corrected.
+    is used twice. The nodes' results of ``[env] probe`` are dropped, since the job may have been corrected.
     """
     state = replace(state, handled_commands=(*state.handled_commands, event.id))
     if state.outcome is None:
@@ -81,7 +81,7 @@ def _matches_job(job: RunSpec, allocation: Allocation) -> bool:
 
 
 def _reset_probe(node: Node) -> Node:
-    """Return the node without its probe result and without an exclusion for a failed probe."""
+    """Return the node without its result of ``[env] probe``, and without an exclusion for a failed ``[env] probe``."""
     changes = (
         {"excluded": None, "cause": None} if node.probe_error and not (node.proved or node.drain_requested_by) else {}
     )

@@ -279,7 +279,7 @@ def on_admitted(state: State, at: float, event: ev.Admitted) -> State:
 
 
 def on_agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
-    """Record that the agent of a node has joined, with the result of its probe."""
+    """Record that the agent of a node has joined, with the node's result of ``[env] probe``."""
     state = settle_launch(state, state.replica(event.incarnation.replica).step or "")
     node = state.nodes.get(event.node)
     if node is not None and (node.probe_error, node.snapshot_address) != (event.probe_error, event.snapshot_address):

@@ -34,7 +34,10 @@ def works(state: State, replica: Replica) -> bool:
 
 
 def _after_report(before: State, state: State, at: float, id: ReplicaId) -> State:
-    """Count only the one replica that has begun or stopped working, since a run has many events of this kind."""
+    """Add or subtract the one replica that has begun or stopped working.
+
+    All replicas are not counted again, since a run has many events of this kind.
+    """
     change = works(state, state.replica(id)) - works(before, before.replica(id))
     if not change:
         return state

@@ -40,13 +40,13 @@ class PeerDirectory(Struct, frozen=True):
     def without_versions(self) -> PeerDirectory:
         """Return a copy without the version of each source.
 
-        A receiver needs these versions only when it begins to receive or has lost its source; the Welcome contains
-        them.
+        If two directories differ only in these versions, the newer directory is announced with a longer delay. A
+        receiver needs the versions only when it begins to receive or has lost its source; the Welcome contains them.
         """
         return replace(self, sources=tuple(replace(source, version=None) for source in self.sources))
 
     def message(self, epoch: int, seq: int) -> Peers:
-        """Return the directory as a message, with the manager's epoch and the sequence number of the state."""
+        """Return the directory as a message, with the manager's epoch and the number of the announcement (``seq``)."""
         return Peers(epoch, seq, self.peers, self.newest, self.sources, self.snapshot_servers, self.evaluated)
 
 
@@ -67,10 +67,11 @@ def build_directory(state: State) -> PeerDirectory:
 
 
 def _may_commit(state: State, replica: Replica) -> bool:
-    """Return whether a trainer of a run that ends was requested to stop, and may still commit its step.
+    """Return whether the replica is a trainer of a run that ends, and its step is still being stopped.
 
-    The store accepts commits of the incarnations in the directory only. No further incarnation of the trainer will
-    follow.
+    Such a trainer may still commit the training step that it is working on. It stays in the directory, because the
+    store accepts commits only from incarnations in the directory. This is safe, since no further incarnation of the
+    trainer will follow.
     """
     if state.finish is None or replica.role not in {role.name for role in state.job.kind("trainer")}:
         return False

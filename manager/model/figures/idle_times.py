@@ -19,10 +19,11 @@ from ....core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
 RECENT_S = 300.0
-"""Minimum length (s) of the interval from which recent shares are computed. The interval may be longer by the time
-between two points."""
+"""Minimum length (s) of the interval from which recent idle shares and rates are computed. It may be longer by the time
+between two entries (:class:`Point`) of ``IdleTimes.points``."""
 POINT_INTERVAL_S = 20.0
-"""Minimum seconds between two points, so that few points cover :data:`RECENT_S`."""
+"""Minimum seconds between two entries (:class:`Point`) of ``IdleTimes.points``, except the newest entry. So few entries
+cover :data:`RECENT_S`."""
 MAX_PHASES = 64
 """Maximum number of (phase, idle cause) pairs kept for a role; the time of further pairs is added up in one entry."""
 

@@ -31,7 +31,7 @@ _METRICS = {
     "dropped": "episodes_dropped",
     **{name: name for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")},
 }
-"""Name of the metric of each field that counts over the run."""
+"""For each field of :class:`EpisodeFigures` except ``at_work``: the name of the metric that has its value."""
 EPISODE_METRICS = (AT_WORK, *_METRICS.values())
 """Metrics of episodes, which ``rrl status`` shows in a row of their own."""
 
@@ -55,7 +55,7 @@ class StreamFigures(Struct, frozen=True):
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
     """Return the figures with one more committed step.
 
-    If the step lacks the two metrics of long groups, their figures become 0.
+    If the step lacks the metric ``long_groups`` or ``longest_expected``, that figure becomes 0.
     """
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)

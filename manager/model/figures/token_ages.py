@@ -18,10 +18,10 @@ WINDOW_STEPS = 10
 """Number of newest steps whose ages are kept and averaged for the warning. A single median is too noisy: it jumps by
 one whenever weights arrive a little late."""
 EXTRA_AGE = 2.0
-"""Training steps by which the median age of tokens may exceed ``[sampling] ahead``; above this sum, a growing median
-leads to a warning. Tokens are up to about ``ahead + 2`` steps old. On a busy machine half of the tokens reach this age
-(measured: medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher median means that new
-weights reach the rollouts late or not at all."""
+"""Training steps by which the median age of tokens may exceed ``[sampling] ahead``. A growing median above
+``ahead + EXTRA_AGE`` leads to a warning. Tokens are up to about ``ahead + 2`` steps old. On a busy machine half of the
+tokens reach this age (measured: medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher
+median means that new weights reach the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 

@@ -25,10 +25,11 @@ from ....core.run_spec import RunSpec
 RECENT_S = 3600.0
 """Seconds before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Minimum time (s) between a point and the next point but one. It keeps the number of points within :data:`RECENT_S` at
-about 190 even if the share changes all the time."""
+"""Minimum time (s) from an entry (:class:`Point`) of ``TrainingTime.points`` to the second entry after it. With this
+minimum there are about 190 entries within :data:`RECENT_S` at most, even if the share changes all the time."""
 MAX_COMMITS = 21
-"""Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
+"""Number of newest commits whose times are kept. They give the durations of up to twenty steps, whose median is
+``seconds_per_step``."""
 
 
 class Point(Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ from .node_fitness import barred_nodes, unfit_nodes
 from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
-"""Number of rejections within the recovery window after which a request is not repeated."""
+"""Number of failed requests (rejected or undelivered) within the recovery window after which none is repeated."""
 MIN_WALLTIME_S = 60.0
 """Minimum walltime (s) of a request."""
 
@@ -74,10 +74,11 @@ def unsatisfiable(state: State, allocation: Allocation) -> Finish:
 
 
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:
-    """Return the decision to end the run if the cluster rejected the request of this node group.
+    """Return the decision to end the run because requests of this node group failed; None if the run continues.
 
-    A rejection ends the run at once, since the same request would be rejected again. A request that did not reach the
-    cluster is repeated a few times.
+    A rejection by the cluster ends the run at once, since the same request would be rejected again. A request that
+    failed without a rejection (``RejectedRequest.undelivered``) is repeated. The run ends if this occurs
+    :data:`MAX_REJECTIONS` times within the recovery window.
     """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
@@ -89,7 +90,7 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
 
 
 def rejections(state: State, node_group: NodeGroup, now: float) -> list[RejectedRequest]:
-    """Return the rejections of a node group's requests within the recovery window."""
+    """Return the node group's requests within the recovery window that were rejected or undelivered."""
     window = state.job.recovery.window
     return [
         rejected

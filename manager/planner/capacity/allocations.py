@@ -226,12 +226,12 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
-    """Return the retired replicas without a node whose failures have left the window, so that they are tried again.
+    """Return the retired replicas for which nodes are requested, so that they can be launched again.
 
-    The caller requests no nodes for these replicas within the window after a rejection. A request that is already
-    queued stays, and is used when granted. The caller also requests no nodes for these replicas while other replicas
-    lack nodes. Otherwise each window would bring a new request, and the other replicas would wait forever instead of
-    being retired.
+    These are the replicas of retired gangs that have no node and no failure within the recovery window. The caller
+    requests no nodes for these replicas within the window after a rejection. A request that is already queued stays,
+    and is used when granted. The caller also requests no nodes for these replicas while other replicas lack nodes.
+    Otherwise each window would bring a new request, and the other replicas would wait forever instead of being retired.
     """
     window = state.job.recovery.window
     return [

@@ -47,7 +47,10 @@ def is_usable(state: State, node: Node, now: float) -> bool:
 
 
 def needs_probe(state: State, node: Node) -> bool:
-    """Return whether roles are placed on the node only after its agent has reported the probe or admission checks."""
+    """Return whether the node's agent must report before roles are placed on the node.
+
+    It must if the job has an ``[env] probe``, or if the agent makes health checks first (``[health] admission``).
+    """
     allocation = state.allocations.get(node.allocation)
     return bool(state.job.env.probe) or (
         allocation is not None and requires_admission(state.job, allocation.request.node.gpus)
@@ -55,10 +58,11 @@ def needs_probe(state: State, node: Node) -> bool:
 
 
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
-    """Return whether the agent of this node may still report its probe, because it has not failed too often.
+    """Return whether the node's agent may still send the report for which :func:`needs_probe` waits.
 
-    The limit on failures is always below the number of failed joins that fit into the recovery window. Otherwise a
-    replica would wait forever for the agent of a node that is cut off.
+    The result is False once the agent has failed too often. The allowed number of failures is smaller than the number
+    of failed joins that fit into the recovery window. Otherwise old failures would leave the window before the limit is
+    reached, and a replica would wait forever for the agent of a node that is cut off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
@@ -67,7 +71,7 @@ def probe_pending(state: State, node: NodeName, now: float) -> bool:
 
 
 def agent_never_started(state: State, node: NodeName) -> bool:
-    """Return whether the node's agent failed at each of its allowed starts, so that the node stays unprobed."""
+    """Return whether the node's agent failed at each of its allowed starts, so that it never reports."""
     return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
 
 
@@ -79,7 +83,10 @@ def agent_failed_last(state: State, node: NodeName) -> bool:
 
 
 def unfit_nodes(state: State) -> dict[NodeName, str]:
-    """Return the nodes on which no role can run, each with the reason: the probe's error, or why no agent started."""
+    """Return the nodes on which no role can run, each with its reason.
+
+    The reason is the error of ``[env] probe``, or why the agent of the node did not start.
+    """
     reasons: dict[NodeName, str] = {}
     for name, node in state.nodes.items():
         if node.probe_error:

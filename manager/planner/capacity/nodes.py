@@ -128,7 +128,10 @@ class NodeInventory:
         return self._by_node[node][1] if node in self._by_node else None
 
     def expected(self, node_group: str) -> int:
-        """Return how many nodes of a group are requested but not granted, or have not reported their probe."""
+        """Return how many nodes of a group may still become usable.
+
+        These nodes are requested but not granted, or granted and waiting for the first report of their agent.
+        """
         allocations = self._state.allocations.values()
         return (
             sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group)
@@ -319,7 +322,7 @@ class NodeInventory:
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts to preempt for this member; ``occupancy`` already contains its gang's earlier members."""
+        """Return the rollouts to preempt for this member; ``occupancy`` contains its gang's lower ranks."""
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
@@ -333,11 +336,14 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has a standby process that is not needed by another replica on the node.
+        """Return whether the node has more ready standby processes than the other replicas on the node may need.
 
-        Preloaded processes do not count, because they are no reason to choose a node. If the standby process shares the
-        node with working replicas, each member of the gang on the node may need the process. An exclusive standby
-        process is only needed by replicas of its role that do not run on the node yet.
+        Preloaded processes do not count, because they are no reason to choose a node. Which other replicas may need a
+        standby process depends on the kind that the role has:
+
+        * standby processes that share nodes with working replicas: each other member of the gang on the node;
+        * standby processes that take a whole node: each other replica of the role that is to run on the node but does
+          not run there yet.
         """
         ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]
@@ -353,8 +359,8 @@ class NodeInventory:
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
         """Return whether the node can host members of the role, because of its group or its size.
 
-        A node of another group than the role's can host them if it is large enough and the role's standby processes
-        share nodes with other roles.
+        A node of another group can host members of the role only if it is large enough and the role has standby
+        processes that share nodes with other roles.
         """
         if node not in self._by_node:
             return False
@@ -404,7 +410,7 @@ class NodeInventory:
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # they are counted as occupants, so their ending steps do not count
+        returning = {other.id for other in others}  # replicas that return are counted as occupants, not as ending steps
         if not wait_for_release and any(
             gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):

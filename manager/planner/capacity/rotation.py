@@ -154,7 +154,8 @@ def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> b
     """Return whether an allocation without usable nodes is kept.
 
     It is kept if one of its nodes must be drained. It is also kept if it is the pool, or the first allocation of a
-    group without separate jobs. The manager may run in such an allocation, or other components would end with it.
+    group without separate jobs. The manager may run in such an allocation, or it may be a component of a heterogeneous
+    job, whose other components would end with it.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip

@@ -88,8 +88,9 @@ def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
 def _is_starting(inventory: NodeInventory, assigned: Assignment, role: RoleSpec) -> bool:
     """Return whether a replica of the role is starting, or waits for its next start on a node that it has.
 
-    A replica that lacks a node may wait for hours, during which the other replicas need their standby processes. All
-    members of a gang are launched together, so the gang waits if one of them lacks a node.
+    A replica that waits for a node does not count: it may wait for hours, and the other replicas need standby processes
+    during this time. Nor does a gang count if one of its members lacks a node, because all members are launched
+    together.
     """
     lacking = {gang_of(member.id) for member in assigned.lacking}
     return any(
@@ -237,7 +238,7 @@ def _unneeded_preloaded(
 def _spare_node_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> _StandbyNodes:
-    """Return the wanted standby processes on spare nodes: as many per node as fit, on at most ``replicas`` nodes.
+    """Return the wanted standby processes on spare nodes: as many per node as fit, on up to ``role.replicas`` nodes.
 
     A node on which a step is still ending gets no standby process yet.
     """

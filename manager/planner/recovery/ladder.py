@@ -176,9 +176,10 @@ def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
-    """Return whether the next start is the member's last try, and another node could host it.
+    """Return whether the next start is the member's last one, and another node could host it.
 
-    A member has a last try if it has never joined, or if the same exception has ended its previous starts.
+    The number of starts is limited to ``recovery.first_start`` as long as the member has never joined, and as long as
+    the same exception ends each start.
     """
     unjoined = 0 if case.failed.ever_joined else case.failed.failed_starts + 1
     failed_starts = max(unjoined, starts_with_same_exception(case.state, case.failed))

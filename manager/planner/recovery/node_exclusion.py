@@ -1,9 +1,9 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
-node without replicas is also excluded if two of its agents in a row do not answer. The node of a straggler is excluded
-if the job spec says so. A finding about the user's or the run's software does not affect the node. After a WARN about a
-node its replicas stay, but new replicas are placed on other nodes if possible.
+A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and if its ``[env] probe``
+failed. A node without replicas is also excluded if two of its agents in a row do not answer. The node of a straggler is
+excluded if the job spec says so. A finding about the user's or the run's software does not affect the node. After a
+WARN about a node its replicas stay, but new replicas are placed on other nodes if possible.
 
 If many nodes fail together, the network, the site or the manager itself is the likely cause. Replacing all these nodes
 would be worse than waiting for a person. So at most max(1, 20 %) of the nodes are excluded within ten minutes
@@ -52,9 +52,9 @@ class DeferredExclusion(Struct, frozen=True):
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
-    """Return the exclusions that follow from findings, failed probes, silent spare nodes and stragglers.
+    """Return the exclusions for findings about nodes, unfit nodes, silent spare nodes and stragglers.
 
-    The caller applies the circuit breaker.
+    Unfit nodes are those on which no role can run (:func:`unfit_nodes`). The caller applies the circuit breaker.
     """
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))

@@ -296,7 +296,8 @@ def _budget_text(case: FailureCase) -> str:
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """Retire a member that fails on every node, if its role can spare it; otherwise end the run.
 
-    The run also ends if no other replica of the role has ever joined and all of them are retired.
+    The run also ends if all other replicas of the role are retired and none of them has ever joined. ``mistake`` is the
+    evidence (:func:`never_joined`).
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):

@@ -113,7 +113,7 @@ def rejected(why: tuple[str, ...]) -> Finish:
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether no other replica of the role has ever joined, and all of them are retired.
+    """Return whether all other replicas of the role are retired, and none of them has ever joined.
 
     ``dropped`` are gangs that this plan has retired already.
     """
