@@ -304,9 +304,10 @@ class NodeInventory:
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
         """Return the rollouts to preempt so that a standby process can be promoted to this member.
 
-        These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
-        without a free standby process, the result is one donor. This case occurs when a gang loses two nodes at the
-        same time.
+        These are the rollouts that still occupy the member's preferred node. If this node has no standby process for
+        the member, or if the member has no preferred node, the result is one donor rollout. This case occurs when a
+        gang loses two nodes at the same time. The result is empty if the member needs no donor, because it can be
+        launched on its preferred node or on a node with a free standby process.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -342,8 +343,8 @@ class NodeInventory:
         standby process depends on the kind that the role has:
 
         * standby processes that share nodes with working replicas: each other member of the gang on the node;
-        * standby processes that take a whole node: each other replica of the role that is to run on the node but does
-          not run there yet.
+        * standby processes with resources of their own: each other replica of the role that is to run on the node but
+          does not run there yet.
         """
         ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]

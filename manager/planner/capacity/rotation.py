@@ -28,8 +28,9 @@ _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
     """Return the moves that are due now, and the next wake (manager's time, s).
 
-    A replica waits while another replica of its role is not at work. All members of a gang on expiring nodes move
-    together, since each move restarts the whole gang.
+    A replica is not moved while another replica of its role is to be launched or is starting. An urgent move
+    (:func:`rotation_urgent_at`) does not wait for a replica that keeps failing. All members of a gang on expiring nodes
+    move together, since each move restarts the whole gang.
     """
     decisions: list[Decision] = []
     moving: set[str] = set()

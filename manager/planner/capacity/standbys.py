@@ -1,13 +1,15 @@
 """Plan on which nodes standby processes wait to be promoted to a trainer member or a rollout.
 
-Standby processes are started after the current trainer has committed a step, so that they take no resources from its
-recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
-only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
-resources, on a spare node. It is started while no rollout that has a node is starting, and stopped as soon as another
-replica is to use the node. This replica is launched once the standby process has ended (``standbys_released_at``).
-Preloaded processes wait beside the rollouts of a node for the next restart of one of these rollouts. They are started
-under the same condition as a standby process of a rollout, on nodes that have memory left for them. No standby process
-counts as a replica.
+No standby process counts as a replica. Standby processes are started after the current trainer has finished a training
+step, so that they take no resources from its recovery. There are three kinds:
+
+* Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped only
+  while the trainer works.
+* A standby process of a rollout has its engine running and takes a rollout's whole resources, on a spare node. It is
+  started once all rollouts that have a node have started. It is stopped as soon as another replica is to use the node;
+  this replica is launched once the standby process has ended (``standbys_released_at``).
+* Preloaded processes wait beside the rollouts of a node for the next restart of one of these rollouts. They, too, are
+  started once all rollouts that have a node have started, on nodes that have memory left for them.
 """
 
 from __future__ import annotations
