@@ -86,9 +86,9 @@ def _flags(options: dict[str, str]) -> dict[str, str | bool]:
 
 
 def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any], delay_s: int = 0) -> None:
-    """Submit a Slurm job whose program ``MANAGER_PROGRAM`` runs one manager, as ``manage(run)`` would.
+    """Submit a Slurm job that runs one manager, and that starts ``delay_s`` seconds from now or later.
 
-    The job starts ``delay_s`` seconds from now or later.
+    The job runs ``MANAGER_PROGRAM`` instead of submitit's own command, which would call ``manage(run)``.
 
     Raises:
         RuntimeError: Slurm rejected the job; the text quotes Slurm.
@@ -96,8 +96,8 @@ def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any], delay_s:
     """
     import submitit
 
-    # submitit's own command waits for a file that appears only after sbatch has answered. If this process died before
-    # it has written that file, for example with its login node, the job would give up after a minute.
+    # submitit's own command waits for a file that this process writes only after sbatch has answered. If this process
+    # died before that, for example because its login node failed, the job would give up after a minute.
     python = spec.env.python or sys.executable
     command = {"_submitit_command_str": shlex.join((python, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))}
     executor = type("SlurmExecutor", (submitit.SlurmExecutor,), command)(folder=run.submit, python=python)
@@ -133,7 +133,7 @@ async def submit_pool(run: RunDir, spec: RunSpec) -> None:
             raise failure("sbatch", ended)
     except (Refused, Unanswered) as error:
         raise RuntimeError(str(error)) from error
-    with contextlib.suppress(OSError):  # without this file the job is queued, too
+    with contextlib.suppress(OSError):  # the job is queued even if this file is missing
         write_atomically(run.submit / f"{ended.out.strip().partition(';')[0]}_submitted", b"")  # as submitit does
 
 

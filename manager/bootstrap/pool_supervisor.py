@@ -86,9 +86,9 @@ def _nothing_runs(run: RunDir) -> bool:
 
 
 def awaits_manager(run: RunDir, state: State | None) -> bool:
-    """Return whether no manager has begun this run yet, or no manager has carried out the request to resume it.
+    """Return whether the run waits for a manager, either to begin it or to carry out a request to resume it.
 
-    ``state`` is the state of the run's journal. Raises OSError.
+    ``state`` is the state of the run's journal; None if there is no journal. Raises OSError.
     """
     return state is None or (state.outcome is not None and read_pending(run) is not None)
 

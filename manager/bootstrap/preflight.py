@@ -43,7 +43,7 @@ _KEYS = (
 """Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If a
 pattern has an empty text instead, the pattern captures the name of the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
-"""Pattern of the messages that Slurm also gives if nodes are down or drained."""
+"""Pattern of Slurm's messages about impossible requests that Slurm also gives if nodes are only down or drained."""
 
 
 _NARROWING = ("gres", "constraint", "nodelist", "exclude")
@@ -132,13 +132,14 @@ async def _partitions() -> list[Partition]:
 
 
 def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
-    """Return a problem if the request exceeds every partition even when all nodes are up.
+    """Return the problems of a request that exceeds every partition, even when all nodes are up.
 
-    Slurm would reject such a job, or leave it pending forever.
+    The problems concern the number of nodes, their resources, or the walltime. Slurm would reject such a job, or leave
+    it pending forever.
     """
     allowed = eligible(partitions, request.sbatch)
     if not allowed or not any(partition.shapes for partition in allowed):
-        return []  # sbatch explains this better
+        return []  # no such partition or no nodes: sbatch gives a better message
     node, nodes = required_resources(request), "nodes" if request.count > 1 else "node"
     best = max(allowed, key=lambda partition: partition.fitting(node))
     if request.count > (possible := best.fitting(node)):
@@ -161,7 +162,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
     """Return whether enough nodes are up for each component.
 
-    If enough nodes are up, Slurm rejects the request for another reason than nodes that are down.
+    If so, nodes that are down cannot be the reason for which Slurm rejects the request.
     """
     return all(
         any(

@@ -94,7 +94,7 @@ def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Pa
 
 def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:
     """Write the job file, its resolved form, the run spec that manager and roles read, and the passed environment."""
-    from ...config.job.load import resolved  # takes 0.2 s, for which a manager need not wait
+    from ...config.job.load import resolved  # this import takes 0.2 s, and a manager does not need it
 
     write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
@@ -104,7 +104,7 @@ def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path)
 
 
 def start(run: RunDir, spec: RunSpec) -> str:
-    """Start the manager of a new run in the background; return warnings.
+    """Start the manager of a new run in the background; return a warning (:func:`start_manager`), or "".
 
     Raises:
         OSError: the manager cannot be started; the run directory has been removed again.
@@ -118,7 +118,9 @@ def start(run: RunDir, spec: RunSpec) -> str:
 
 
 def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end: float) -> str:
-    """Resume a run that ended at ``end`` (manager's time, s), with this job and its run spec; return warnings.
+    """Resume a run that ended at ``end`` (manager's time, s), with this job and its run spec.
+
+    Returns a warning about a failure that did not prevent the resume, or "".
 
     Raises:
         OSError: no manager could be started; the run is unchanged.
@@ -268,8 +270,8 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
 async def _queue_successor(manager: Manager, run: RunDir, spec: RunSpec) -> None:
     """Queue the manager's successor once the manager has begun.
 
-    A manager that cannot begin, for example because another one holds the lease, must not queue a successor: neither
-    could that one begin, and so on.
+    A manager that cannot begin, for example because another one holds the lease, must not queue a successor. The
+    successor could not begin either, and would queue another successor, and so on.
     """
     await manager.begun.wait()
     await manager_job.ensure_successor(run, spec, run_manager)

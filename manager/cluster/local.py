@@ -2,8 +2,8 @@
 
 All state of the cluster is in ``run_dir/cluster``, where the next manager finds it after a kill -9 of its predecessor.
 ``<tag>.json`` is an allocation. ``steps/<tag>.json`` is a step, written before its launch and again after it.
-``down/<node>`` marks a node that is down. If the second record of a step is missing, the step's first process is found
-by its environment, which names the launch file.
+``down/<node>`` marks a node that is down. The process id is in the file of a step only after the second write. Without
+it, the step's first process is found by its environment, which names the launch file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class _StepRecord(Struct, frozen=True):
     pid: int = 0
     """Process id of the step's first process; 0 before its launch."""
     started: int = 0
-    """Start time of that process in clock ticks since boot, by which a reused pid is recognised."""
+    """Start time of the step's first process in clock ticks since boot, by which a reused pid is recognised; 0 before
+    its launch."""
 
 
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:

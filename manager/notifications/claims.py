@@ -31,7 +31,7 @@ class Claim(Struct, frozen=True):
 
 
 class Claims:
-    """The claims of a run in ``folder``, which the first claim creates. All methods raise OSError."""
+    """The claims of a run in ``folder``, which the first claim creates. Reading and writing raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,7 +57,10 @@ class Claims:
         return max((claim.at for claim in self._claims.get(kind, ())), default=None)
 
     def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:
-        """Write a claim durably; return False if another manager has already written a claim with its number."""
+        """Write the next claim of a kind durably; return False if another manager has already written this claim.
+
+        Claims of a kind are numbered, and the file of each number can be created only once.
+        """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{kind}-{len(self._claims.get(kind, ())) + 1}.json"
         try:

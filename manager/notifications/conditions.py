@@ -20,8 +20,8 @@ LIMIT_S = 3600.0
 """Seconds after a notification during which no other notification of its kind is sent. A notification about the end of
 a run is sent only within this time after the run's end."""
 STALLED_AFTER_S = 1800.0
-"""Minimum time (s) without a committed training step after which a run counts as stalled. It equals the time that the
-first pass of a phase may take (``limits.first_pass``)."""
+"""Minimum time (s) without a committed training step after which a run counts as stalled. It equals the default of
+``limits.first_pass``, the extra time for an incarnation's first pass of a phase (compilation, warm-up)."""
 USUAL_STEPS = 20
 """Number of newest training steps from which the usual duration is computed."""
 _LEARNED_STEPS = 3
@@ -77,7 +77,7 @@ class StallClock:
 def conditions(state: State, now: float, stalled_s: float | None) -> list[Condition]:
     """Return all conditions that hold at the manager's time ``now`` (s).
 
-    ``stalled_s`` is the time (s) without a training step if the run counts as stalled.
+    ``stalled_s`` is the time (s) without a training step; None if the run does not count as stalled.
     """
     held = list(_drains(state))
     if state.outcome is not None:

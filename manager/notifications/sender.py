@@ -1,8 +1,8 @@
 """Send one notification: ``python -m rrl.manager.notifications.sender RUN_DIR``, with the JSON document on stdin.
 
-Only the run's job.toml contains the target. Neither another file of the run nor a message contains it, since an address
-or an argument may be a secret. A command replaces this process. On failure one line is written to stderr, for the
-manager's log. Exit code 0 means that the notification was accepted.
+The target is a webhook or a command. Only the run's job.toml contains it. Other files of the run and messages do not,
+since an address or an argument may be a secret. If the target is a command, it replaces this process. On failure one
+line is written to stderr, for the manager's log. Exit code 0 means that the notification was accepted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _post(webhook: str, document: bytes) -> None:
-    """Post the document. NotSent names only the webhook's host, as the path may be secret."""
+    """Post the document. Raises NotSent, which names only the webhook's host, since the path may be secret."""
     host = urlsplit(webhook).hostname or "?"
     request = Request(webhook, document, {"Content-Type": "application/json", "User-Agent": "rrl"})
     try:

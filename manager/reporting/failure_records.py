@@ -32,7 +32,7 @@ class Failure(Struct, eq=False):
     """Node that failed, or on which the incarnation ran; empty if it was never launched."""
     recorded_at: float
     diagnosis: Diagnosis
-    """Diagnosis at the first record. The fence replaces it by a new diagnosis."""
+    """Diagnosis when the failure was first recorded. When the incarnation is fenced, a new diagnosis replaces it."""
     ended: bool = False
     """True if the incarnation has ended or is fenced; False if it continued."""
     continues: Failure | None = None
@@ -41,7 +41,7 @@ class Failure(Struct, eq=False):
     ended_run: bool = False
     """True if the run ended because of this failure, so that nothing was fenced or repaired."""
     fence: Fence | None = None
-    """The first charged fence; None if the failure was not answered by a fence."""
+    """The first fence for this failure that counts on the replica's budget; None if there was no such fence."""
     fenced_at: float | None = None
     rung: Rung | None = None
     """The newest rung that was chosen to repair the failure; None if no rung was chosen."""

@@ -9,7 +9,7 @@ failure, and these events set its times:
 ``symptom_at``        the end of the step or the earliest ``since`` of the FAIL findings, whichever was first
 ``detected_at``       the first of these findings
 ``fault_at``          the intent of an injected fault that can have caused the failure, or the report of its effect
-``fenced_at``         the charged fence: the failure has cost the replica its incarnation
+``fenced_at``         the charged fence, which counts on the replica's budget: the failure has ended its incarnation
 ``joined_at``         the ``Joined`` of the successor, the first later incarnation of the replica that joins
 ``weights_at``        the successor's first complete weight version
 ``worked_at``         the successor's first unit of work
@@ -21,8 +21,8 @@ failure, and both failures have the same later successor. Failures before a resu
 rejected launch belongs to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica
 lost. An outage also begins when a replica is moved.
 
-A new manager continues from the restored state. The state contains every open outage, every standing finding and every
-fault that is in effect, but not the failures recorded earlier.
+A new manager continues from the restored state. The state contains every open outage, every finding that has not
+cleared and every fault that is in effect, but not the failures recorded earlier.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FailureTimeline:
         self._drained_nodes: set[str] = set()
         """Nodes that a user drains: the ends of their agents and standby processes are not failures."""
         self._standing: dict[str, tuple[Finding, float]] = {}
-        """Standing FAIL findings by their keys, and when they became FAIL (s)."""
+        """FAIL findings that have not cleared, by key, each with the time (s) at which it became FAIL."""
         self._step_ended: dict[Incarnation, float] = {}
         self._unjoined: dict[ReplicaId, list[Failure]] = {}
         """Failures without a successor that has joined."""

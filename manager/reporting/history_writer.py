@@ -36,7 +36,7 @@ _log = logging.getLogger("rrl.manager")
 MAX_QUEUED_RECORDS = 4096
 """Maximum number of records that wait for storage: about 400 bytes each, below 2 MiB in all."""
 CHECKPOINT_INTERVAL_S = 1800.0
-"""Seconds after which a run without other records writes a Checkpoint."""
+"""Seconds without a record after which a Checkpoint record is written: the run still holds its nodes."""
 CLOSE_TIMEOUT_S = 3.0
 """Seconds that the manager waits at its end for the newest records to be written."""
 _HUNG = "the storage does not respond"
@@ -127,7 +127,7 @@ class HistoryWriter:
     def _next_batch(self) -> tuple[list[Record], bool]:
         """Wait for records; return (records, whether they are the last).
 
-        Returns a Checkpoint if no record arrives for CHECKPOINT_INTERVAL_S seconds.
+        If no record arrives for CHECKPOINT_INTERVAL_S seconds, the only record is a Checkpoint.
         """
         try:
             records = [self._queue.get(timeout=CHECKPOINT_INTERVAL_S)]

@@ -297,7 +297,7 @@ class TokenCounter:
         self._retired_total = 0
 
     def retire(self, incarnation: Incarnation) -> None:
-        """Keep the tokens of an incarnation that is about to be removed from the monitor."""
+        """Keep the tokens of an incarnation that is about to be removed from the health monitor."""
         view = self._monitor.replicas.get(incarnation.replica)
         if view is not None and view.incarnation == incarnation and role_of(incarnation.replica) == "rollout":
             self._retired_total += view.done or 0

@@ -68,7 +68,7 @@ class EventObservers:
 
     def _durable_seq(self) -> int:
         """Return the number of the newest record that is certainly durable; called in the notifier's thread."""
-        state = self._state  # read before the journal: concurrent records can only make the result smaller
+        state = self._state  # read before the journal: a record added in between only makes the result smaller
         return 0 if state is None else state.seq - self._journal.unwritten
 
     def _collect(self) -> Iterable[Any]:

@@ -109,7 +109,7 @@ class StepRows:
         the join."""
         self._eval: EvalSpec | None = None
         self._evaluated_from = 0
-        """First step whose row waits for the evaluation of this step; a resume sets it to the next step."""
+        """First step whose row may wait for its evaluation. A resume sets it to the step after the newest row."""
         self._evaluated = -1
         """Newest step with a known evaluation."""
         self._results: dict[int, dict[str, float]] = {}
@@ -119,8 +119,8 @@ class StepRows:
         self._pending: list[StepRow] = []
         """Rows that wait for a reading of the trainer's clock."""
         self._late: tuple[int, float] | None = None
-        """Number of pending rows, and time (s) of the newest commit, at the newest change of managers. None once these
-        rows are complete."""
+        """Number of pending rows, and time (s) of the newest commit, at the newest change of managers. The pending rows
+        that are added after it share the time since this commit. None once these rows are complete."""
         self._clock: tuple[tuple[int, int], dict[str, int]] = (0, 0), {}
         """(incarnation number, start) of the trainer's process that reported last, and its time (ns) by phase."""
         self._spent = Counter[str]()
@@ -288,7 +288,10 @@ def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, fl
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
-    """Return the row with the newest evaluation up to its step; remove the evaluations up to its step."""
+    """Move the newest evaluation of the row's step or an earlier step from ``results`` to the row; return the row.
+
+    Older evaluations are removed from ``results``.
+    """
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}
     return replace(row, evaluation=taken[max(taken)]) if taken else row
@@ -317,7 +320,10 @@ def _restart(about: str, at: float, since: float) -> Mark:
 
 
 def _counts(failure: Failure) -> bool:
-    """Return whether a failure of a role of the job was answered by a fence, or ended the run."""
+    """Return whether a failure becomes a mark: it was answered by a fence, or ended the run.
+
+    Failures of agents and standby processes never become marks.
+    """
     support = failure.incarnation is not None and is_support(failure.incarnation.replica)
     return not support and (failure.fence is not None or failure.ended_run)
 

@@ -268,8 +268,8 @@ def _escaped(value: Any) -> Any:
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal, write ``summary.json`` and return the summary.
 
-    The reasons for dropped episodes are read from the store's audit, and the folders of the weights are found in the
-    run directory.
+    The reasons for dropped episodes are read from the store's ``audit.json``, and the folders of the weights are found
+    in the run directory.
     """
     summary = summarize(replay(run), str(run.path))
     folders = model_folders(run, summary.steps)
@@ -283,13 +283,13 @@ def write_summary(run: RunDir) -> Summary:
 
 
 class _Audit(Struct, frozen=True):
-    """The part of the store's audit that the summary contains."""
+    """The part of ``audit.json`` that the summary contains. The store writes this file when it is stopped."""
 
     dropped: dict[str, int] = {}
 
 
 def _drop_reasons(run: RunDir) -> dict[str, int]:
-    """Return the number of dropped episodes by reason; empty if the store has left no audit."""
+    """Return the number of dropped episodes by reason; empty if the store has written no ``audit.json``."""
     try:
         return msgspec.json.decode(run.audit.read_bytes(), type=_Audit).dropped
     except (OSError, msgspec.MsgspecError):
@@ -335,10 +335,11 @@ class _SummaryBuilder:
         self.episode_figures = EpisodeFigures()
         self.max_age: float | None = None
         self.stale = 0, 0.0
-        """Groups dropped as stale, and their share, as of the newest step that reported them."""
+        """Number of groups dropped as stale, and their share of the trained and stale groups, as of the newest step
+        that reported them."""
         self.unscored = 0, 0.0
-        """Groups dropped because they could not be scored, and their share, as of the newest step that reported
-        them."""
+        """Number of groups dropped because they could not be scored, and their share of the trained and unscored
+        groups, as of the newest step that reported them."""
         self.tokens_before: dict[int, int] = {}
         """Token count at the beginning of the trainer's current outage, by epoch."""
 

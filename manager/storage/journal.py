@@ -224,7 +224,10 @@ class EventFollower:
                 )
 
     def _unread(self) -> list[tuple[Path, int | None]]:
-        """Return (path, end offset) of the segments that may have unread events, as :func:`_chain` does."""
+        """Return (path, end offset) of the valid segments that may have unread events, oldest first.
+
+        The newest segment has no end offset (None).
+        """
         segments = _segments(self._run)
         if self._segment is not None and segments and segments[-1] == self._segment:
             return [(self._segment, None)]

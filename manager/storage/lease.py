@@ -102,9 +102,9 @@ class Lease:
         self._checked_at = time.monotonic()
 
     async def check_in_thread(self) -> None:
-        """Run :meth:`check` in a thread, one at a time.
+        """Run :meth:`check` in a thread, one check at a time.
 
-        Called before every external action, which waits while the storage hangs.
+        Called before every external action. So if the storage hangs, the action waits.
         """
         async with self._checking:
             await asyncio.to_thread(self.check)
@@ -113,8 +113,8 @@ class Lease:
         """Check the lease if the last check is older than half the timeout; raise LeaseLost if a successor exists.
 
         Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
-        check, but a manager that was frozen needs one. If the storage is unavailable or hangs, callers wait until at
-        most ``CHECK_TIMEOUT_S`` seconds after the check began, and the manager keeps the lease for now. If the check
+        check, but a manager that was frozen needs one. If the storage is unavailable or hangs, the manager keeps the
+        lease for now: this method returns ``CHECK_TIMEOUT_S`` seconds after the check began at the latest. If the check
         finds a successor later, the next call raises LeaseLost.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
@@ -185,7 +185,7 @@ def _file(run: RunDir, epoch: int) -> Path:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Create a file with ``data``, durably. Raises FileExistsError: on any file system only one process creates it."""
+    """Create a file with ``data``, durably. Raise FileExistsError if it exists: only one process can create it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()

@@ -134,7 +134,7 @@ def install(run: RunDir) -> None:
 
 def discard(run: RunDir) -> None:
     """Remove the claimed request."""
-    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first, as the other files are ignored without it
+    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first: without it the other files are ignored
     shutil.rmtree(run.resume_claimed, ignore_errors=True)
 
 

@@ -207,7 +207,7 @@ class Deadline:
 
 
 def _without_secrets(job: Any, path: tuple[str, ...] = ()) -> Any:
-    """Return the job spec without values of environment variables and setup lines, either of which may be a key."""
+    """Return the job spec without the values of environment variables and the setup lines, which may be secrets."""
     if path and path[-1] == "env" and len(path) > 1 and isinstance(job, dict):
         return dict.fromkeys(job, HIDDEN)
     if path == ("env", "setup"):

@@ -64,7 +64,7 @@ class MlflowRun:
             self._may_be_partial = False
             metrics = [metric for metric in metrics if not self._is_there(metric)]
         metrics.append(Metric(STEP_METRIC, row.step, at, row.step))
-        if marks := annotation(row):  # the tag is sent first, because the file store writes a batch's tags last
+        if marks := annotation(row):  # sent before the batch, in which the file store would write it last
             self._client.set_tag(self._id, f"rrl.marks.{row.step:08d}", marks[:MAX_TAG_CHARS])
         for batch in _batches(metrics):
             self._client.log_batch(self._id, metrics=batch)

@@ -112,7 +112,7 @@ class TrackerSupervisor:
                 if process is not None and process.returncode is None:
                     process.send_signal(signal.SIGTERM)
                     code = await process.wait()
-                if code != 0 and ended:  # no process ran, or it failed: a last process sends the rest
+                if code != 0 and ended:  # no process ran, or it failed: a last process sends the remaining steps
                     process = await self._start(name, ONCE)
                     code = await process.wait()
         except (TimeoutError, OSError):

@@ -203,7 +203,8 @@ class SlurmCluster:
 
         A waiting salloc must not remain, for two reasons. slurmctld ends a job some seconds after its start if
         slurmctld cannot reach the salloc (measured: "Killing interactive JobId"). And a scancel of the manager's job
-        sends SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
+        sends SIGTERM to a waiting salloc, which then cancels the job that it waits for. Once the nodes are granted,
+        salloc ends by itself.
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s

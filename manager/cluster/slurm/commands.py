@@ -50,8 +50,8 @@ can begin like a refusal ("Batch job submission failed: Socket timed out …")."
 _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 """srun's report about a task that ran, for example ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
-"""salloc's message for a job that could not start immediately. sbatch, which is run next, reports whether it can start
-at all."""
+"""salloc's message for a job that could not start immediately. sbatch, which is run next, reports whether the job
+can start at all."""
 NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
 """Line that ``scontrol show node`` prints on stdout for a node that Slurm does not know."""
 

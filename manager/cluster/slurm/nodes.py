@@ -10,7 +10,8 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 - ``scontrol update JobId=J NodeList=<the rest>`` releases nodes of a job within 2 s. Tasks on the released nodes are
   killed; tasks on the other nodes continue, and steps can be started on these nodes. 22.05 shrinks each job only once
   (measured without accounting). No version releases the node of a batch script, or a node of a heterogeneous job's
-  first component. If another component is left with one node, Slurm ends it as soon as any node of the job fails.
+  first component. If another component is left with one node, Slurm ends that component as soon as any node of the
+  job fails.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NO_RESIZE = re.compile(
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""Replies by which slurmctld refuses to shrink this job, or to release the requested node from it."""
+"""Replies by which slurmctld refuses to shrink a job at all, or to release the requested nodes from it."""
 
 
 class SlurmNodes:

@@ -68,8 +68,8 @@ limit. Without preemption both times are equal (measured on 22.05)."""
 
 
 _STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
-"""A reason up to the brackets with its author and time. The reason itself may contain brackets and words such as
-``Key=``.
+"""Pattern of a node's reason that Slurm has stamped with author and time in brackets. The reason itself may contain
+brackets and words such as ``Key=``.
 """
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
@@ -99,7 +99,7 @@ _ENDS = {
     "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.RECLAIMED, "TIMEOUT": JobEnd.RECLAIMED,
     "DEADLINE": JobEnd.RECLAIMED, "CANCELLED": JobEnd.CANCELLED,
 }  # fmt: skip
-"""End of a job by squeue's name for its state."""
+"""How a job ends, by squeue's name for its state. Every other state of an ended job means OTHER."""
 
 
 class Job(Struct, frozen=True):
@@ -263,8 +263,8 @@ def never_clears(reason: str) -> bool:
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
     """Return the ids of the runs that have a manager, from the jobs of their user.
 
-    A run counts as managed if it has an unfinished job other than a pending manager job. So managers that run outside
-    of Slurm are found too, since the comment of every job of a run contains the run's id.
+    A run counts as managed if it has an unfinished job other than a pending manager job. A run whose manager runs
+    outside of Slurm is found by its other jobs, since every job's comment contains the run's id.
     """
     runs = set()
     for job in jobs:

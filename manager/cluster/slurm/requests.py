@@ -48,7 +48,7 @@ class Partition(Struct, frozen=True):
     def missing_resource(self, node: Resources) -> str:
         """Return the key in job.toml (``cpus``, ``gpus`` or ``mem``) of a resource that no node has enough of.
 
-        If nodes lack only the combination of resources, return ``cpus``.
+        If each resource suffices on some node, but no node has enough of all resources, return ``cpus``.
         """
         for key in ("gpus", "mem", "cpus"):
             if all(getattr(shape.node, key) < getattr(node, key) for shape in self.shapes):
@@ -103,7 +103,7 @@ def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Pa
 
 
 def required_resources(request: AllocationRequest) -> Resources:
-    """Return the resources that each node must have, without GPUs if an sbatch option requests them."""
+    """Return the resources that each node must have; without GPUs if the sbatch option ``gres`` is set."""
     gpus = 0 if "gres" in request.sbatch else request.node.gpus
     return Resources(request.node.cpus, gpus, request.node.mem)
 

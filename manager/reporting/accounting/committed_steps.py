@@ -1,8 +1,9 @@
 """The time of committed training steps: the part of a run's time that counts, and its estimated strict ETTR. Pure.
 
-*Strict ETTR* is the duration of a run without faults and without protection, divided by the duration of this run, for
-equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
-the time in which a run had ended before it was resumed (:func:`strict_ettr`).
+*Strict ETTR* is the duration of a clean run divided by the duration of this run, for equal numbers of committed steps
+(:func:`strict_ettr`). A clean run has no faults and no protection: no standby process, no snapshot, one checkpoint at
+the end. A duration lasts from the first ``train`` to the commit of the last step, and includes the time in which a run
+had ended before it was resumed.
 
 The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, but
 with no more than the median duration of the undisturbed steps. The first commit of a run counts in full if it was
@@ -74,7 +75,10 @@ class CommittedStep(Struct, frozen=True):
         return self.step - self.count + 1
 
     def useful_s(self, medians: StepMedians) -> float:
-        """Return the seconds that count: at most the median for each step, but all of an undisturbed first commit."""
+        """Return the seconds of the attempts at this commit that count in the estimate of the strict ETTR.
+
+        At most the sum of the medians of the commit's steps counts. An undisturbed first commit counts in full.
+        """
         attempted = self.kept_s + self.attempt_until - self.attempt_since
         if self.first and not self.disturbed:
             return attempted
@@ -85,7 +89,7 @@ class CommittedStep(Struct, frozen=True):
 class StepMedians(Struct, frozen=True):
     """Median seconds of the undisturbed steps; steps after a wait for an evaluation have a median of their own.
 
-    The time of evaluations is not lost, because a run without failures evaluates, too.
+    A wait for an evaluation is not lost time, because a run without failures waits for evaluations, too.
     """
 
     plain_s: float
@@ -294,8 +298,9 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
 def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
     """Return (strict ETTR against a clean run, number of compared steps); None if no steps can be compared.
 
-    ``clean`` is the same job, seed and pace without faults and with every protection off. Only the steps that both runs
-    have committed are compared.
+    ``clean`` is a run of the same job with the same seed on equally fast nodes, without faults and with every
+    protection off (snapshots, standby processes, frequent checkpoints). Only the steps that both runs have committed
+    are compared.
     """
     steps = min(run.steps[-1].step, clean.steps[-1].step) if run.steps and clean.steps else 0
     duration, clean_duration = run.duration(steps), clean.duration(steps)

@@ -202,7 +202,7 @@ class Interruptions:
             self._end(interruption, at)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> list[Interruption]:
-        """Begin the interruption of the trainer by the end of the run, at the time of the decision to end it."""
+        """Begin the trainer's interruption by the end of the run, at the time at which this end was decided."""
         self._kinds = {role.name: role.kind for role in event.job.roles}
         finished, self._finished = self._finished, None
         number = self._joined.get(TRAINER, 0)

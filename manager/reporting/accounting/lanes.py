@@ -101,7 +101,7 @@ class Lane:
         always differ, and the last interval has not ended."""
 
     def enter(self, at: float, activity: Activity) -> None:
-        """Begin an interval, which replaces what was recorded at ``at`` or after it."""
+        """Record that an activity begins at ``at`` (s), and drop the intervals that begin at this time or later."""
         starts, activities = self.starts, self.activities
         while starts and starts[-1] >= at:
             starts.pop()

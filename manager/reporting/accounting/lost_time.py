@@ -5,9 +5,9 @@ lost time is divided in this order:
 
 1. the interruption of the trainer, by its stages;
 2. training that was discarded, as stage ``replay`` of the interruption that ended it;
-3. interruptions of other replicas, by their stages, and times without a manager. If these took longer than the lost
-   time that is left, the time that is left is divided in proportion to them;
-4. the rest as cause ``slow steps``: the step took longer than the median of the undisturbed steps.
+3. interruptions of other replicas, by their stages, and times without a manager. If these intervals add up to more
+   than the remaining lost time, each of them gets a part of this time, in proportion to its length;
+4. the remaining lost time as cause ``slow steps``: the step took longer than the median of the undisturbed steps.
 
 The losses add up to the time from the first ``train`` to the newest commit, less the time that counts.
 """
@@ -134,7 +134,11 @@ class SlidingPoint(Struct, frozen=True, array_like=True):
 
 
 def sliding_ettr(steps: CommittedSteps) -> tuple[float, list[SlidingPoint]]:
-    """Return the length of the window (s), and the estimated ETTR of each window, beginning with the first full one."""
+    """Return the length of the window (s), and the estimated ETTR of windows that end at regular intervals.
+
+    The first window begins with the first ``train``, and the last window ends with the newest commit. The result is
+    (0, []) if no step is undisturbed.
+    """
     medians = steps.medians
     if medians is None or steps.began is None or steps.wall_s <= 0:
         return 0.0, []

@@ -156,7 +156,7 @@ class Account:
         """Node of each incarnation."""
 
     def apply(self, stamped: ev.Stamped) -> None:
-        """Apply an event. Weight versions and phases are very frequent, so only the parts that use them are called."""
+        """Apply an event. The frequent weight versions and phases are passed only to the collectors that use them."""
         event, at = stamped.event, stamped.at
         before, self.now = self.now, at
         if isinstance(event, ev.VersionAvailable):

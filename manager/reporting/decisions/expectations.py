@@ -31,7 +31,8 @@ from ...model.actions import (  # fmt: skip
 )
 
 _ONE_BY_ONE = "role"
-"""Value of ``recovery.policy`` with which a restart of the whole run also expects a committed step."""
+"""Value of ``recovery.policy`` that restarts single replicas if possible. Only with this value, a restart of the whole
+run is expected to lead to a committed step, too (:mod:`rrl.manager.planner.recovery.ladder`)."""
 _ENDED_BADLY = (Outcome.FAILED, Outcome.REJECTED)
 
 

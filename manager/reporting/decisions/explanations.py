@@ -107,7 +107,7 @@ class _Explainer:
         self._nodes: dict[Incarnation, NodeName] = {}
         """Node on which each incarnation was launched."""
         self._standing: dict[str, Finding] = {}
-        """Standing FAIL findings, by key."""
+        """FAIL findings that have not cleared, by key."""
         self._committed = self._steps = 0
         """Newest committed training step, and the number of steps of the job."""
 
@@ -151,7 +151,7 @@ class _Explainer:
         return NodeName("")
 
     def _findings(self, action: Action, node: NodeName) -> tuple[Finding, ...]:
-        """Return the standing failures that a repair is about."""
+        """Return the FAIL findings about the process or node that failed; empty if the action answers no failure."""
         if isinstance(action, Fence) and action.charged:
             about: Incarnation | None = action.incarnation
         elif isinstance(action, RestartAll):

@@ -31,7 +31,7 @@ class SlurmConfig(Struct, frozen=True):
 
 
 class SlurmReader(Protocol):
-    """The requests of rrl to Slurm for data and node changes.
+    """A reader: it reads jobs, steps, nodes and settings from Slurm, and drains and undrains nodes.
 
     All methods raise only Refused or Unanswered, and each returns within its own deadline.
     """

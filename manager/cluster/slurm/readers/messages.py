@@ -118,11 +118,11 @@ class ConfigRow(Struct, frozen=True, tag=True):
 
 
 class Done(Struct, frozen=True, tag=True):
-    """The change was made."""
+    """The reply to a request that has changed a node."""
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """The request failed."""
+    """The reply to a request that failed."""
 
     number: int
     """Slurm's error number (slurm_errno.h), or errno. It is 0 if unknown, and -1 for an error that pyslurm itself

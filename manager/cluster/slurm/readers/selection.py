@@ -35,12 +35,13 @@ LARGE_QUEUE_JOBS = 500
 it sends pyslurm the jobs of all users. With 500 jobs of other users, each read costs about 1 ms of CPU with either
 reader (docs/sites.md)."""
 FIRST_LOOKS = 3
-"""Number of comparisons of the two readers at the start. A difference counts only if all comparisons show it, because
-the cluster may change between the reads of the two readers."""
+"""Number of comparisons of pyslurm with the commands before pyslurm is chosen. A difference counts only if all
+comparisons show it, because the cluster may change between the reads of the two readers."""
 FIRST_LOOK_PAUSE_S = 1.0
 """Seconds between two of the first comparisons."""
 SHOWN_DIFFERENCES = 2
-"""Maximum number of differences that the log line names; a large cluster may have thousands."""
+"""Maximum number of differences between the readers that the reason of a choice names; a large cluster may have
+thousands."""
 CLOCK_DIFFERENCE_S = 5.0
 """Seconds by which the time left of a job may differ between two readers that read one after the other."""
 
@@ -117,7 +118,8 @@ class SelectedReader:
     async def jobs(self) -> list[Job]:
         """Return all jobs of this user.
 
-        Once the queue has had more than :data:`LARGE_QUEUE_JOBS` jobs, squeue reads them.
+        Once the queue has had more than :data:`LARGE_QUEUE_JOBS` jobs, squeue reads the jobs even if pyslurm was
+        chosen.
         """
         if self._jobs_by_commands:
             return await self._by_commands.jobs()
