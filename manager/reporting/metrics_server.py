@@ -110,7 +110,7 @@ class _Collector:
 
 
 class _Server(ThreadingTCPServer):
-    """Limits the number and duration of connections."""
+    """The HTTP server of the page, which limits the number and duration of connections."""
 
     allow_reuse_address = True
     daemon_threads = True

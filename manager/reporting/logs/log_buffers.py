@@ -112,11 +112,11 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Return whether any buffer must be written now."""
+        """Return whether any buffer has a ``due_at``, so that it is written now or later."""
         return bool(self._due)
 
     def write_all_due(self) -> None:
-        """Write all buffers that are scheduled, without waiting for further messages."""
+        """Write every buffer that has a ``due_at``, even if this time has not come yet."""
         self.write_due(float("inf"))
 
     def _buffer(self, incarnation: Incarnation) -> _LogBuffer:

@@ -6,32 +6,32 @@ from msgspec import Struct
 
 
 class ReadJobs(Struct, frozen=True, tag=True):
-    """Ask for the jobs of the user who runs the process."""
+    """A request for the jobs of the user who runs the process."""
 
 
 class ReadSteps(Struct, frozen=True, tag=True):
-    """Ask for the numbered steps of the user who runs the process."""
+    """A request for the numbered steps of the user who runs the process."""
 
 
 class ReadNodes(Struct, frozen=True, tag=True):
-    """Ask for the nodes of these names, or for all nodes."""
+    """A request for the nodes of these names; for all nodes if ``names`` is None."""
 
     names: tuple[str, ...] | None
 
 
 class ReadConfig(Struct, frozen=True, tag=True):
-    """Ask for the settings of slurmctld."""
+    """A request for the settings of slurmctld."""
 
 
 class DrainNode(Struct, frozen=True, tag=True):
-    """Ask for the drain of a node."""
+    """A request to drain a node."""
 
     name: str
     reason: str
 
 
 class UndrainNode(Struct, frozen=True, tag=True):
-    """Ask for the removal of a node's drain."""
+    """A request to remove a node's drain."""
 
     name: str
 
