@@ -61,7 +61,7 @@ def is_lasting(fault: Fault) -> bool:
 
 
 def resume_process(launch_file: str) -> bool:
-    """Continue a step if a killed pause helper left its mark file; return whether there was a mark file."""
+    """Continue a step and return True if a killed pause helper has left its mark file; otherwise return False."""
     mark = Path(launch_file + PAUSED_SUFFIX)
     try:
         pid, _, started = mark.read_text().partition(".")

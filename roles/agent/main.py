@@ -161,7 +161,8 @@ class _Agent:
     async def poll_loop(self) -> None:
         """Scan /proc for new steps once per heartbeat interval; pidfds report the ends of steps at once.
 
-        Also remove the disk filler of a lost manager, and stop the agent when the run is over.
+        Also stop the agent when the run is over. Without a manager, also remove the disk filler, a file by which a
+        manager fills the disk as an injected fault.
         """
         loop = asyncio.get_running_loop()
         over_since: float | None = None
@@ -346,7 +347,7 @@ class _Agent:
             return False
 
     async def _terminate_remaining(self) -> None:
-        """End the remaining steps after the run's end: send SIGTERM, wait for their grace, then sweep."""
+        """End the remaining steps after the run's end: send SIGTERM, wait for their grace, then kill what is left."""
         for process in self._running_steps.values():
             send_signal(process, SIGTERM)
         grace = max((launch.grace for path in self._running_steps if (launch := self._launches[path])), default=0.0)

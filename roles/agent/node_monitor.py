@@ -231,9 +231,10 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules, which expect the job's number of GPUs if fewer GPUs are visible.
+        """Return the rules for the checks: the site's rules and, if GPUs are missing, the number of GPUs to expect.
 
-        A number of GPUs that the site itself expects takes precedence.
+        GPUs are missing if fewer of them are visible than the job needs. A number of GPUs that the site's rules expect
+        takes precedence over the job's number.
         """
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
@@ -275,5 +276,5 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
 
 
 def _is_reported(finding: Finding) -> bool:
-    """Return whether a finding is reported: FAIL, WARN, or UNKNOWN about what this node should report."""
+    """Return whether a finding is reported: FAIL, WARN, or UNKNOWN about something that this node should report."""
     return finding.verdict is not Verdict.OK and not is_uninformative(finding)

@@ -218,10 +218,11 @@ class Endpoint:
         return plain_context(prompt, turns)
 
     def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
-        """Return the number of the call that a repeated request continues; None if that call has opened no turn.
+        """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
 
-        Several calls may have the same body. The request continues the call that the client names. If the client names
-        none, the request continues the newest of these calls that no connection waits for.
+        ``earlier`` are the turns of all calls with the same body. The request continues the call with the ``number``
+        that the client names. Without such a call, it continues the newest call that no connection waits for. If a
+        connection waits for each call, it continues the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:
@@ -290,7 +291,10 @@ class Endpoint:
 
 
 def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
-    """Return the context of a call that has a turn in this attempt or a recorded turn; None if it has neither."""
+    """Return the context of a call that has a turn in this attempt or a recorded turn; None if it has neither.
+
+    ``names`` are the names of the requests that open the call's turns.
+    """
     turns = *episode.turns, *episode.recorded
     for turn in turns:
         if turn.request in names:

@@ -1,7 +1,7 @@
 """Serves an application in a thread with an event loop of its own.
 
 Therefore agents whose code blocks their event loop delay only themselves, never an answer. Anyone may connect to the
-port, so the number of connections, the bytes of a request's head, and the time until it is complete are bounded.
+port. So there are limits for the number of connections, and for the size and the arrival time of a request's head.
 """
 
 from __future__ import annotations

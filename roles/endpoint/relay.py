@@ -128,7 +128,8 @@ class _Call:
         self.repeated = False
         """True if a replica may have begun to work on the call."""
         self.position: tuple[str, str] | None = None
-        """The call's number and the numbers of tokens that the agent has, as the endpoint last reported them."""
+        """What the endpoint last reported: the number of the call, and how many tokens of each answer the agent has.
+        None before the first report."""
         self.upstream: httpx2.Response | None = None
         """The newest answer of a replica."""
         self._task: asyncio.Future[Any] | None = None
@@ -331,7 +332,8 @@ class Relay:
                 call.upstream = upstream
                 if not _is_unavailable(upstream):
                     return upstream
-                call.repeated |= upstream.status_code != 503 or _is_json(upstream)  # else too many connections
+                # a 503 without JSON means too many connections: the replica has not begun to work on the call
+                call.repeated |= upstream.status_code != 503 or _is_json(upstream)
                 await upstream.aclose()
             if self._over:
                 raise ApiError(410, "the run has ended", code="run_ended")

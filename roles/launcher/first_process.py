@@ -52,8 +52,8 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """Path of the folder of launch files. The path is spelled as in the manager, because marks are compared as
-        text."""
+        """Path of the folder of launch files, spelled as in the manager: it is compared as text with the path of the
+        launch file in the environment of each process."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
         """Details of ``stop_reason``, a text for people."""

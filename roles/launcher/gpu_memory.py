@@ -44,7 +44,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         env = {**os.environ, **node_environment(launch)}
     except NoAddress:
         return ""
-    # the agent's sweeps find the process by these marks
+    # the agent's sweeps find the process by these variables
     env = command_env(env, supervisor.launch_file, supervisor.process)
     argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # a process of its own, since NVML may hang
     checking = asyncio.create_task(
@@ -63,7 +63,10 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 
 
 def main() -> None:
-    """Wait, in the checker process, for free GPU memory; print why it is not free, or nothing if NVML fails."""
+    """Wait, in the checker process, until the memory of the step's GPUs is free; print why if it is not free in time.
+
+    Nothing is printed if the memory is free, or if NVML fails.
+    """
     pynvml = open_nvml()
     if pynvml is None:
         return

@@ -34,7 +34,8 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
-"""Age in seconds up to which a process is read again at each census, because it may still exec a first process."""
+"""Age in seconds up to which a process is read again at each census, because it may still exec the first process of a
+step."""
 _CENSUSES_PER_FULL_SCAN = 10
 """Number of censuses after which all processes are read again, because a pid may have been reused."""
 
@@ -150,7 +151,7 @@ class Census:
         self._count = 0
 
     def scan(self) -> list[Process]:
-        """Return the processes of the run, with their marks."""
+        """Return the processes of the run, with the marks in their environments (:mod:`rrl.core.processes`)."""
         old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG_PROCESS_S) * os.sysconf("SC_CLK_TCK")
         full = not self._count % _CENSUSES_PER_FULL_SCAN
         self._count += 1
@@ -171,7 +172,7 @@ class Census:
         return own
 
     def _process(self, pid: int, before: Process | None) -> Process | None:
-        """Return a process, with its marks if this user may read them; None if it has ended.
+        """Return a process, with the marks in its environment if this user may read it; None if the process has ended.
 
         ``before`` is the process as an earlier census read it.
         """
@@ -187,10 +188,10 @@ class Census:
 
 
 def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:
-    """Return ``env`` with the marks by which sweeps recognise the processes of a step.
+    """Return ``env`` with the marks: the variables by which sweeps recognise the processes of a step.
 
-    The marks are the first variables. SPT_NOENV prevents setproctitle (which vLLM uses) from overwriting the
-    environment, which sweeps read.
+    The marks come first. SPT_NOENV prevents setproctitle (which vLLM uses) from overwriting the environment, which
+    sweeps read.
     """
     marks = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
     return marks | dict(env) | marks

@@ -128,7 +128,7 @@ class FolderChat:
         return self.open_tools().bind(tools)
 
     def open_tools(self) -> ToolFormat:
-        """Return the format of tools, which the first call determines.
+        """Return the format of tools; the first call of this method finds it, and later calls return the same one.
 
         Raises:
             ToolsUnsupported: Tools cannot be offered to this model.

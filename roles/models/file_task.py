@@ -23,7 +23,7 @@ class FileTask:
     Args:
         rows: The rows, which were checked.
         seed: Seed of the order; None for the order of the file.
-        prompt: Format string over the columns.
+        prompt: Format string of a prompt, whose fields are columns of the file.
         answer_column: Column of the right answer.
         reward: The user's function; None to compare the answer with the right answer, ignoring spaces at both ends.
         partial_credit: Factor of the share of right tokens, as in :class:`.tasks.DatasetTask`.
@@ -61,7 +61,7 @@ class FileTask:
             reward = float(answer.strip() == self.answer(i).strip())
         else:
             returned = self._reward(answer, self._row(i))
-            if not isinstance(returned, int | float):  # whoever scores checks a pair
+            if not isinstance(returned, int | float):  # a pair of rewards, which the caller checks
                 return returned  # type: ignore[no-any-return]
             reward = float(returned)
         if reward >= 1 or not self._partial_credit:

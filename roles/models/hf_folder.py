@@ -108,7 +108,7 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
 
 
 def _unused(name: str, spec: TokenizerSpec) -> str:
-    """Return a text that differs from all pieces, for use as a special token."""
+    """Return ``name`` in as many angle brackets as make it differ from all pieces, for use as a special token."""
     while name in spec.pieces:
         name = f"<{name}>"
     return name
@@ -117,8 +117,8 @@ def _unused(name: str, spec: TokenizerSpec) -> str:
 def _tokenizer(spec: TokenizerSpec, pad: str, eos: str) -> dict[str, Any]:
     """Return the tokenizer.json that encodes as :class:`.tokenizer.VocabularyTokenizer` does.
 
-    A text that no piece matches is an error in both. Decoded pieces are joined without a separator or by a space,
-    because the format has no other separators.
+    A text that no piece matches is an error in both tokenizers. tokenizer.json can only join decoded pieces without a
+    separator or by a space, so other separators of ``spec`` are replaced by a space.
     """
     ids = {pad: PAD, eos: EOS} | {piece: EOS + 1 + place for place, piece in enumerate(spec.pieces)}
     longest_first = sorted(spec.pieces, key=len, reverse=True)

@@ -55,7 +55,7 @@ class TemplateChat:
         return self._folder_tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
 
     def _find_end(self) -> str | None:
-        """Return the text that the template adds after an answer; None if it rewrites the text before the answer."""
+        """Return the text that the template adds after an answer; None if the template also changes earlier text."""
         asked, answer = Message("user", "a"), Message(ASSISTANT, "b")
         before = self._render([asked], answer_begins=True)
         whole = self._render([asked, answer], answer_begins=False)

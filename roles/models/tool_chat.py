@@ -55,10 +55,11 @@ _PROBES = (
 )
 """Conversations that a family's renderer and the folder's template must encode alike."""
 _NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
-"""Token by family: the family's renderer is tried only if the vocabulary has this token. The renderer of gpt-oss
-downloads a vocabulary when it is opened."""
+"""For some families, a token: the family's renderer is tried only if the vocabulary of the model has this token. The
+renderer of gpt-oss is one of them, because it downloads a vocabulary when it is opened."""
 _FIRST_TAG = 0x110000
-"""Token id of the first tag: the first number above the code points of all characters."""
+"""Token id of the first tag in :class:`_TextTokenizer`, where the token id of a character is its code point: the first
+number above all code points."""
 _REASONING_END = "</think>"
 """Tag that ends the reasoning of an answer. Text in the reasoning is never a tool call."""
 

@@ -57,7 +57,7 @@ class Engine(Protocol):
         """
 
     def step(self) -> StepOutput:
-        """Extend each trajectory by a token or a segment, and return what is due; often this is nothing.
+        """Extend each trajectory by a token or a segment, and return the segments that are due; often there are none.
 
         Raises:
             RuntimeError: No weights were loaded before.

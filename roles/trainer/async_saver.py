@@ -101,7 +101,7 @@ class AsyncSaver:
         self._written: list[int] = []
         """Steps whose checkpoints are being written or are waiting to be written, in order."""
         self._newest: _Staged | None = None
-        """The newest step, if no checkpoint of it is due; it gets a checkpoint if it is the training's last step."""
+        """The newest step if no checkpoint of it is due, else None. It gets a checkpoint if it is the last step."""
         self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
@@ -206,7 +206,7 @@ class AsyncSaver:
             self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 
     def _create_folder(self, number: int) -> tuple[str, Written]:
-        """Create the folder of a checkpoint and return its path; or return an empty path and the error."""
+        """Create the folder of a checkpoint. Return its path and an empty result, or an empty path and the error."""
         try:
             return str(self._me.checkpoint_dir(number)), Written({})
         except OSError as error:

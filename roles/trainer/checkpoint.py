@@ -128,10 +128,12 @@ class Checkpoints:
         return paths
 
     def _load(self, tensors: dict[str, Tensor], folder: Path, damage: str) -> None:
-        """Read this member's part of ``tensors``; all members must call it.
+        """Read this member's part of ``tensors``; all members must call this method.
+
+        ``damage`` says what damage this member has found in the files before the call; empty for none.
 
         Raises:
-            DamagedCheckpoint: Raised in all members if one of them has found ``damage``. No tensor has been changed.
+            DamagedCheckpoint: Raised in all members if one of them has found damage. No tensor has been changed.
             RuntimeError: Raised in all members if one of them could not read.
         """
         gang, failure = self._gang, ""
@@ -237,7 +239,10 @@ def _new_file(path: Path, content: bytes) -> Path:
 
 
 def not_written(error: BaseException, where: str = "") -> Written:
-    """Return the result of :meth:`Checkpoints.write` for a member that could not write."""
+    """Return the result of :meth:`Checkpoints.write` for a member that could not write.
+
+    ``where`` is a text that is put before the error's text.
+    """
     return Written({}, f"{where}{_error_text(error)}", _is_full(error))
 
 

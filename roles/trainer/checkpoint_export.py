@@ -207,7 +207,11 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
 
 
 def _remove_leftovers(parent: Path, prefix: str, owner: str) -> None:
-    """Remove the hidden folders that killed exports of this ``owner`` or of this machine have left behind."""
+    """Remove the hidden folders that killed exports have left in ``parent``.
+
+    Their names begin with ``prefix``. A folder was left by a killed export if its name ends with this ``owner``, or
+    with the pid of a process of this machine that has ended.
+    """
     of_this_host = f"{prefix}{socket.gethostname()}."
     for name in os.listdir(parent):
         pid = name.removeprefix(of_this_host) if name.startswith(of_this_host) else ""

@@ -201,7 +201,7 @@ def _address(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-warnings.filterwarnings("ignore", message="The given buffer is not writable")  # such tensors are only read
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # its tensors are only read
 _ALIGNMENT_BYTES = 64
 """Alignment of each tensor in bytes: a cache line, and more than any dtype needs."""
 

@@ -178,7 +178,10 @@ class Learner:
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
-        """Yield the loss of each micro-batch: its cross entropy, divided by the number of the batch's answer tokens."""
+        """Yield the loss of each micro-batch, and append its value to ``losses``.
+
+        The loss is the cross entropy of the micro-batch, divided by the number of the whole batch's answer tokens.
+        """
         answers = sum(len(answer) for _, answer in batch)
         for micro_batch in self._micro_batches(batch):
             chosen, _ = self._likelihood(self.model, micro_batch, 1.0)

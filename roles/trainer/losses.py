@@ -67,7 +67,7 @@ def grpo_loss(
         entropy_coef: Factor of the entropy bonus.
         tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. If this is the number
             of the batch's answer tokens, the losses, gradients and statistics of all parts add up to those of the
-            batch.
+            batch. None for the number of tokens in ``mask``.
         reference: [B, T]: log-probabilities of the same tokens under the reference policy.
         kl_coef: Factor of the divergence pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref)
             that is never negative (DeepSeekMath, equation 4; "k3").

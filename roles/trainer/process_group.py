@@ -205,9 +205,9 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
 
 
 def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
-    """Report that this process waits for rank 0; do nothing on rank 0.
+    """Return a context manager that reports a wait for rank 0 while its block runs; on rank 0 it does nothing.
 
-    Only rank 0 sends requests to the store.
+    The other ranks wait for rank 0, because only rank 0 sends requests to the store.
     """
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
@@ -244,7 +244,10 @@ def _open_store(me: rrl.Worker) -> TCPStore:
 
 
 def _await_members(me: rrl.Worker, first: Incarnation) -> str:
-    """Wait until all members have joined, and return the address of rank 0's store."""
+    """Wait until all members have joined, and return the address of torch's store.
+
+    ``first`` is the incarnation of rank 0, which announces this address. Raises Stopping if a stop is requested.
+    """
     members = [Incarnation(member_id(first.replica, rank), first.number) for rank in range(me.world)]
     address: list[str] = []
     complete = threading.Event()

@@ -147,7 +147,7 @@ class Publisher:
         self._copies: dict[int, _HostCopy] = {}
         """Copies that are not yet published or skipped, by step."""
         self._wanted: object = None
-        """The memory for which the training thread waits, or into which the training thread is copying."""
+        """The memory for which the training thread waits, or into which it is copying; None if it does neither."""
         self._newest = self._published = -1
         """Newest step whose copy was handed over, and newest step whose version is published; -1 before the first."""
         self._blocked_s = 0.0
@@ -252,7 +252,7 @@ class Publisher:
             return self._copies[number]
 
     def _choose(self) -> int:
-        """Wait for a copy, and return the step of the newest one."""
+        """Wait for a copy, and return the step of the newest copy; return ``_END`` at the end of the run."""
 
         def newer_is_being_copied() -> bool:
             return self._wanted is not None and not self._in_use(self._wanted)

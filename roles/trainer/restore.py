@@ -75,9 +75,13 @@ class RestorePoint(Struct, frozen=True):
 def candidates(names: Iterable[SnapshotKey], commit: Commit, next_checkpoint: int) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
-    Two kinds of snapshots agree with the committed history. The first kind are snapshots of the committed step by the
-    committing incarnation. The second kind are snapshots of later steps, up to ``next_checkpoint``, by this or a later
-    incarnation. A snapshot of a step after ``next_checkpoint`` is useless: its step can be committed only after
+    ``next_checkpoint`` is the first step after ``commit`` that gets a checkpoint. Two kinds of snapshots agree with the
+    committed history:
+
+    - snapshots of the committed step, by the incarnation that committed it;
+    - snapshots of later steps up to ``next_checkpoint``, by the same or a later incarnation.
+
+    A snapshot of a step after ``next_checkpoint`` is useless: its step can be committed only after
     ``next_checkpoint``, whose state is lost.
     """
     usable = [
@@ -173,7 +177,11 @@ def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Colle
 def _fetch(
     client: SnapshotClient | None, locations: Sequence[_Location], world: int
 ) -> tuple[SnapshotMeta, memoryview] | None:
-    """Return the description and bytes of a snapshot from the first location where they can be read and verified."""
+    """Return the description and bytes of a snapshot from the first location where they can be read and verified.
+
+    Return None if there is no such location. A snapshot of a gang with another number of members than ``world`` is not
+    used.
+    """
     assert client is not None
     for address, snapshot in locations:
         try:

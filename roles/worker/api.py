@@ -184,7 +184,7 @@ class Worker:
         self._connection.send(Evaluated(self.launch.incarnation, step, metrics))
 
     def confirm_untaken_data(self) -> None:
-        """Report for 5 s that there are data that the trainer does not request. Only the store calls this method."""
+        """Report for 5 s that the store has data that the trainer does not request. Only the store calls this."""
         self._connection.status.confirm_untaken_data()
 
     def on_probe(self, handler: Callable[[], object]) -> None:
@@ -303,10 +303,10 @@ class Worker:
     ) -> None:  # fmt: skip
         """Commit a step: one record makes its checkpoint valid, and marks the batches up to this step as consumed.
 
-        Steps must be committed in order, at least every ``checkpoint_every``-th step (job.toml);
-        ``uncommitted.trained`` adds metrics to a step without a commit. Another thread may call this method while
-        :meth:`batches` or :meth:`parts` continues. ``uncommitted`` in job.toml limits how many finished steps may wait
-        for the commit of an earlier step; at the limit, the iteration waits.
+        Steps must be committed in order, at least every ``checkpoint_every``-th step (job.toml). For a step without a
+        commit of its own, ``me.uncommitted.trained`` adds metrics. Another thread may call this method while
+        :meth:`batches` or :meth:`parts` continues. The key ``uncommitted`` of job.toml limits how many finished steps
+        may wait for the commit of an earlier step; at the limit, the iteration waits.
 
         Args:
             number: the step, as in ``batch.number``.

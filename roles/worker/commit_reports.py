@@ -23,9 +23,9 @@ manager that is ending the run sends no Welcome, but records the trainer's last 
 class CommitReports:
     """The commits that the manager may not have recorded yet.
 
-    ``send`` reports one step with its metrics and the newest step of its commit. ``connected`` returns whether a
-    manager would receive the report now. ``fetch_commits`` returns the committed steps after a step from the store. All
-    methods run in the connection's loop.
+    One commit may commit several steps. ``send`` reports one step, its metrics, and the newest step of the same commit.
+    ``connected`` returns whether a manager would receive the report now. ``fetch_commits`` returns the committed steps
+    after a step from the store. All methods run in the connection's loop.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CommitReports:
         """Newest step that the manager has recorded; None between the Hello and its Welcome."""
         self._newest = 0
         self._commits: dict[int, tuple[dict[str, float], int]] = {}
-        """For each unreported step: its metrics, and the newest step of its commit."""
+        """For each unreported step: its metrics, and the newest step that the same commit has committed."""
         self._changed, self._welcomed = asyncio.Event(), asyncio.Event()
 
     def on_hello(self) -> None:

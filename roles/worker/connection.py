@@ -60,7 +60,7 @@ WELCOME_TIMEOUT_S = 600.0
 STOPPING_STORE_TIMEOUT_S = 0.5
 """Seconds for which a role still waits for the store after its stop was requested."""
 MAX_DROPPED_VERSIONS = 2
-"""Number of successive dropped pulls after which the next version is pulled from the publisher first."""
+"""Number of pulls in a row that are dropped for a newer version before the publisher becomes the first source."""
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5

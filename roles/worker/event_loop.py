@@ -12,10 +12,10 @@ _log = logging.getLogger("rrl.worker")
 
 
 def open_loop(owner: object) -> asyncio.AbstractEventLoop:
-    """Return a new event loop, which is closed when ``owner`` is gone or Python exits, unless it is running.
+    """Return a new event loop, which is closed when ``owner`` is garbage-collected or Python exits.
 
-    A loop that is still open when Python exits may print a traceback after all other output of the process. The
-    traceback would hide the line that says why the process ends.
+    A loop that is running at that time is not closed. A loop that is still open when Python exits may print a traceback
+    after all other output of the process. The traceback would hide the line that says why the process ends.
     """
     loop = asyncio.new_event_loop()
     weakref.finalize(owner, _close_idle, loop)

@@ -49,9 +49,11 @@ class StepData:
         return part
 
     def evaluated_at_end(self, job: RunSpec) -> bool:
-        """Wait until the last step is evaluated and a stop is requested, in a trainer that has committed this step.
+        """Wait for the stop request that follows the last step's evaluation, and return True after this wait.
 
-        Rollouts may still need the last weights during this time. Returns False at once in any other case.
+        Only a trainer that publishes weights and has committed the last step waits, because rollouts may need its last
+        weights for the evaluation. Returns False at once in any other process, in a job without evaluations, and if a
+        stop is already requested.
         """
         stopping = self._connection.stopping
         if job.eval is None or not is_publisher(self._connection.launch.incarnation) or stopping.is_set():

@@ -18,8 +18,8 @@ class UncommittedStep(Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the age of the tokens. In addition:
-    number and share of groups that could not be scored, if any, and of stale groups, if the job limits staleness.
+    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the ages of the tokens. If groups could
+    not be scored, also their number and share. If the job limits staleness, also number and share of stale groups.
     """
 
 
@@ -38,7 +38,7 @@ class UncommittedSteps:
         self._complete: dict[int, UncommittedStep] = {}
 
     def add(self, part: PackedPart) -> None:
-        """Add a part that was received. Part 0 begins its step, even if the step was begun before."""
+        """Add a received part. Part 0 begins its step anew: earlier parts of an incomplete step are dropped."""
         if part.index == 0:
             self._begun = _BatchMetrics()
         self._begun.add(part)
@@ -69,7 +69,7 @@ class UncommittedSteps:
         self._complete[number] = UncommittedStep(step.digest, {**step.metrics, **metrics})
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:
-        """Return the steps before step ``number``, in order."""
+        """Return the uncommitted steps before step ``number``, in order."""
         steps = sorted((step, one) for step, one in list(self._complete.items()) if step < number)
         return tuple(TrainedStep(step, one.digest, one.metrics) for step, one in steps)
 

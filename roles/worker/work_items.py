@@ -17,8 +17,9 @@ from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
 
 _MAX_ENDED = 65_536
-"""Maximum number of ended trajectories of this process that are remembered. A rollout may append to a trajectory once
-more before it reads that the trajectory is lost. A remembered trajectory takes about 100 bytes."""
+"""Maximum number of ended trajectories of this process that are remembered. They are remembered because a rollout may
+append to a trajectory once more before it reads that the trajectory is lost, which is no mistake. A remembered
+trajectory takes about 100 bytes."""
 _MAX_NAMED = 5
 """Maximum number of trajectories that an error message names."""
 
@@ -53,9 +54,9 @@ class _Leased(Struct):
 class LeasedTrajectories:
     """The trajectories leased to this process, and how far it has extended each of them.
 
-    Checks what a role appends to them. A segment may arrive too late, because another rollout has continued its
-    trajectory. The store cannot tell this case from a mistake in the role's code: it only answers that the trajectory
-    is not leased to the sender.
+    This class also checks what a role appends to the trajectories, because the store cannot tell a mistake in the
+    role's code from a segment that arrives too late, after another rollout has continued its trajectory. In both cases
+    the store only answers that the trajectory is not leased to the sender.
     """
 
     def __init__(self) -> None:
@@ -215,7 +216,7 @@ class PendingAppend:
         """Wait until the tokens are durable, count them as progress, and return what is lost and what is leased.
 
         To be called once. If a trajectory is lost, tokens that were generated for it since this append must not be
-        appended. A lost trajectory may be leased again by the same call, with another prefix.
+        appended. A lost trajectory may also be among the leased ones, with another prefix.
         """
         appended = self._connection.await_store(self._answer)
         self._leased.appended((), (), appended.lost)
@@ -266,8 +267,8 @@ class ScoringLease:
             faulty: trajectories in ``failed`` for which the code of the scorer is at fault, not a service that it uses.
 
         Returns:
-            The number of the run's newest groups that were dropped for faults of the scorer's code, if more than half
-            of the newest groups were; otherwise 0. If it is not 0, the role should end.
+            0 normally. If ``faulty`` is not empty, and faults of the scorer's code have dropped more than half of the
+            run's newest groups, the number of these dropped groups. The role should then end.
         """
         faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
         self._posted += len(scores) + len(failed or {})

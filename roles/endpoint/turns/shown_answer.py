@@ -26,12 +26,12 @@ class AnswerFormat(Struct, frozen=True, omit_defaults=True):
     """True if the agent gets tool calls as ``tool_calls``; False if it gets them as text."""
 
     def encode(self) -> str:
-        """Return the format as the options of a turn."""
+        """Return the format as text, which is recorded as the ``options`` of a turn; empty for the default format."""
         return "" if self == AnswerFormat() else msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(options: str) -> AnswerFormat:
-        """Return the format in the options of a turn."""
+        """Return the format that :meth:`encode` has converted to the text ``options``."""
         return msgspec.json.decode(options, type=AnswerFormat) if options else AnswerFormat()
 
 

@@ -29,7 +29,10 @@ class Turns(Protocol):
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
     ) -> int:  # fmt: skip
-        """Open a turn durably, and return its number. The same request gets the same turn."""
+        """Open a turn durably, and return its number. If ``request`` was used before, return the turn that it opened.
+
+        The arguments are the fields of :class:`~rrl.roles.trajectories.episodes.requests.OpenTurn`.
+        """
         ...
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
@@ -45,7 +48,7 @@ class Episodes(Protocol):
     """The episodes of agents outside of the run; its methods raise the errors of :class:`Turns`."""
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
-        """Lease an episode, or return None after ``wait`` seconds. The same request gets the same episode."""
+        """Lease an episode, or return None after ``wait`` seconds. A repeated ``request`` gets the same episode."""
         ...
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:

@@ -206,10 +206,10 @@ class RoleLog:
 
 
 def place_in_traceback(lines: Sequence[str], folder: Path) -> str:
-    """Return ``file:line`` in the user's code if ``output`` ends with a Python traceback, else an empty text.
+    """Return ``file:line`` in the user's code if ``lines`` end with a Python traceback, else an empty text.
 
-    It is used for a process that leaves no end report because it ended before it joined the run, for example by a
-    syntax error. The result is only shown to people.
+    This serves a process that leaves no end report because it ended before it joined the run, for example by a syntax
+    error. The result is only shown to people.
     """
     places: list[tuple[str, int]] = []
     for line in reversed(lines[:-1]):

@@ -103,8 +103,9 @@ class VllmEngine:
     def step(self) -> StepOutput:
         """Run one step of vLLM's scheduler, and return what is due (:meth:`..engine.Engine.step`).
 
-        A segment is returned once it has ``segment_tokens`` tokens. The last segment of a complete trajectory is
-        returned together with such a segment, after :data:`HAND_OVER_INTERVAL_S`, or when no trajectory runs.
+        A segment is returned once it has ``segment_tokens`` tokens. The last segment of a complete trajectory may be
+        shorter. It is returned at the first of three moments: together with a segment of full length, when
+        :data:`HAND_OVER_INTERVAL_S` has passed since the last result, or when no trajectory runs.
         """
         if self._version is None:
             raise RuntimeError("no weights have been loaded yet")

@@ -34,7 +34,7 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: A function of a time (ns) of ``now``. It returns how long (ns), until that time, at least one thread
+        external: Takes a time of ``now``, and returns for how long (ns) in total, up to this time, at least one thread
             of this process has waited for services outside of the run. These waits count as
             :data:`rrl.core.phases.WAIT_EXTERNAL` instead of the phase in which the wait happened.
     """

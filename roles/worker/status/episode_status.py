@@ -17,11 +17,14 @@ from .work_status import entered_phase
 
 
 class EpisodeStatus:
-    """Reports phase and progress; a context manager, after which the phase is ``between``.
+    """Reports the phase and progress of a process that makes attempts at episodes.
+
+    It is a context manager: the phases are reported inside its block, and at the end the process enters ``between``.
 
     Args:
         job: The job.
-        set_phase: Enters a phase, with the replica that it waits for and its idle cause.
+        set_phase: Enters the phase with this name; the further arguments are the replica that it waits for, and its
+            idle cause.
         count: Adds units of work.
     """
 

@@ -58,7 +58,7 @@ def waiting(service: str) -> Iterator[None]:
 
 
 def awaited_service() -> str:
-    """Return the service that threads of this process have waited for; empty if there is no wait to report."""
+    """Return a service for which this process has waited for ``REPORTED_AFTER_S``; an empty text if there is none."""
     with _lock:
         if time.monotonic() < _waiting_since + REPORTED_AFTER_S:
             return ""

@@ -24,9 +24,9 @@ STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
-"""Seconds for which a call of :meth:`WorkStatus.confirm_untaken_data` counts. The store calls this method several times
-a second in the loop that serves requests. If this loop hangs, the trainer cannot get data. The calls then stop as well,
-so the report ends."""
+"""Seconds for which heartbeats repeat the store's report that the trainer does not request the data that the store has
+for it (:meth:`WorkStatus.confirm_untaken_data`). The loop that serves the store's requests makes this report several
+times a second. If this loop hangs, the trainer cannot get data, and the report ends because the calls stop."""
 
 
 class CurrentPhase(NamedTuple):
@@ -38,10 +38,10 @@ class CurrentPhase(NamedTuple):
 
 
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
-    """Return phase ``name``, in which a process waits for a role or replica.
+    """Return phase ``name`` with the replica for which a process waits in this phase.
 
-    If ``waits_for`` is None, the process waits for the role that the phase declares. If a process waits for a role, the
-    result names a replica only if it is the role's only replica.
+    ``waits_for`` is a role or a replica. None stands for the role that the phase declares, if any. For a role with one
+    replica the result names this replica; for any other role it names none.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)
@@ -65,7 +65,7 @@ class WorkStatus:
         self.done = 0
         """Units of work that this process reported as progress."""
         self._untaken_at = -inf
-        """Monotonic time (s) at which untaken data were last confirmed."""
+        """Monotonic time (s) of the last call of :meth:`confirm_untaken_data`; -inf before the first call."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
         self._logged: dict[str, float] = {}
@@ -79,7 +79,7 @@ class WorkStatus:
         self.clock.restart(name)
 
     def enter(self, name: str, waits_for: ReplicaId | None, cause: str | None = None) -> None:
-        """Enter a phase that waits for a replica.
+        """Enter phase ``name``, in which the process waits for the replica ``waits_for``, or for none.
 
         ``cause`` is the phase's idle cause. If it is None, the idle cause follows from phase and replica.
         """
