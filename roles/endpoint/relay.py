@@ -48,7 +48,7 @@ SILENCE_S = 15.0
 """Seconds without a byte of an answer after which the replica counts as lost; a working replica sends two per
 second."""
 OPENING_SILENCE_S = 60.0
-"""Value of SILENCE_S for requests whose answers have no signs of life: opening an episode may take 30 s."""
+"""Replaces SILENCE_S for requests whose answers have no signs of life: opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
 """Timeout (s) of connecting to a replica, because a node that is gone does not refuse connections."""
 RETRY_S = 0.3

@@ -70,13 +70,14 @@ class Episode:
         Args:
             reward: The episode's reward. If it is None and the job has a ``reward_timeout``, the reward comes from
                 outside. If it is None in any other job, [task] scores the last answer.
-            later: True if the reward comes from outside in any case.
+            later: True if the reward comes from outside, even in a job without a ``reward_timeout``.
 
         Returns:
             False if the attempt is over already, because it took too long or another attempt replaced it.
 
         Raises:
-            ValueError: The reward is not a finite number, or the attempt was ended before.
+            ValueError: The reward is not a finite number, or is given together with ``later``; or the attempt was ended
+                before.
         """
         if reward is not None:
             if later:

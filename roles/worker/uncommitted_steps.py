@@ -84,7 +84,7 @@ class UncommittedSteps:
 
 
 class _BatchMetrics:
-    """Counts the trajectories of a step's parts.
+    """Sums over the received parts of one step, from which the step's metrics are computed.
 
     Ages are in training steps: 0 for a token that was sampled with the weights from which the step starts.
     """

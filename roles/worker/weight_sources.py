@@ -45,7 +45,10 @@ class WeightSources:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that the manager or an unfenced source of the store reported; None if there is none."""
+        """The newest version that the manager or the store reported; None if there is none.
+
+        The store's report does not count if the manager has fenced all sources that it names.
+        """
         versions = [self._from_manager.newest if self._from_manager is not None else None]
         if self._from_store is not None and self._current_sources():
             versions.append(self._from_store.version)

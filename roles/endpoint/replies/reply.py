@@ -125,7 +125,10 @@ class Reply:
 
 
 def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:
-    """Return the position of an earlier stream in each answer; None if ``resumed`` is empty or invalid."""
+    """Return, for each answer, the number of tokens that an earlier stream has sent, and whether it has sent the end.
+
+    Return None if ``resumed``, the text of these positions, is empty or invalid.
+    """
     parts = resumed.split(",")
     numbers = [part.removesuffix(".") for part in parts]
     if len(parts) != choices or not all(number.isascii() and number.isdecimal() and len(number) < 10

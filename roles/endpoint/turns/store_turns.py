@@ -29,7 +29,7 @@ class Turns(Protocol):
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
     ) -> int:  # fmt: skip
-        """Open a turn durably, and return its number. If ``request`` was used before, return the turn that it opened.
+        """Open a turn durably, and return its number. A repeated ``request`` gets the number of its existing turn.
 
         The arguments are the fields of :class:`~rrl.roles.trajectories.episodes.requests.OpenTurn`.
         """
