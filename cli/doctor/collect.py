@@ -54,7 +54,7 @@ from .node_probe.host import (
 SLURM_TIMEOUT_S = 10.0
 """Time limit (s) of a Slurm command, equal to the default of Slurm's MessageTimeout."""
 _SLURM_FACTS_TIMEOUT_S = 3 * SLURM_TIMEOUT_S + 2
-"""Time limit (s) of all readers of Slurm together: two rounds of commands."""
+"""Time limit (s) of all readers of Slurm together: a first round of 20 s at most, and a second one of 11 s."""
 _HOST_FACTS_TIMEOUT_S = 5.0
 """Time limit (s) of the readers of this host."""
 MAX_PARTITIONS = 8
@@ -171,7 +171,10 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 async def _reader() -> Reader:
-    """Choose a reader as a manager does. Raises TimeoutError, Refused or Unanswered if Slurm cannot be read."""
+    """Return the reader of Slurm (pyslurm or commands) that a manager would choose.
+
+    Raises TimeoutError, Refused or Unanswered if Slurm cannot be read.
+    """
     limits = SlurmLimits()
     async with asyncio.timeout(SLURM_TIMEOUT_S):  # choose_reader ends its child process if it is cancelled
         choice = await choose_reader("auto", CommandReader.with_limits(limits), limits)

@@ -55,7 +55,7 @@ _JOB_OPTIONS = (
     "--time=1",
     "--no-requeue",
     "--output=/dev/null",
-    "--propagate=NONE",  # the job reports the limits of the node, as steps of a run have them, not of this shell
+    "--propagate=NONE",  # the job gets the limits of the node, as a run's steps do, and not those of this shell
 )
 _NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\

@@ -1,6 +1,6 @@
 """Parse the output of Slurm's commands in text forms that all versions share. The functions are pure.
 
-Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` for other output.
+They raise :class:`rrl.manager.cluster.slurm.parsing.Unreadable` if a command's output does not have its usual form.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class CheckOptions(Struct, frozen=True):
 
     @property
     def uses_memory(self) -> bool:
-        """Return whether the check's result is remembered."""
+        """Return whether the check reads and changes the records of earlier checks that this node keeps."""
         return self.remember or self.record or self.fresh is not None
 
 
@@ -99,7 +99,7 @@ def check(options: CheckOptions) -> int:
             _remember(node, partial(after_check, passed=passed, full=not names, at=booted_s, freed=options.epilog,
                                     gpus=expected_free))
         )  # fmt: skip
-    _printed(lambda: _print_result(node, verdict, findings, options.json))  # first, because storage may hang
+    _printed(lambda: _print_result(node, verdict, findings, options.json))  # before the writes below, which may hang
     if prometheus is not None:
         xids = tuple(state.xids.recent(rules.xid.day, time.monotonic()))
         problems.append(write_prometheus(prometheus, node, verdict, findings, xids, duration_s))
@@ -118,7 +118,10 @@ def _gpus_to_be_freed(node: NodeName) -> tuple[str, ...]:
 
 
 def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) -> bool:
-    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs; print a line if so."""
+    """Return whether a job with these GPUs needs no new check, because a full one passed at most ``max_age_s`` ago.
+
+    If so, print a line that says this. Unknown GPUs (None) always need a new check.
+    """
     if gpus is None:
         return False
     try:

@@ -254,7 +254,7 @@ async def _write(argv: tuple[str, ...]) -> CommandResult:
 async def _run(argv: tuple[str, ...], timeout_s: float) -> CommandResult:
     """Run a Slurm command. Raises SlurmUnavailable if there is no Slurm or it does not answer.
 
-    If Slurm did not answer an update, which may have been done, raises Unanswered instead.
+    Raises Unanswered instead if an update got no answer, because Slurm may have carried it out.
     """
     try:
         return await execute(argv, timeout_s)

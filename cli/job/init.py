@@ -156,7 +156,7 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
 
 
 def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
-    """Return the resources of the smallest node that is up, and whether this job fits there."""
+    """Return a text about the least cores and memory of the nodes that are up, and whether this job fits there."""
     if not nodes:
         return f"no node of {partition} is known to be up now"
     text = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"

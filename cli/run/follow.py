@@ -145,9 +145,9 @@ def _incarnations_text(state: State) -> str:
 def _key_reader(on_return: Callable[[], None]) -> Iterator[Callable[[float], str]]:
     """Yield a function that waits the given seconds for key presses, and returns the keys or ``""``.
 
-    Return need not be pressed, and keys do not appear in the view. The terminal is restored on every exit. Nothing is
-    read or changed while another job of the shell uses the terminal: the kernel would stop this process. ``on_return``
-    is called when this process uses the terminal again after another job.
+    The user need not press Enter, and keys do not appear in the view. The terminal is restored on every exit. While
+    another job of the shell uses the terminal, nothing is read or changed, because the kernel would stop this process.
+    ``on_return`` is called when this process uses the terminal again after another job.
     """
     if not sys.stdin.isatty():
         yield _no_keys

@@ -100,7 +100,7 @@ def _joined(state: State, replica: Replica, failures: Failures) -> Doing:
 
 
 def _last_stop(replica: Replica) -> FailedIncarnation | UnchargedRestart | None:
-    """Return the newest failure or other stop of the replica; None if no stop still counts."""
+    """Return the newer one of the replica's last failure and its last restart without a failure; None without both."""
     stops = (*replica.failures[-1:], *((replica.uncharged_restart,) if replica.uncharged_restart is not None else ()))
     return max(stops, key=lambda stop: stop.at, default=None)
 

@@ -123,7 +123,10 @@ def failures_now(state: State, now: float) -> Failures:
 
 
 def one_line(state: State, now: float, silent: bool = False, known_standing: str = "") -> str:
-    """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete."""
+    """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete.
+
+    With ``silent``, the line also says that the manager does not respond.
+    """
     parts = [f"{state.run}: {known_standing or standing(state)}", _progress_text(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
@@ -217,7 +220,10 @@ def _of_training(state: State, now: float, width: int) -> Iterator[tuple[str, Te
 
 
 def _of_nodes(state: State, now: float, width: int, held: dict[NodeName, str]) -> Iterator[tuple[str, Text]]:
-    """Yield (label, text) of nodes, their GPUs, drains, and weights."""
+    """Yield (label, text) of nodes, their GPUs, drains, and weights.
+
+    ``held`` has a line for each failed node that the circuit breaker keeps in use.
+    """
     yield "nodes", _nodes(state)
     yield from packed("gpus", _gpus(state, now), width - _LABEL_COLUMNS)
     for label, line in _nodes_left(state, now):
@@ -230,7 +236,8 @@ def _of_nodes(state: State, now: float, width: int, held: dict[NodeName, str]) -
 def _rewards(state: State, free: int, mean: bool) -> Text:
     """Return the curve of the rewards in ``free`` columns, between the values at its two ends.
 
-    The curve has a column for each step until it fills the space; then it keeps its width.
+    The curve has a column for each step until it fills the space; then it keeps its width. With ``mean``, the mean of
+    the last ten steps follows.
     """
     points = state.rewards.points
     last = f"   last ten steps {number(state.rewards.mean_last)}" if mean else ""

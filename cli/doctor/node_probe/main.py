@@ -152,7 +152,10 @@ def _sbatch() -> CommandResult:
 
 
 def _option(key: str) -> str:
-    """Return the value that this job has for an option, so that the tested job requests the same value."""
+    """Return the value with which this job runs for an option of sbatch (``partition``, ``account``, ``qos``).
+
+    ``sbatch --test-only`` then requests the same value. The value is empty if the job has none.
+    """
     return os.environ.get(f"SLURM_JOB_{key.upper()}", "").replace("(null)", "")
 
 

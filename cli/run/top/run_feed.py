@@ -42,14 +42,14 @@ class OpenedRun(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The result of one reading."""
+    """What one reading of all runs returned: the data that the screens show."""
 
     runs: tuple[WatchedRun, ...] = ()
     """All runs, newest first."""
     opened: OpenedRun | None = None
     """The run that is shown in detail; None if no run is shown in detail, or if the run is gone."""
     trouble: str = ""
-    """Why the folder of runs cannot be read; empty if it can be read. Otherwise the runs come from an earlier
+    """Why the folder of runs cannot be read; empty if it can be read. If it cannot, ``runs`` are those of an earlier
     reading."""
 
 

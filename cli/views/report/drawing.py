@@ -44,7 +44,11 @@ class Axis:
 
 
 def lanes(report: RunReport, axis: Axis) -> list[dict[str, Any]]:
-    """Return the lanes: a path for each use of time, or rectangles with titles, and a mark for each incarnation."""
+    """Return the shapes of each lane, with a mark for each incarnation.
+
+    Each interval is a rectangle with a title. If the page has more than MAX_TITLED_SPANS intervals, a lane instead has
+    one path for each use of time.
+    """
     titled = sum(len(lane.spans) for lane in report.lanes) <= MAX_TITLED_SPANS
     return [_lane(lane, axis, titled) for lane in report.lanes]
 
@@ -85,7 +89,7 @@ def _paths(spans: Sequence[Span], axis: Axis) -> list[tuple[str, str]]:
 
 
 def marks(report: RunReport, axis: Axis) -> dict[str, list[dict[str, Any]]]:
-    """Return the marks of injected faults and of decisions, with their evidence as titles."""
+    """Return the marks of injected ``faults`` and of ``decisions``: position, and title with the evidence."""
     found: dict[str, list[dict[str, Any]]] = {"faults": [], "decisions": []}
     for one in report.decisions:
         title = f"{one.what} {one.about}: {'; '.join(one.evidence)}"

@@ -145,7 +145,8 @@ if __name__ == "__main__":
 """
 """An agent that always has three turns, and waits after the second one until the test lets it continue.
 
-It does not use OpenAI's client, because each process of the second case would take a second of CPU to import it.
+It does not use OpenAI's client. With ``command``, each attempt is a process, which would take a second of CPU to import
+the client.
 """
 
 

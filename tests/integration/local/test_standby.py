@@ -109,8 +109,9 @@ def wait_for_engine(run: TestRun) -> Replica:
 def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
     """Check that a rollout whose node is lost continues in this standby process.
 
-    The node of rollout/1 is lost while it works. The standby process becomes the next incarnation of rollout/1 and
-    continues the unfinished trajectories. No other replica changes.
+    ``lose`` ends the node with the given name. It is called for the node of rollout/1 while this rollout works. The
+    standby process becomes the next incarnation of rollout/1 and continues the unfinished trajectories. No other
+    replica changes.
     """
     before = current_incarnations(run.state())
     node = run.state().replica(ROLLOUT).node

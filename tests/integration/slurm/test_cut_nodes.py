@@ -28,7 +28,7 @@ from rrl.tests.support.runs import (
 )
 from rrl.tests.support.slurm.lab import SlurmLab
 
-pytestmark = pytest.mark.long  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # rrl.tests.support.slurm.versions -- -m slurm runs these tests on each version
 
 ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 
@@ -76,10 +76,13 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
 def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str, first_process: int) -> str:
     """Return which component ended the incarnation on the node that came back, or "" if none did.
 
-    The first process of the incarnation's step records how it ended. The record is missing if Slurm killed the whole
-    step: on the manager's request, because it had set the node down, or because the manager had removed the node from
-    the allocation (Shrink), so that slurmd ends the job there once the node is back. In the last case the first process
-    (its pid is ``first_process``) must be gone.
+    The first process of the incarnation's step, with the pid ``first_process``, records how it ended. The record is
+    missing if Slurm killed the whole step, for one of these reasons:
+
+    - Slurm had set the node down.
+    - The manager requested the stop of the step.
+    - The manager had removed the node from the allocation (Shrink), so that slurmd ended the job on the returned node.
+      In this case the first process must be gone.
     """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
@@ -95,7 +98,7 @@ def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str, firs
     if record is None:
         return ""
     if record.code == FENCED_EXIT or record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED, ExitReason.STOPPED):
-        return "the manager"  # itself, or through Slurm
+        return "the manager"  # the manager ended the step itself, or let Slurm end it
     logs = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
     return "the store" if f"{incarnation} was succeeded" in logs else ""
 

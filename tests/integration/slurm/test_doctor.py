@@ -116,7 +116,7 @@ def test_doctor_with_an_unanswering_controller_reports_nothing_as_ok(lab: SlurmL
     lab.wait_states(dict.fromkeys(lab.nodes, "idle"))
     cluster = {name: check for name, check in checks.items() if name.startswith(("slurm.", "node."))}
     installed = any(distribution.name == "pyslurm" for distribution in distributions())
-    known = {"slurm.here"} if installed else {"slurm.here", "slurm.reader"}  # without pyslurm nothing is asked
+    known = {"slurm.here"} if installed else {"slurm.here", "slurm.reader"}  # without pyslurm it needs no query
     assert {name for name, check in cluster.items() if check["verdict"] != "UNKNOWN"} == known
     assert all(check["found"] for check in cluster.values())
 

@@ -12,7 +12,7 @@ from rrl.manager.model import events as ev
 from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
-pytestmark = pytest.mark.long  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # rrl.tests.support.slurm.versions -- -m slurm runs these tests on each version
 
 ALLOWED = '[recovery]\nbackoff = "100ms"\n[faults]\nallow = true\n'
 

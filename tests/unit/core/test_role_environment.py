@@ -77,7 +77,7 @@ def test_env_without_setup_has_no_prelude() -> None:
 
 
 class PreludeResult:
-    """The result of a command that starts after a prelude, with the report and the stderr of the prelude."""
+    """The result of a command that starts after the prelude (the script of [env]), and the script's report and stderr."""
 
     def __init__(self, env: EnvSpec, *command: str, home: Path = Path("/"), **variables: str) -> None:
         words, words_in = os.pipe()
@@ -154,7 +154,7 @@ def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> 
 
 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
-    """The fake conda answers its hook with the text of a shell function, as the real conda does."""
+    """The fake conda prints a shell function, as the real ``conda shell.bash hook`` does."""
     conda = tmp_path / "fake_conda"
     conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)

@@ -92,7 +92,7 @@ def test_names_are_valid_and_documented(tmp_path: Path) -> None:
     page = (DOCS / "hooks.md").read_text()
     for family in metrics(result(*FINDINGS)):
         assert re.fullmatch(r"rrl_node_[a-z_]+[a-z]", family.name)
-        assert not family.name.endswith(("_total", "_info"))  # of counters, and of constants
+        assert not family.name.endswith(("_total", "_info"))  # suffixes of counters and of constants
         assert family.documentation.endswith(".")
         assert f"`{family.name}" in page
 

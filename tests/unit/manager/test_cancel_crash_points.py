@@ -44,7 +44,8 @@ def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> No
 def _cancelled_after(kill_at: int, listed: bool, then_kill_at: int = -1) -> tuple[Site, Outcome, State]:
     """Kill the first manager at record ``kill_at``, and cancel all jobs.
 
-    The second manager is killed at record ``then_kill_at``, if there is such a record.
+    With ``listed``, the cluster lists the jobs as cancelled; otherwise it has forgotten them. The second manager is
+    killed at record ``then_kill_at``, if there is such a record.
     """
 
     def doomed(site: Site) -> None:
@@ -69,7 +70,10 @@ def _check(listed: bool, numbers: Iterable[int]) -> None:
 
 
 def _check_takeover(listed: bool, every: int) -> None:
-    """Cancel a run during its work, and kill its second manager at every ``every``-th record."""
+    """Cancel a run during its work, and kill its second manager at every ``every``-th record.
+
+    ``listed`` is that of :func:`_cancelled_after`.
+    """
     commits = (one for one in run_to_end(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
     middle = next(commit.seq for commit in commits)
     records = len(_cancelled_after(middle, listed)[0].records)

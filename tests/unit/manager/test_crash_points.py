@@ -63,7 +63,7 @@ ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
     ev.GpuUseRecorded,
 }  # fmt: skip
-"""Events whose actions are also caused by other events."""
+"""Events that the scripts need not contain, because other events cause the same actions."""
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:

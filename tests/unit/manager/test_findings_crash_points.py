@@ -59,7 +59,10 @@ def prepared(site: Site) -> None:
 
 
 def changes(site: Site) -> Counter[tuple[str, str]]:
-    """Return how often each key changed to each verdict in durable records. A lost change is recorded again."""
+    """Return how often each finding (by its key) changed to each verdict, as (key, verdict) in durable records.
+
+    A change whose record was lost with its manager is recorded again, and counts once.
+    """
     every = (one.event for one in {one.seq: one for one in site.records}.values())
     return Counter((one.finding.key, one.finding.verdict.value) for one in every if isinstance(one, ev.FindingChanged))
 

@@ -57,7 +57,8 @@ def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> 
 def _cuts_off_node_of(replica: ReplicaId, seconds: float, cluster_is_silent: bool) -> Callable[[Site], None]:
     """Return a callback for ``at_step`` that cuts off the node of the replica for some seconds.
 
-    No message arrives from the node, though its processes run.
+    No message arrives from the node, though its processes run. With ``cluster_is_silent``, polls of the cluster also
+    fail during this time.
     """
 
     def cut(site: Site) -> None:
@@ -176,7 +177,7 @@ def test_node_counts_as_lost_after_its_replica_has_left() -> None:
 def test_manager_that_is_killed_when_it_finds_the_step_gone_leaves_the_repair_to_the_next_one(before: bool) -> None:
     """The next manager has not found the node lost yet.
 
-    If the finding about the step was recorded, this manager tries the node once more.
+    If the killed manager has recorded its finding about the step, the next one tries the node once more.
     """
     events = [stamped.event for stamped in _third_step_ends()[0].records]
     found = [isinstance(event, ev.FindingChanged) and event.finding.detector == "step_gone" for event in events]

@@ -1,4 +1,4 @@
-"""Scenarios agree with docs/scenarios.md in draws, rounds, barriers, queues and truths that need not be found."""
+"""Scenarios agree with docs/scenarios.md in draws, rounds, barriers, queues, and failures that need not be found."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_two_events_share_one_draw_of_each_seed(tmp_path: Path) -> None:
 
 
 class Gaps(Recorder):
-    """Records when a replica's heartbeats came again after at least 30 s without any, and when the replica ended."""
+    """A judge that records when heartbeats of a replica came again after 30 s or more, and when the replica ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_producers_stop_when_the_queue_is_full(tmp_path: Path) -> None:
 
 
 class Progress(Recorder):
-    """Records when the progress counter of rollouts rose."""
+    """A judge that records when the progress counter of a rollout rose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def test_agent_reports_the_state_of_a_process_that_stands_still(tmp_path: Path, 
 
 
 class States(Recorder):
-    """Records the process states of rollout/1 that the agent reads."""
+    """A judge that records the process states of rollout/1 that the agent reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_clock_of_the_next_manager_is_that_of_its_node_but_never_earlier(
 
 
 class Clock(Recorder):
-    """Records the manager's time at the last heartbeat before a restart, and at the restart."""
+    """A judge that records the manager's time at the last heartbeat before its restart, and at the restart."""
 
     newest_before = begins_at = 0.0
 

@@ -34,7 +34,7 @@ def event(do: str, more: str = "", at: str = "5min", who: str = "n4") -> str:
 
 
 class Listening(RrlDetectors):
-    """Records every reading."""
+    """Detectors that also record every sample of a node, and the GPUs of each replica."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)

@@ -17,7 +17,7 @@ from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 
-pytestmark = pytest.mark.long  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # rrl.tests.support.slurm.versions -- -m slurm runs these tests on each version
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_first_line_is_usable_as_a_drain_reason() -> None:
 
 # ── check of one node ────────────────────────────────────────────────────────────────────────────────────────────────
 class Scripted:
-    """Replaces the readers: returns the given answers in turn, and repeats the last one."""
+    """A replacement for the readers that returns the given answers in turn, and then repeats the last one."""
 
     def __init__(self, *answers: HostData | NvmlData) -> None:
         self.answers, self.requests = list(answers), 0

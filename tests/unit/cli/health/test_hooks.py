@@ -41,7 +41,7 @@ FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit
 
 
 def failing(code: int = 0, outcome: str = "") -> str:
-    """Return a script in place of rrl, whose check fails.
+    """Return a script that replaces rrl and reports a failed check.
 
     Its ``drain-node`` records the arguments, prints ``outcome`` and exits with ``code``.
     """

@@ -37,7 +37,7 @@ def test_cancel_leaves_one_command_for_the_manager(root: Path, capsys: pytest.Ca
     assert reported["command"] == "cancel"
     assert reported["by"]
     assert main.run(["cancel", RUN, "--no-wait"]) == 0
-    assert len(pending_commands(run)) == 2  # never in each other's place
+    assert len(pending_commands(run)) == 2  # the second command does not replace the first one
 
 
 def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_cancel_without_a_live_manager_names_the_command_to_start_one(
     run = Story(RUN, job).works().written(root)
     (run.epochs / "000001").write_bytes(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
-    )  # its counter stands still
+    )  # no manager renews this lease
     assert main.run(["cancel", RUN]) == 1
     reported = capsys.readouterr().err
     assert f"no manager of {RUN} is running to end it; to start one: rrl manage {RUN}" in reported

@@ -245,7 +245,7 @@ def test_wait_without_a_manager_names_the_command_to_start_one(root: Path, capsy
     run = allowing(lease=0.3).written(root)
     (run.epochs / "000001").write_bytes(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
-    )  # its counter stands still
+    )  # no manager renews this lease
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     reported = capsys.readouterr().err
     assert f"no manager of {RUN} is running to accept the request; to start one: rrl manage {RUN}" in reported

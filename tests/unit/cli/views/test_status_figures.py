@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def fact(story: Story, label: str, width: int = 100, after_s: float = 0.0) -> list[str]:
-    """Return the lines of a fact without its label, or an empty list if the status does not show the fact."""
+    """Return the lines that ``rrl status`` shows beside ``label``; an empty list if it does not show this label."""
     lines = drawn(status_view(story.recorded(), story.now + after_s, width), width).splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith(f"{label} ")), None)
     if first is None:

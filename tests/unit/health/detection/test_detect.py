@@ -298,7 +298,7 @@ def test_findings_do_not_change_before_the_next_evaluation(trace: Any, share: fl
     *_, (monitor, now) = played(trace)
     found, again = detect_fresh(monitor, now, SHORT)
     assert again > now
-    for _ in range(6):  # also from each evaluation until the next one
+    for _ in range(6):  # the same holds between each later evaluation and the one after it
         end = min(again, now + 1e5)
         for moment in (now + share * (end - now), nextafter(end, 0.0)):
             if now <= moment < again:

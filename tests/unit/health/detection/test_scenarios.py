@@ -254,7 +254,7 @@ def test_confusion_counts_misses_false_alarms_and_correct_silence() -> None:
 
 
 def test_each_hang_is_compared_with_itself() -> None:
-    """The ratio of each of three hangs is computed by itself, independently of the median of all delays."""
+    """The result is the median of the ratios of the three hangs, not the ratio of the two median delays."""
 
     def plays(*delays: float) -> list[Played]:
         found = [Outcome("x", "hang", "FAIL", 0.0, delay, True, "hang") for delay in delays]

@@ -146,7 +146,7 @@ def test_process_that_probes_a_hung_mount_ends_with_the_reader(dead: Path) -> No
     while os.path.exists(f"/proc/{below[0]}"):
         assert time.monotonic() < deadline
         time.sleep(_POLL_INTERVAL_S)
-    assert os.read(read, 1) == b""  # nobody holds the other end
+    assert os.read(read, 1) == b""  # no process has the other end of the pipe open
     os.close(read)
 
 

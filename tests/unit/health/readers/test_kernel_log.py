@@ -217,7 +217,7 @@ def test_combination_of_user_chosen_names_is_never_recognised_as_a_kernel_messag
     ("4,101,1000,-", [79]), ("0,101,1000,-,caller=T1", [79]),
     ("12,101,1000,-", []),  # facility 1: a program wrote the record into /dev/kmsg
     ("28,101,1000,-", []),  # facility 3: a daemon did
-    ("4,101,1000,c", []), ("4,101,1000,+", []),  # goes on with another record
+    ("4,101,1000,c", []), ("4,101,1000,+", []),  # a fragment of a line
 ])  # fmt: skip
 def test_only_records_of_the_kernel_facility_count(tmp_path: Path, head: str, expected: list[int]) -> None:
     (tmp_path / "kmsg").write_text(f"{head};{XID_79}\n")

@@ -192,7 +192,7 @@ def test_node_span_continues_over_a_change_of_managers_if_it_is_listed_again() -
     (chapter,) = by_run(sourced(ANNA, "r", records))
     spans = {name: [(a - BEGAN, b - BEGAN) for a, b in those] for name, (those, _) in held_by(chapter).items()}
     assert spans["n1"] == [(0.0, 4 * HOUR)]
-    assert spans["n2"] == [(0.0, 2 * HOUR)]  # given back while nobody looked
+    assert spans["n2"] == [(0.0, 2 * HOUR)]  # given back while no manager ran
 
 
 def test_run_without_an_end_held_its_nodes_until_its_last_record() -> None:

@@ -94,7 +94,10 @@ class Investigation:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
 
     async def answer(self, dump: str = STUCK, error: str = "", but: dict[Incarnation, str] | None = None) -> None:
-        """Let the agents answer all requests for stack dumps."""
+        """Let the agents answer all requests for stack dumps with ``dump``, or with ``error`` if it is given.
+
+        ``but`` has the dumps of the incarnations that differ.
+        """
         for peer, order in self.stack_requests():
             agent = self.world.state.replica(ReplicaId(peer.decode())).incarnation
             dumps = {} if error else {41: (but or {}).get(order.target, dump)}

@@ -324,7 +324,7 @@ def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool, d
 
 # ── replicas are counted, never members ──────────────────────────────────────────────────────────────────────────────
 def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares: int = 0) -> RunSpec:
-    """Return a job of commands with several ranks each."""
+    """Return a job with one role: ``replicas`` gangs of ``ranks`` commands each, of which the run needs ``least``."""
     role = msgspec.structs.replace(command("shard", replicas, least), ranks=ranks, per_node=per_node)
     small = commands(role, spares=spares)
     nodes = replicas * role.nodes + spares

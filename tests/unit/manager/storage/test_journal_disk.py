@@ -131,7 +131,10 @@ def test_recorded_run_covers_every_kind_of_disk_call(recorded_run: RecordedRun) 
 
 
 def _die_everywhere(recorded_run: RecordedRun, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
-    """Check every folder that a crash could leave, and return the number of different folders."""
+    """Check every folder that a crash could leave, and return the number of different folders.
+
+    ``cuts(start, end)`` returns the offsets at which a crash may cut off bytes that were not synced.
+    """
     checked: set[bytes] = set()
     for moment in recorded_run.disk.moments:
         for image in moment.images(cuts):

@@ -24,7 +24,7 @@ DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
 
 
 def contained(at: Lab, job: Path, command: str) -> Launch:
-    """Return a launch in the fake apptainer, which a setup line adds to PATH as a module would."""
+    """Return a launch in the fake apptainer. A setup line adds its folder to PATH, as ``module load`` would."""
     programs = job / "bin"
     programs.mkdir(parents=True)
     (programs / "apptainer").symlink_to(FAKE)

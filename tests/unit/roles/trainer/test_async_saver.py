@@ -223,7 +223,8 @@ def test_member_that_waits_for_the_commit_reports_that_it_waits_for_rank_0(
     second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run), HostBuffers(), publisher, 1)
     second.save("binding", {})
     second.finish()
-    assert given == [[], ["trainer/0"]]  # a folder, and the commit
+    # what rank 1 waits for: nothing for the folder's name, and rank 0 for the commit
+    assert given == [[], ["trainer/0"]]
 
 
 def test_saving_error_ends_the_process_and_is_raised_by_the_next_save(scene: Scene) -> None:

@@ -34,9 +34,9 @@ _PACKAGE = Path(rrl.__file__).parent
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Path:
-    """Return the folder in which three processes of a gloo group have played both scenes.
+    """Let three processes of a gloo group exchange values and save a checkpoint, and return the folder of their files.
 
-    An exception of one of them is raised here.
+    An exception in one of the processes is raised here.
     """
     folder = tmp_path_factory.mktemp("exchange")
     start_processes(_member, args=(folder,), nprocs=WORLD, start_method=processes.get_start_method())  # type: ignore[no-untyped-call]

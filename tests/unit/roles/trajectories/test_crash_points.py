@@ -55,7 +55,10 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
 
 
 def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
-    """Run the whole script on a disk that does not fail, and return the script and the disk with its moments."""
+    """Run the whole script on a disk that does not fail; return the script and the disk.
+
+    The disk has recorded the folder before and after each call.
+    """
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
         script = _scripted(folder, disk, checkpoint_every)
@@ -97,7 +100,8 @@ def _crash_everywhere(
 ) -> int:  # fmt: skip
     """Open and continue every folder that a crash could leave. Return the number of folders.
 
-    With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
+    ``cuts(start, end)`` returns the offsets at which a crash may cut off bytes that were not synced. With ``distance``,
+    open only the first and each ``distance``-th later folder of each kind of call.
     """
     script, disk = recorded
     counts: Counter[str] = Counter()

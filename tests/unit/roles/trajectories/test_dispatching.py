@@ -281,7 +281,7 @@ def test_running_answers_of_groups_dropped_for_age_count_with_the_tokens_they_ha
     _end(store, {leased[0]: 10, leased[1]: 20, leased[2]: 30})
     store.append(ROLLOUT, [segment(leased[3], 0, (5,) * 60)])
     score(store)
-    commit(store, bind(store, 1))  # which drops the second group
+    commit(store, bind(store, 1))  # drops the second group
     assert store._state.stale == 1
     for _ in range(2):
         assert store._state.figures(1)["length_bias"] == pytest.approx(15 / 30)

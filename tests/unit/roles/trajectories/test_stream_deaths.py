@@ -1,6 +1,6 @@
-"""Rollouts with due groups, rollouts that were requested to hand over, and stores with moves in progress die.
+"""Rollouts and stores die while answers move between rollouts, and a rollout dies with a due group.
 
-The store is a process of its own, which is killed with SIGKILL.
+A group is due if no later step may train it. The store is a process of its own, which is killed with SIGKILL.
 """
 
 from __future__ import annotations

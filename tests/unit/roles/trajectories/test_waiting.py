@@ -157,7 +157,7 @@ def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path
 
 
 def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_path: Path) -> None:
-    """No group is due at step 2.
+    """For no group is step 2 the last step that may train it.
 
     If step 2 trained the two complete groups, four older groups would be left for step 3, which is their last step and
     has two places.

@@ -66,7 +66,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlRuntime]:
 
 
 class Other:
-    """A process with a slot that can be read."""
+    """A process with a slot: memory that peers read over NIXL."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -518,7 +518,7 @@ def test_slot_assigned_at_the_moment_of_an_abort_is_released() -> None:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             reads = runtime(pipe)
             filled: Future[nixl_memory.Slot] = Future()
-            line._nixl.start = lambda work, *args: filled  # nothing but filling is begun
+            line._nixl.start = lambda work, *args: filled  # the filling of the slot is the only work that is begun
             offering = asyncio.create_task(line._offer(content(10)))
             await asyncio.sleep(0)
             filled.set_result(reads.fill(content(10)))

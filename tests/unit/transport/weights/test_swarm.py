@@ -72,7 +72,10 @@ class Chain:
     async def half(
         self, stack: AsyncExitStack, last: AdaptiveTimeout
     ) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
-        """Let some chunks arrive at the last receiver, through all others."""
+        """Let some chunks arrive at the last receiver, through all others.
+
+        Return the pulls of the first and of the last receiver, which continue.
+        """
         stack.enter_context(self.publisher.publishing())
         self.publisher.feed(HALF)
         first = asyncio.create_task(

@@ -37,7 +37,7 @@ ROBUSTRL = 300.0
 
 
 def training(ranks: int = 1) -> Trace:
-    """Return a trace of a gang on one node per member, in its sixth training step after five passes of 20 s."""
+    """Return a trace of a gang on one node per member, in its seventh training step after six steps of 20 s."""
     trace = Trace()
     gang = RANKS[:ranks]
     for rank, incarnation in enumerate(gang):
@@ -56,7 +56,7 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """Set the loads of the ranks. ``r0`` is the load of rank 0."""
+    """Set the loads of the ranks: ``r0`` is that of rank 0, with the same three values as :data:`BUSY`."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 
@@ -228,7 +228,10 @@ def test_hung_first_load_is_found_once_others_have_completed_theirs() -> None:
 
 
 def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Incarnation]:
-    """Return (trace, next incarnation in its first step) of a trainer whose tensor cores were observed at work."""
+    """Return (trace, second incarnation of the trainer). This incarnation is in its first step and has ``load``.
+
+    The first incarnation was observed with busy tensor cores.
+    """
     trace = training()
     second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n0")

@@ -1,4 +1,4 @@
-"""The deadline of a pass: how the phase, the loads and storage stalls change it."""
+"""The deadline of a pass (one stay of a replica in a phase): how the phase, loads and storage stalls change it."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Pa
     (stuck,) = noted(tmp_path, "stuck-stuck")
     assert read_process(stuck) is None
     assert noted(tmp_path, "stuck-closed") == []
-    assert noted(tmp_path, "good-closed") != []  # the others had their time
+    assert noted(tmp_path, "good-closed") != []  # the other readers had time to close
 
 
 @story
@@ -299,7 +299,7 @@ def test_all_readers_end_when_the_agent_is_killed_even_hung_ones(tmp_path: Path,
         assert len(family) == 3
         agent.send_signal(number)
     until(lambda: not [pid for pid in family if read_process(pid) is not None])
-    assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # and who can, closes first
+    assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # closed before its end
 
 
 def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> None:

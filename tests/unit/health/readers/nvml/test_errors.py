@@ -30,7 +30,7 @@ EACH_ERROR = [
     for name in ERRORS
 ]
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
-"""All functions except those that every value depends on."""
+"""All functions of NVML except those on which every value depends."""
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 

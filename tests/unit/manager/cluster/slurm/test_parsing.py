@@ -64,7 +64,7 @@ def test_components_have_own_ids_tags_and_nodes_and_are_addressed_by_their_leade
 
 
 def test_job_that_never_starts_by_itself_has_its_reason() -> None:
-    assert jobs("jobs")["41"].unsatisfiable_reason == ""  # PartitionConfig may clear
+    assert jobs("jobs")["41"].unsatisfiable_reason == ""  # its reason PartitionConfig may pass
     assert jobs("jobs")["40"].unsatisfiable_reason == ""
     # PartitionNodeLimit, but the job is cancelled and so not pending
     assert jobs("jobs")["13"].unsatisfiable_reason == ""

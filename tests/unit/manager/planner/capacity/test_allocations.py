@@ -363,7 +363,8 @@ def test_request_must_be_unsatisfiable_all_the_time_to_be_given_up() -> None:
             world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
             world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish) == []
-    for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
+    # each of these reasons means that the job never starts
+    for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):
         world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
         world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED

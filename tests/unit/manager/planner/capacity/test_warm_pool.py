@@ -471,7 +471,10 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
 
 # ── a manager that dies ──────────────────────────────────────────────────────────────────────────────────────────────
 def _hurt(die_before: int = 0) -> World:
-    """Lose three nodes one after the other: the nodes of a rollout, the trainer, and another rollout."""
+    """Lose three nodes one after the other: the nodes of a rollout, the trainer, and another rollout.
+
+    The manager fails before the decision or intent number ``die_before``, counted from here; with 0 it does not fail.
+    """
     world = World(small(spares=3), nodes=12).steady().warmed()
     world.die_before = world.planned + die_before if die_before else 0
     for node in (N4, N2, N5):

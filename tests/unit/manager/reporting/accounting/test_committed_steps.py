@@ -1,4 +1,4 @@
-"""The time of committed steps: which attempt counts, and up to which duration.
+"""The time of committed steps: which attempt at a step counts, and with which duration at most.
 
 The estimate is compared with the strict ETTR.
 """

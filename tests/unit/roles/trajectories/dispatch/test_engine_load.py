@@ -19,7 +19,10 @@ ESTIMATES = st.builds(GroupEstimate, st.floats(2.0, 8.0), st.floats(0.0, 1.0), s
 
 
 def seconds(lengths: list[float]) -> float:
-    """Return Σ L_j (τ(j) - τ(j - 1)) over the lengths L_j, longest first."""
+    """Return the time (s) in which an engine completes answers of these lengths (tokens).
+
+    It is Σ L_j (τ(j) - τ(j - 1)) over the lengths L_j, longest first. τ(j) is the time of a token while j answers run.
+    """
     return sum(length * (TIMES[j] - TIMES[j - 1]) for j, length in enumerate(sorted(lengths, reverse=True), 1))
 
 

@@ -28,7 +28,7 @@ def test_new_rollout_gets_as_much_work_as_those_with_known_times(token_s: float)
     for rollout in ROLLOUTS:
         engines.requested(rollout, PLACES)
     waiting = list(range(90))
-    engines.share(ROLLOUTS[0], waiting, PLACES)  # the loads of all three are known from here on
+    engines.share(ROLLOUTS[0], waiting, PLACES)  # computes the loads of all three before any times are known
     for rollout in ROLLOUTS[:2]:
         for running in (1, 8, 64):
             times[rollout].observe(running, token_s * (1 + running / 8))

@@ -29,7 +29,10 @@ Recorded = tuple[AgentsScript, FakeDisk]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Run the whole script on a disk that does not fail, and return the script and the disk with its moments."""
+    """Run the whole script on a disk that does not fail; return the script and the disk.
+
+    The disk has recorded the folder before and after each call.
+    """
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
@@ -68,7 +71,8 @@ def _crash_everywhere(
 ) -> int:
     """Open and continue every folder that a crash could leave. Return the number of folders.
 
-    With ``distance``, open only the first and each ``distance``-th later folder of each kind of call.
+    ``cuts(start, end)`` returns the offsets at which a crash may cut off bytes that were not synced. With ``distance``,
+    open only the first and each ``distance``-th later folder of each kind of call.
     """
     script, disk = recorded
     counts: Counter[str] = Counter()

@@ -73,7 +73,7 @@ def _foreign(store: Store, item: EpisodeItem, parent: int | None, offset: int, t
 
 
 def _samples(store: Store, item: EpisodeItem) -> tuple[Trajectory, ...]:
-    """Finish the episode and all others of the first batch, and commit it. Return the samples of the episode."""
+    """Finish all episodes of the first batch, this one included, and commit the batch. Return the episode's samples."""
     finish(store, item, 0.5)
     for other in episodes(store, BATCH * GROUP - 1):
         turn(store, other, (2,), (5, 1))

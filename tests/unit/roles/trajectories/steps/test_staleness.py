@@ -102,7 +102,7 @@ def test_one_old_token_drops_its_whole_group_and_no_other(tmp_path: Path) -> Non
     rest = [segment(t, 0, (5, 6), 1) for t in (4, 6, 7)]
     denied = store.append(ROLLOUT, [*rest, segment(5, 1, (6,), 1)], (4, 5, 6, 7))
     assert isinstance(denied, Denied)
-    assert set(denied.lost) == {4, 5}  # a rollout that worked on these gets this answer to its next message
+    assert set(denied.lost) == {4, 5}  # another rollout that worked on 4 and 5 would get this answer, too
     assert store.append(ROLLOUT, rest[1:], (6, 7)) == Done()
     assert store.audit().dropped == {_too_old(0): GROUP}
 
