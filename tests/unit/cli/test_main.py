@@ -384,7 +384,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 
 
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
-    """Replace the start of a run by writing a story, because other modules test the start."""
+    """Replace the start of a run: only write the run directory of ``story``. Other test modules test the start."""
 
     def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)

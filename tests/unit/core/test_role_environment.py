@@ -77,7 +77,7 @@ def test_env_without_setup_has_no_prelude() -> None:
 
 
 class PreludeResult:
-    """The result of a command that starts after the prelude (the script of [env]), and the script's report and stderr."""
+    """The result of a command that starts after the prelude (the script of [env]); the script's report and stderr."""
 
     def __init__(self, env: EnvSpec, *command: str, home: Path = Path("/"), **variables: str) -> None:
         words, words_in = os.pipe()

@@ -1,6 +1,6 @@
-"""benchmarks/restart.py reads the recovery from a kill of the trainer from the journal.
+"""benchmarks/restart.py finds in the journal how a run recovered from a kill of its trainer.
 
-It computes ratios of the arms from these recoveries.
+It compares the recoveries of the benchmark's arms by their ratios.
 """
 
 from __future__ import annotations

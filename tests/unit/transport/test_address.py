@@ -1,4 +1,4 @@
-"""The address on which a host listens."""
+"""The choice of the address on which the processes of a host listen."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preemp
 
 
 def mark_of(node: NodeInfo) -> str:
-    """Return the reason of a node's drain, or "" if the node is not drained; other flags change by themselves."""
+    """Return the reason of a node's drain, or "" if the node is not drained. Slurm changes other flags by itself."""
     return node.reason if node.draining else ""
 
 

@@ -166,7 +166,11 @@ def test_wait_prints_the_outcome_of_the_fault(
 
 
 def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
-    """Request a fault with a command that waits for the result, and let a manager begin the fault."""
+    """Request a fault with a command that waits for the result, and let a manager begin the fault.
+
+    Return the run, a list that gets the exit code of the command, the thread of the command, the story of the run, and
+    the fault.
+    """
     story = allowing(lease)
     run = story.written(root)
     codes: list[int] = []

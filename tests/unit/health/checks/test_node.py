@@ -355,7 +355,10 @@ def test_file_system_error_of_a_users_loop_device_does_not_fail_the_node(device:
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
-    """Return a reading in which /scratch has not answered ``attempts`` processes for ``hung_for`` seconds."""
+    """Return a reading in which /scratch has not answered ``attempts`` processes for ``hung_for`` seconds.
+
+    ``others`` says whether the other mount answers.
+    """
     hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
     return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
 

@@ -303,7 +303,10 @@ def test_score_matches_the_documented_formula() -> None:
 
 
 def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[SourcedRecord]:
-    """Return the records of a run of ``user`` in which n1 fails for a short time on each of these days."""
+    """Return the records of a run of ``user`` in which n1 fails for a short time on each of these days.
+
+    With ``trusted``, root owns the records.
+    """
     records = [began(0, "r", user), *held(0, "n1", "n2", "n3", "n4")]
     for day in days:
         records += [found(day * DAY_S, "n1"), failed(day * DAY_S + 5, "n1"), found(day * DAY_S + 9, "n1", Verdict.OK)]

@@ -84,7 +84,10 @@ class Investigation:
         )
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
-        """Investigate findings as the manager does, and return once all tasks that were started have run."""
+        """Investigate findings as the manager does, and wait until all tasks that were started have run.
+
+        Return the published findings, and the time (s) at which the investigator must be called again.
+        """
         stacks, again = self.suspicion.investigate(findings)
         published, _ = await_stacks(findings, PublicationContext(self.now(), stacks=stacks))
         await _settled()

@@ -446,7 +446,8 @@ class LostNode:
     ) -> list[Incarnation]:  # fmt: skip
         """Poll the cluster, and return the incarnations whose steps it no longer lists.
 
-        With ``others_send``, the processes of the other node have just sent heartbeats.
+        With ``others_send``, the processes of the other node have just sent heartbeats. ``busy`` are the tags of
+        actions whose command still runs.
         """
         if others_send:
             self.hears(R2, AGENT_2, at=at)

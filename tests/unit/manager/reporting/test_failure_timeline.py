@@ -1,4 +1,4 @@
-"""The timeline of failures, and that its four views agree about each failure."""
+"""The timeline of failures; summary, history, metrics and ``rrl logs --failed`` agree about each failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ N3 = NodeName("n3")
 
 
 class Views(NamedTuple):
-    """The reports of each view about the failures of roles, in the order of their fences."""
+    """What the summary, history, metrics and log report about the failures of roles, in the order of their fences."""
 
     summary: Summary
     failed: list[Failed]

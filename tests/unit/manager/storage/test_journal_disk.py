@@ -31,9 +31,9 @@ MAX_FRAME_BYTES = 1000
 class RecordedRun:
     """Two managers on a fake disk.
 
-    The first one rotates into a second segment and dies during a write, and the second one follows. Then the first one
-    thaws and continues to write records, which must never be read. ``flushed[i]`` are the records that were flushed
-    when ``disk.note`` was i. The next manager may have read more records than these.
+    The first manager rotates into a second segment, and then freezes in the middle of a flush. The second manager takes
+    over. Then the first one thaws and continues to write records, which must never be read. ``flushed[i]`` are the
+    records that were flushed when ``disk.note`` was i. The second manager may have read more records than these.
     """
 
     def __init__(self, run: RunDir, disk: FakeDisk) -> None:

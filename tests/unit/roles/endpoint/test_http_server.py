@@ -1,4 +1,4 @@
-"""The stop of the endpoint's server."""
+"""The endpoint's server stops although a call still waits for its reply."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def run(shape):
 run((1, 2, 1000))
 print(run((8, 64, 49152)))
 """
-"""Program that prints the memory beside the logits, as a multiple of the memory of the logits.
+"""Program that prints the memory that is used in addition to the logits, as a multiple of their memory.
 
 The logits are those of 8 answers of 64 tokens with SmolLM2's vocabulary (100 MB).
 """

@@ -37,7 +37,10 @@ def _promised_at(script: Script, size: int) -> Acknowledged:
 
 
 def _cuts(script: Script) -> list[int]:
-    """Return the sizes just before, at and just after every end of a record and of a flush, and some other sizes."""
+    """Return the sizes (bytes) to which the log is cut, as by a kill of the store.
+
+    They are the sizes just before, at and just after each border of a record and each flush, and some other sizes.
+    """
     content = log_in(script.folder).read_bytes()
     start = script.promised[0].size
     frames = [at for at in range(start, len(content)) if content.startswith(b"rrlT", at)]

@@ -417,7 +417,10 @@ def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path
 
 
 def fail_group(store: Store, *, faulty: bool = True) -> int:
-    """Finish the next group, report that one answer cannot be scored, and return the number of faulty groups."""
+    """Finish the next group, report that one answer cannot be scored, and return the store's number of faulty groups.
+
+    With ``faulty``, the report says that the scorer's own code is at fault.
+    """
     generate(store, at_most=GROUP)
     answer = store.lease_scoring(REWARD, GROUP)
     assert isinstance(answer, Scoring)

@@ -118,7 +118,7 @@ def test_rollout_gets_at_most_max_sources(store: Store) -> None:
 
 # ── waiting rollouts ───────────────────────────────────────────────────────────────────────────────────────────────
 class StoreFollowers:
-    """The followers of one store, at a time that the test sets."""
+    """The open requests for newer weight versions at one store; the test sets the time."""
 
     def __init__(self, store: Store) -> None:
         self.followers = Followers(store)

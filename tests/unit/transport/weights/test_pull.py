@@ -325,7 +325,7 @@ def test_source_of_corrupt_chunks_is_refused_and_put_aside(kind: str, run: Run) 
                 mine, VERSION, lambda: [weight_source(corrupt), weight_source(other)], spy, adaptive_timeout=calm()
             )
             assert complete(mine)
-            assert spy.came[corrupt] + spy.came[other] == missing + 1  # chunk 5 came twice, the other missing chunks once
+            assert spy.came[corrupt] + spy.came[other] == missing + 1  # only chunk 5 came twice
 
     run(test())
 

@@ -45,7 +45,10 @@ ROBUSTRL = 60.0
 
 
 def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
-    """Return a trace of two rollouts that generate tokens, with a baseline of one token per second."""
+    """Return a trace of two rollouts that generate tokens, with a baseline of one token per second.
+
+    With ``probes``, the rollouts can be probed. ``load`` has the values of :data:`BUSY`; None reports no load.
+    """
     trace = Trace().node("n1", *ROLLOUTS[:2])
     if probes:
         trace.answers = {}

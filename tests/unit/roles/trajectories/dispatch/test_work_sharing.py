@@ -167,7 +167,7 @@ def test_no_answer_moves_without_sufficient_gain(
 
 
 def test_no_answer_moves_if_only_the_risk_of_a_long_answer_would_move() -> None:
-    """Either engine would wait for an answer that becomes long, and other answers do not make it slower."""
+    """A move would not help: a long answer takes equally long on either engine, whatever else runs there."""
     those = [Running(number, curve(500, 64, deviation=1.0), 84) for number in range(6)]
     other = EngineView("other", EngineLoad(TABLE.widths, FLAT, [those[0].curve]), 1, 4)
     assert source(those, FLAT).load.finish() > 1.2 * other.load.finish(), (

@@ -28,7 +28,7 @@ from rrl.transport.control.endpoints import Incoming
 
 
 class _Scene:
-    """A store with the followers of its turns, and a count of how often their requests were evaluated."""
+    """A store with open requests for the tokens of its turns, and a count of how often such requests were evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.store = open_agents_store(folder)
