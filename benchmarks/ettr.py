@@ -1,4 +1,4 @@
-"""Measures how much faster than with restarts of the whole job a run ends whose trainer keeps failing (on Slurm).
+"""Measures how much sooner a run with a failing trainer ends if only the trainer restarts, not the whole job (Slurm).
 
 Each arm in turn runs one job, with real roles in torch at a fixed pace (benchmarks/_pace.py), on a cluster of several
 slurmd on this machine. The same faults hit each arm: in each tenth of the steps, the trainer is killed by SIGKILL from

@@ -86,8 +86,8 @@ class FaultTraits(Struct, frozen=True):
     effect: Effect
     target_kind: TargetKind
     by_signals: bool = False
-    """True if signals cause the fault from outside, so that agents and programs without the worker API can be targets
-    too."""
+    """True if the agent causes the fault from outside, mostly by signals, so that agents and programs without the
+    worker API can be targets too."""
     takes_seconds: bool = False
     """True if ``seconds`` may be given, after which the fault ends by itself."""
     needs_seconds: bool = False

@@ -51,7 +51,10 @@ class Phase(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, or in :class:`Phase`."""
+    """The settings of a phase in job.toml.
+
+    None keeps the value in :data:`PHASES`; for a phase that is not there, the default of :class:`Phase`.
+    """
 
     shortest: float | None = None
     longest: float | None = None

@@ -114,7 +114,7 @@ class ManagerSpec(Struct, frozen=True):
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
     reader: Literal["auto", "commands", "pyslurm"] = "commands"
-    """``[cluster] reader``. A run that was submitted before this setting existed reads by commands."""
+    """How the manager reads Slurm: ``[cluster] reader``. Runs that are older than this setting read by commands."""
 
 
 class NodeGroup(Struct, frozen=True):
@@ -407,7 +407,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of :class:`rrl.config.job.roles.EndpointRole`; times (s) and retries are for jobs without agents."""
+    """Settings of :class:`rrl.config.job.roles.EndpointRole`; times and retries apply without ``[roles.agents]``."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"

@@ -165,10 +165,10 @@ class Storage(Struct, frozen=True, tag=True):
 class Visit(Struct, frozen=True, tag=True):
     """The report of the job on a compute node.
 
-    ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the
-    login node saw the file that the job wrote; None if it never saw the file. ``skew`` is the time (s) by which the
-    node's clock is ahead, with an error of at most ``bound`` (s); None if no connection was available for the
-    measurement.
+    ``visible_after_s`` is the time (s) from the first sign that the job was done (its report by TCP, or its end in
+    Slurm) until the login node saw the file that the job wrote; None if it never saw the file. ``skew`` is the time
+    (s) by which the node's clock is ahead, with an error of at most ``bound`` (s); None if no connection was available
+    for the measurement.
     """
 
     report: NodeReport

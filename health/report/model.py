@@ -91,7 +91,7 @@ class NodeReport(Struct, frozen=True):
 
 
 class CauseShare(Struct, frozen=True):
-    """Failures and their cost by fault and cause."""
+    """Number and cost of the failures that have one cause and one party at fault."""
 
     owner: str
     cause: str

@@ -241,7 +241,7 @@ class Allocation(Struct, frozen=True):
     """Manager's time (s) at which the allocation was first observed to run; its walltime counts from about this
     time."""
     unsatisfiable_since: float | None = None
-    """Manager's time (s) since which the cluster reports that the allocation can never start by itself."""
+    """Manager's time (s) since which the cluster reports that the request can never be met."""
     ending_since: float | None = None
     """Manager's time (s) at which the allocation was first observed to be ending."""
 
@@ -370,7 +370,7 @@ class State(Struct, frozen=True):
     episode_figures: EpisodeFigures = EpisodeFigures()
     training_time: TrainingTime = TrainingTime()
     gpu_use: dict[NodeName, GpuUse] = {}
-    """Use of the GPUs of each node whose agent has reported it since the previous record."""
+    """Use of the GPUs by node, from the newest record; nodes without a report since the record before are left out."""
     gpu_use_at: float = 0.0
     """Manager's time (s) of the record in ``gpu_use``."""
     replicas: dict[ReplicaId, Replica] = {}

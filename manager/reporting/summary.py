@@ -122,7 +122,7 @@ class StreamSummary(Struct, frozen=True):
     idle: dict[str, dict[str, float]] = {}
     """Idle shares of each role over the whole run (0 to 1), by idle cause."""
     recent_idle: dict[str, dict[str, float]] = {}
-    """Idle shares of each role over the last minutes (0 to 1), by idle cause."""
+    """Idle shares of each role over about the last five minutes (0 to 1), by idle cause."""
     seconds: dict[str, dict[str, float]] = {}
     """Seconds of the processes of each role, by phase; they add up to the lifetimes of the processes."""
     parts: float | None = None
@@ -234,7 +234,7 @@ class Summary(Struct, frozen=True):
     turns: int = 0
     """Turns of the finished episodes."""
     branches: int = 0
-    """Samples of the finished episodes."""
+    """Number of samples of the finished episodes: one for each leaf of an episode's tree of turns."""
     given_tokens: int = 0
     """Tokens of the finished episodes' turns that were given, not sampled."""
     untrained_turns: int = 0

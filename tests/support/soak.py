@@ -117,7 +117,7 @@ class Tally(Struct):
     """Number of faults that were carried out."""
     violations: int = 0
     """Number of violations of invariants, without the kinds that the next three counters count."""
-    lost_steps: int = 0
+    lost_trajectories: int = 0
     """Number of trajectories that are neither trained nor dropped nor open."""
     trained_twice: int = 0
     """Number of groups in two committed steps."""
@@ -127,7 +127,7 @@ class Tally(Struct):
     @property
     def problems(self) -> int:
         """Number of problems of all kinds."""
-        return self.violations + self.lost_steps + self.trained_twice + self.orphans
+        return self.violations + self.lost_trajectories + self.trained_twice + self.orphans
 
     def violate(self, what: str) -> None:
         self.violations += 1
@@ -231,7 +231,7 @@ def _trajectories(run: RunDir, tally: Tally) -> None:
     missing = fates.made - fates.trained - sum(fates.dropped.values()) - fates.open
     groups = Counter(group for number, step in fates.steps.items() if number <= fates.committed for group in step)
     twice = sum(count - 1 for count in groups.values())
-    tally.lost_steps += abs(missing)
+    tally.lost_trajectories += abs(missing)
     tally.trained_twice += twice
     if missing or twice:
         print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups trained twice", flush=True)

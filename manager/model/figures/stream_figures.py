@@ -37,7 +37,7 @@ EPISODE_METRICS = (AT_WORK, *_METRICS.values())
 
 
 class StreamFigures(Struct, frozen=True):
-    """Sums over the committed steps, and the newest values."""
+    """Figures on parts, ages of tokens and lengths of answers: sums over the committed steps, and newest values."""
 
     steps: int = 0
     """Number of steps whose metrics contain ``parts``."""

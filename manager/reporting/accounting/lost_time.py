@@ -127,7 +127,7 @@ def _divide(
 
 
 class SlidingPoint(Struct, frozen=True, array_like=True):
-    """The share of a window that counts as effective; the window ends at ``at`` (s)."""
+    """The estimated ETTR (``share``) of one window of the run; the window ends at ``at`` (s)."""
 
     at: float
     share: float

@@ -99,7 +99,7 @@ class _Machine:
     hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
     read_at: float = -inf
     """Time (s) up to which kernel lines have been read."""
-    first_read_at: float = inf
+    nvml_read_at: float = inf
     """Time (s) of the NVML reader's newest read; inf before its first read. Only Xids of later times are still
     reported."""
     due: dict[str, float] = field(default_factory=dict)
@@ -197,9 +197,9 @@ class Machines:
 
     def _reading(self, machine: _Machine, node: NodeName, reader: str, now: float) -> r.Reading:
         at = UPTIME + now
-        first_read = machine.first_read_at
+        last_read = machine.nvml_read_at
         if reader == "nvml":
-            machine.first_read_at = now
+            machine.nvml_read_at = now
         if reader not in self._present or (reader == "nvml" and not machine.gpus):
             return r.Reading(reader, at, None, "absent", f"no {reader} here")
         for since, until, state, why in machine.readers.get(reader, ()):
@@ -210,7 +210,7 @@ class Machines:
             used = set(self.used(node))
             gpus = tuple(_gpu(machine, _idle(gpu) if gpu.index not in used else gpu, now)
                          for gpu in machine.gpus if not _is_gone(machine.gone.get(gpu.index), now))  # fmt: skip
-            xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and first_read <= when < now)
+            xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and last_read <= when < now)
             data = r.NvmlData("570.124.06", gpus, xids, xid_events="")
         elif reader == "kernel":
             new = [each for each in machine.kernel if machine.read_at <= each[0] < now]
