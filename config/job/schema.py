@@ -62,7 +62,9 @@ def _rows_file(name: str) -> str:
 def _chat_pieces(pieces: dict[str, str]) -> dict[str, str]:
     for role, piece in pieces.items():
         if piece.count("{content}") != 1:
-            raise ValueError(f'the piece of {role!r} is {piece!r}; write {{content}} in it once: "{{content}}="')
+            raise ValueError(
+                f'the template of {role!r} is {piece!r}; it must contain {{content}} once, for example "{{content}}="'
+            )
     return pieces
 
 

@@ -270,7 +270,7 @@ class WeightStore:
             else:
                 raise self._unavailable(version)
             if span.stop > manifest.nbytes:
-                raise VersionEvicted(f"{version} has {manifest.nbytes} bytes")
+                raise VersionEvicted(f"bytes up to {span.stop} were requested; {version} has {manifest.nbytes} bytes")
             if stored is None and self._arriving is not None and not self._arriving.verified(span):
                 raise NotReady if self._awaited == version else VersionEvicted(f"{version} was given up")
             self._note_request(reader, manifest, len(span))

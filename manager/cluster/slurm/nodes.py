@@ -87,7 +87,7 @@ class SlurmNodes:
                 raise Refused(f"cannot undrain {node}: it is {before.description}, and this run did not set that drain")
             await self._reader.undrain(node)
             if (after := await self._reader.node(node)).draining and _without_suffix(after.reason) == reason:
-                raise Unanswered(f"{node} is still drained although Slurm removed the drain: it is {after.description}")
+                raise Unanswered(f"Slurm accepted the undrain of {node}, but the node is still {after.description}")
         self.drained.discard(node)
 
     async def shrink(self, job: Job, nodes: Sequence[NodeName]) -> None:

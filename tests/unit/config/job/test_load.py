@@ -392,7 +392,7 @@ WRONG: list[tuple[str, str, str]] = [
      '[roles.endpoint]\nretries = 0\n', "job.toml:15: roles.endpoint.retries: has no effect beside [roles.agents]; remove"
      " this key, or set retries in [roles.agents]"),
     ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "hello" }\n', "job.toml:11:"
-     " model.tokenizer.chat: the piece of 'user' is 'hello'; write {content} in it once: \"{content}=\""),
+     " model.tokenizer.chat: the template of 'user' is 'hello'; it must contain {content} once, for example \"{content}=\""),
 ]  # fmt: skip
 
 
