@@ -179,7 +179,7 @@ class Injector:
             raise NotPerformed(f"an agent cannot perform the fault {fault.kind} on itself")
 
     async def _pause(self, fault: Fault, launch: Launch, process: Process, path: str | None) -> None:
-        """Perform a lasting fault by a pause helper, and wait for its end.
+        """Perform a lasting fault by a pause helper, and wait until the helper has ended.
 
         The helper is a process of its own, which continues the target even if this agent is killed. ``path`` is the
         step's launch file, or None if the target is this agent.

@@ -80,9 +80,10 @@ class StepLoadSampler:
         self._last_gpus.pop(path, None)
 
     def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Return the GPUs on which a step's processes compute, else the GPUs that Slurm or the job assigned to it.
+        """Return the GPUs on which a step's processes compute, according to NVML.
 
-        NVML may list no process of the step, because no process computes or NVML uses the ids of another PID namespace.
+        If NVML lists no process of the step, return the GPUs that Slurm or the job assigned to the step. NVML lists
+        none if no process computes, or if NVML uses the ids of another PID namespace.
         """
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:

@@ -55,7 +55,8 @@ def save_inventory(path: Path, inventory: HardwareInventory) -> None:
 REPORT_INTERVAL_S = 1.0
 """Minimum number of seconds between two reports of changed findings to the manager."""
 MAX_FINDINGS = 256
-"""Maximum number of findings in one Hello, because the manager closes a connection after a message that is too long."""
+"""Maximum number of findings in one Hello. The limit exists because the manager closes a connection after a message
+that is too long."""
 MAX_SAMPLE_AGE_S = 10.0
 """Seconds after which an NVML reading is too old to show a GPU's load; a DCGM reading may be twice as old."""
 RESTORE_TIMEOUT_S = 5.0
@@ -231,10 +232,10 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the rules for the checks: the site's rules and, if GPUs are missing, the number of GPUs to expect.
+        """Return the rules for the checks: the site's rules, sometimes with the number of GPUs that the job needs.
 
-        GPUs are missing if fewer of them are visible than the job needs. A number of GPUs that the site's rules expect
-        takes precedence over the job's number.
+        This number is added as the expected one if fewer GPUs are visible. If the site's rules already expect a number
+        of GPUs, they are returned unchanged.
         """
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0

@@ -32,7 +32,7 @@ DUMP_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
 """Timeout (s) of all dumps of a step. The manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
-"""Maximum number of concurrent py-spy processes, because other roles on the node need the cores."""
+"""Maximum number of concurrent py-spy processes. The limit exists because other roles on the node need the cores."""
 _MAX_REASON_CHARS = 200
 """Maximum number of characters of py-spy's error output that are reported."""
 _PYTHON = ("python", "pypy")

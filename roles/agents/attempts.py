@@ -39,7 +39,7 @@ class AttemptsStore(Protocol):
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         """End an episode with its reward, durably.
 
-        If it is None, it is posted later (with ``later``), or the reward role scores the last answer.
+        If ``reward`` is None, the reward is posted later (with ``later``), or the reward role scores the last answer.
         """
         ...
 

@@ -25,7 +25,7 @@ _log = logging.getLogger("rrl.checkpoints")
 
 
 class CommitStatus(Struct, frozen=True):
-    """The durable facts that decide which checkpoints are garbage."""
+    """The durable facts that decide which checkpoint folders can be deleted (:func:`garbage`)."""
 
     committed: int
     """Newest committed step; 0 before the first commit."""
@@ -65,7 +65,9 @@ def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -
 
 
 class CheckpointCleaner:
-    """Deletes garbage in a thread of its own, because the deletion of a large checkpoint may take minutes.
+    """Deletes the folders that :func:`garbage` returns, in a thread of its own.
+
+    The thread exists because the deletion of a large checkpoint may take minutes.
 
     The cleaner is a context manager. Its normal exit waits until everything is deleted. After an exception the exit
     does not wait, and the next store deletes the rest.
@@ -93,7 +95,7 @@ class CheckpointCleaner:
             self._thread.join()
 
     def update(self, status: CommitStatus) -> None:
-        """Start to delete the folders that are garbage according to ``status``; return at once."""
+        """Start to delete the folders that :func:`garbage` returns for ``status``; return at once."""
         if status != self._status:
             self._status = status
             self._todo.put(status)

@@ -150,7 +150,8 @@ class DoubleBuffer:
         self.member, self.own = member, own
         self.buffers: list[Buffer | None] = [None for _ in SLOTS]
         self.writer: int | None = None
-        """pidfd of the member that maps these buffers; None for another node's member, or if it cannot be opened."""
+        """pidfd of the member that maps these buffers. None if the member is on another node, or if no pidfd could be
+        opened."""
 
     def snapshots(self) -> Iterator[tuple[SnapshotInfo, Buffer]]:
         """Yield the complete snapshots with their buffers."""

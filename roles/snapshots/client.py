@@ -79,14 +79,18 @@ class SnapshotClient:
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
         """Return writable memory for the snapshot of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions:
+        The memory is one of two buffers. The snapshot in this buffer becomes invalid. The first rule that applies
+        decides which buffer is used:
 
-        - If a buffer has a snapshot of ``step`` or a later step, because steps are repeated, the buffer with the later
-          step is used. If ``step`` is None, this is not checked.
-        - Until the incarnation has sealed its first snapshot, the buffer that it read last is not used.
+        - A buffer that was returned and not sealed is returned again.
+        - If a buffer is empty, it is used.
+        - If steps are repeated, a buffer may have a snapshot of ``step`` or a later step. Such a buffer is used; of two
+          such buffers, the one with the later step. If ``step`` is None, this rule never applies.
+        - The buffer with the older snapshot is used.
 
-        A buffer that was returned and not sealed is returned again. The call waits until the last snapshot is sealed,
-        and aborts a copy to another node that still reads from the buffer.
+        There is one exception to the last two rules: until the incarnation has sealed its first snapshot, the snapshot
+        that it read last is kept, and the other buffer is used. The call waits until the last snapshot is sealed, and
+        aborts a copy to another node that still reads from the buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -157,13 +161,13 @@ class SnapshotClient:
 
     # ── copies on other nodes ──────────────────────────────────────────────────────────────────────────────────────
     def copy_to(self, address: str) -> SnapshotInfo:
-        """Copy the newest snapshot of this incarnation to the agent of another node; return once it is valid there.
+        """Copy the newest snapshot of this incarnation to the agent of another node; return once the copy is valid.
 
         ``address`` is one of ``Peers.snapshot_servers``.
 
         Raises:
-            SnapshotError: No snapshot is sealed, the agent is unreachable, refuses or hangs, or the next snapshot needs
-                the buffer.
+            SnapshotError: There is no sealed snapshot; or the agent cannot be reached, refuses the copy or does not
+                answer; or the copy was aborted, because the next snapshot needs the buffer.
             Fenced: A newer incarnation exists.
         """
         self.wait_until_sealed()

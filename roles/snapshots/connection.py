@@ -83,8 +83,9 @@ class LocalAgentClient:
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:
         """Send a request; return the answer and its descriptors, which the caller must close.
 
-        With ``retry`` the request is repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent hangs. It is also sent if an
-        earlier request failed less than ``RETRY_DELAY_S`` ago because the agent hung.
+        If an earlier request failed less than ``RETRY_DELAY_S`` ago because the agent hung, the request fails at once
+        and is not sent. With ``retry`` it is sent even then, and repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent
+        hangs.
 
         Raises:
             SnapshotError: The agent refused the request or did not answer.

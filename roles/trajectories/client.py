@@ -105,7 +105,8 @@ class Appended(NamedTuple):
     lost: tuple[int, ...]
     """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
     leased: tuple[Item, ...]
-    """The trajectories that were leased with the append. One in ``lost`` may be among them, with its new prefix."""
+    """The trajectories that were leased with the append. They may include a trajectory in ``lost`` that was leased to
+    this incarnation again; its item then has the prefix that the store has."""
 
 
 class TrajectoryClient:
@@ -229,8 +230,8 @@ class TrajectoryClient:
             faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
 
         Returns:
-            If the reward role must end because of faults of its scorer, the number of groups that these have dropped;
-                otherwise 0.
+            The number of groups that faults of the scorer have dropped, if the reward role must end because of these
+                faults; otherwise 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
         answer = await self._decide(request)
@@ -331,7 +332,7 @@ class TrajectoryClient:
         return answer if isinstance(answer, TurnTokens) else None
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return the newest attempt at an episode with its turns, except those in ``holding``."""
+        """Return the newest attempt at an episode, its turns and the recorded turns, except turns in ``holding``."""
         turns = await self._decide(GetEpisode(self._incarnation, episode, tuple(holding)))
         assert isinstance(turns, EpisodeTurns), turns
         return turns

@@ -187,7 +187,10 @@ class WorkQueue:
         heappush(self._heap, self._entry(track))
 
     def mark_begun(self, group: Group, weights: int | None) -> None:
-        """Count the group as begun with the weights of this step, and move its other trajectories up in the queue."""
+        """Count the group as begun with the weights of step ``weights``.
+
+        If this changes the count, the group's trajectories that wait for a rollout move up in the queue.
+        """
         if self._staleness.mark_begun(group, weights):
             for track in group.answers:
                 if not track.finished and self.leases.holder(track.id) is None:
@@ -273,7 +276,7 @@ class WorkQueue:
         return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
-        """Return whether a trajectory waits that may go to this rollout, because it is not reserved for another one."""
+        """Return whether a waiting trajectory may go to this rollout: one that is not reserved for another rollout."""
         popped = []
         while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
             popped.append(heappop(self._heap))

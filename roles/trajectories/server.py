@@ -112,7 +112,8 @@ NOTE_AFTER_S = 5.0
 """Seconds for which the trainer waits for a batch or part before `rrl status` shows the reason. Shorter waits are
 normal in every step."""
 NOTE_INTERVAL_S = 30.0
-"""Seconds between two notes on the same step, because each note is a record in the manager's journal."""
+"""Minimum time (s) between two calls of :class:`Server`'s ``note`` with a text about the same step. The time is long,
+because each call adds a record to the manager's journal."""
 REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
 UNTAKEN_AFTER_S = 10.0

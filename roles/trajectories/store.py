@@ -293,10 +293,10 @@ class Store:
     ) -> Done | Denied | NotReady:  # fmt: skip
         """Append all segments, or none; repeating the request changes nothing.
 
-        The rollout gives up its leases of the trajectories ``handed_over``. The answer names the trajectories that it
-        should hand over with later appends, so that another rollout continues them. A trajectory whose new tokens are
-        too old for its group to be trained in time is taken away from its rollout (see :meth:`_check_staleness`).
-        ``now`` is the time of the request in seconds; None if it is unknown.
+        The rollout gives up its leases of the trajectories ``handed_over``. The answer names the trajectories that
+        the rollout should hand over with later appends, so that another rollout continues them. A trajectory whose new
+        tokens are too old for its group to be trained in time is taken away from its rollout (see
+        :meth:`_check_staleness`). ``now`` is the time of the request in seconds; None if the time is unknown.
         """
         if rejection := self.check_worker(incarnation):
             return rejection
@@ -419,7 +419,7 @@ class Store:
             self.drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Return a warning for the log that was not returned before; None if there is no new warning."""
+        """Return a warning for people that no earlier call has returned; None if there is none."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:

@@ -118,8 +118,8 @@ class Trajectory(Struct, frozen=True):
     reward: float
     training: float
     masked: tuple[tuple[int, int], ...] = ()
-    """Runs of ``tokens`` that must not be trained, as (index, count). They are given tokens, whose version is
-    ``Version(*NOT_SAMPLED)``, and sampled tokens that another sample of the episode trains."""
+    """Runs of ``tokens`` that must not be trained, as (index, count): runs of given tokens, whose version is
+    ``Version(*NOT_SAMPLED)``, and runs of sampled tokens that another sample of the episode trains."""
 
 
 class Batch(Struct, frozen=True):
@@ -207,7 +207,7 @@ class Part(Struct, frozen=True):
     stale: int = 0
     """Number of groups that the run had dropped as too old before this part was bound."""
     max_age: int = 0
-    """Age, in training steps, of the oldest token of this part and everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and of all groups that the run bound before it."""
     unscored: int = 0
     """Number of groups that the run had dropped before this part was bound, because an answer could not be scored."""
 
@@ -427,7 +427,7 @@ class Done(Struct, frozen=True, tag=True):
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` names: those of the request, and figures of the store."""
     earlier: tuple[StepMetrics, ...] = ()
-    """Metrics of the earlier steps that the :class:`Commit` names, with figures of the store."""
+    """Metrics of the earlier steps that a :class:`Commit` names: those of the request, and figures of the store."""
     leased: tuple[Item, ...] = ()
     """For an :class:`Append` with a request for work: the trajectories that were leased."""
 

@@ -46,7 +46,7 @@ class VersionDirectory:
         self._sources: dict[Incarnation, WeightSource] = {}
         """Replicas that serve ``_version``; the publisher is the first, because it reports first."""
         self.newest: NewestVersion | None = None
-        """The answer to rollouts, as a new object after each change; None while no version is known."""
+        """The answer to ``FollowVersions`` requests: a new object after each change, None while no version is known."""
 
     def report(self, source: WeightSource) -> None:
         """Record which version ``source`` serves. Repeating a report changes nothing."""

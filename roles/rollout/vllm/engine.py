@@ -202,7 +202,7 @@ class VllmEngine:
         self._version = version
 
     def probe(self) -> None:
-        """Generate one token: the next token of the running trajectories, or a new one if none runs."""
+        """Run vLLM until it has generated a token. If no trajectory runs, submit a request for one token first."""
         if not self._running:
             self._submit(_PROBE, [0], 1)
         before = self._tokens

@@ -178,7 +178,10 @@ def repack_embeddings(model: nn.Module) -> None:
 
 
 class Extension:
-    """Adds nothing to vLLM's worker: its name makes the worker import this module."""
+    """An empty extension of vLLM's worker.
+
+    The worker imports this module, because vLLM's configuration names this class.
+    """
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -21,7 +21,8 @@ from .work_sharing import EngineView, Running, Waiting, hand_back, share
 _TOKENS_PER_CHOICE = 4
 """Tokens that an engine appends for each running answer between two choices of moves. A choice compares all answers of
 the engine (10 ms for 512 answers), whereas an append may contain a segment of one answer only. With 512 answers and
-segments of 64 tokens, there is one choice for 32 segments, and 16 choices are made while a segment is generated."""
+segments of 64 tokens, there is one choice for 32 appended segments. So 16 choices are made in the time in which each of
+the 512 answers gets one segment."""
 
 
 class Known(Struct, frozen=True, gc=False):
@@ -38,8 +39,8 @@ class _Engine(Struct):
     appends: AppendTimes = field(default_factory=AppendTimes)
     requested_back: set[int] = set()
     load: EngineLoad | None = None
-    """Sum of the engine's running answers and of those that will move to it; None if these answers have changed since
-    the sum was computed."""
+    """Load of the engine's running answers, without those that it must hand over, and of the answers that will move to
+    the engine. None if any of these answers have changed since the load was computed."""
     tokens: int = 0
     """Number of tokens that the engine has appended since its moves were last chosen."""
     weights: int | None = None

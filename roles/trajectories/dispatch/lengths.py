@@ -45,7 +45,8 @@ _FIRST_WITHIN = 0.6
 _FIRST_BETWEEN = 1.0
 """Assumed variance between the mean logarithms of prompts, until groups are observed."""
 _CENSORED_ITERATIONS = 3
-"""Number of alternating estimates of censored answers and of the mean of their group."""
+"""Number of iterations for a group with censored answers. Each iteration estimates the lengths of these answers from
+the mean of the group, and then estimates the mean again."""
 _FIRST_LOG_LENGTH = math.log(512.0)
 """Assumed mean logarithm of lengths, until groups are observed."""
 _LEAST_EXPLAINED = 0.05
@@ -99,7 +100,7 @@ class LengthState(Struct, array_like=True):
     means: bytes
     counts: bytes
     newest: bytes = b""
-    """Pairs of (expected, observed) mean logarithms of the newest groups."""
+    """For each of the newest groups, the mean logarithm of its answers' lengths: (expected, observed)."""
 
 
 class Lengths:
@@ -115,7 +116,8 @@ class Lengths:
         self._regression = PromptRegression(state.regression if state else None)
         self._moments = _Moments(state.moments if state else None)
         self._newest: deque[tuple[float, float]] = deque(maxlen=_HORIZON_GROUPS)
-        """Mean logarithm of each of the newest groups, as (value expected before its answers began, observed value)."""
+        """For each of the newest groups, the mean logarithm of its answers' lengths: (value that was expected before
+        the answers began, observed value)."""
         self._history: dict[bytes, tuple[float, float]] = {}
         """For each prompt, (mean logarithm, effective number of answers in this mean). The most recent prompt is the
         last."""
@@ -178,7 +180,10 @@ class Lengths:
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return an estimate from the mean and variance of an earlier :meth:`expect`, and the present ``within``."""
+        """Return an estimate with the ``mean`` and ``variance`` that an earlier call of :meth:`expect` returned.
+
+        Its :attr:`GroupEstimate.within` is the variance within groups that is known now.
+        """
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
@@ -256,7 +261,10 @@ def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> lis
 
 
 def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
-    """Return the mean logarithm of answers, and the sum of squared deviations, with estimates for censored answers."""
+    """Return the mean logarithm of the answers' lengths, and the sum of the squared deviations.
+
+    For a censored answer, both use an estimate of the logarithm.
+    """
     logs = [math.log(answer.tokens) for answer in answers]
     censored = [_is_censored(answer, limit) for answer in answers]
     if not any(censored):
@@ -385,7 +393,10 @@ class _Moments:
         self._within += (variance - self._within) / self._within_count
 
     def add_drift(self, change: float, noise: float) -> None:
-        """Add the change of a prompt's mean logarithm since its earlier answers; ``noise`` is its sampling variance."""
+        """Add a change of the mean logarithm of a prompt's answer lengths since the prompt's earlier answers.
+
+        ``noise`` is the sampling variance of ``change``.
+        """
         self._drifts = min(self._drifts + 1.0, float(_HORIZON_GROUPS))
         self.drift_mean += (change - self.drift_mean) / self._drifts
         self._drift_square += ((change - self.drift_mean) ** 2 - noise - self._drift_square) / self._drifts
@@ -398,7 +409,7 @@ class _Moments:
 
     @property
     def drift_variance(self) -> float:
-        """Variance of the change of a prompt's mean logarithm from one of its groups to the next."""
+        """Variance of the change, between two successive groups of a prompt, of the mean logarithm of their lengths."""
         weight = self._drifts / (self._drifts + 8.0)
         return _FIRST_BETWEEN * (1.0 - weight) + weight * max(0.0, self._drift_square)
 
@@ -413,14 +424,17 @@ class _Moments:
 
     @property
     def typical(self) -> tuple[float, float]:
-        """Mean and variance of a prompt's mean logarithm, if nothing is known about the prompt."""
+        """Estimate of the mean logarithm of a prompt's answer lengths, as (mean, variance), for an unknown prompt."""
         pairs = self._predicted
         if pairs.count < 2:
             return (pairs.y if pairs.count else _FIRST_LOG_LENGTH), _FIRST_BETWEEN
         return pairs.y, max(_SMALLEST_VARIANCE, pairs.yy - self._noise)
 
     def calibrated(self, predicted: float) -> tuple[float, float]:
-        """Return mean and variance of a prompt's mean logarithm, given the prediction of the regression."""
+        """Return an estimate of the mean logarithm of a prompt's answer lengths, as (mean, variance).
+
+        ``predicted`` is the prediction of the regression for the prompt.
+        """
         pairs = self._predicted
         if not pairs.correlated:
             return self.typical

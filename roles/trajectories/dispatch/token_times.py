@@ -27,9 +27,9 @@ _FIRST_TOKEN_S = 0.02
 _SHORTEST_TOKEN_S = 1e-7
 """Seconds below which an observation is an error of the clock."""
 _GROWTH_PER_ANSWER = 1 / 64
-"""Growth g of the seconds for a token with the number b of running answers, where nothing is observed: the seconds are
-assumed to be proportional to 1 + g * b. The value is between those of a dense 7B model on a GPU (1/160) and of a CPU
-(1/4)."""
+"""Assumed growth g of the time that a token takes. Where the time was not observed, it is assumed to be proportional to
+1 + g * b, where b is the number of running answers. The value is between those of a dense 7B model on a GPU (1/160) and
+of a CPU (1/4)."""
 _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
@@ -45,12 +45,12 @@ Observed times are near 0 if the engine's cache already has the prefix."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
-    """Times of a rollout, observed in its appends, in the order of observation."""
+    """Durations that were observed in the appends of one rollout, in the order of observation."""
 
     tokens: tuple[tuple[int, float], ...] = ()
     """Pairs of (number of running answers, seconds for one token of each answer)."""
     reads: tuple[float, ...] = ()
-    """Seconds to read a token of a prefix."""
+    """Seconds to read one token of a prefix: one value per observation."""
 
 
 class TokenTimes:

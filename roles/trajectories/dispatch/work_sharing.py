@@ -13,9 +13,9 @@ in the order of creation.
 A running answer moves only if nothing waits and its engine is expected to finish last. In addition, the gain must be
 large enough. The gain is the decrease of the expected time until both engines are done, less the cost of reading the
 prefix again. It must be at least twice this cost, and at least the share :data:`_LEAST_GAIN` of the time that the
-engine still needs. Both engines count because an answer that may become long delays either engine equally: moving it
-only for this reason gains nothing. An answer moves again only once its prefix is twice as long, so that all its moves
-together read less than twice its length.
+engine still needs. The gain is computed for both engines together, because an answer that may become long delays the
+new engine as much as the old one, so a move for this reason alone gains nothing. An answer moves again only once its
+prefix is twice as long, so that all its moves together read less than twice its length.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _CLASSES_PER_OCTAVE = 2
 """Number of classes of expected length per factor 2. Smaller classes would be noise, because the logarithm has an error
 of 0.3 to 0.6."""
 CONSIDERED = 256
-"""Number of first waiting answers among which one decision chooses. The limit bounds the time of the decision."""
+"""Number of waiting answers, from the first one on, among which one decision chooses. The limit bounds the time of the
+decision."""
 _DEALT = 64
-"""Number of first waiting answers that each go to the engine that would finish first with them. In a batch, these are
-the longest answers, which decide when the step ends."""
+"""Number of waiting answers, from the first one on, of which each goes to the engine that would finish first with it.
+In a batch, these are the longest answers, which decide when the step ends."""
 _CANDIDATES = 2
 """Number of engines that are compared for each answer that is dealt out: those that finish first."""
 _COST_FACTOR = 2.0
@@ -44,7 +45,8 @@ _LEAST_GAIN = 0.05
 """Minimum expected gain of a move, as a share of the time that the answer's engine still needs. Estimates of a few
 percent are noise: with 0.02, moves on engines with a flat τ lost 1 % in simulation."""
 _LONGEST, _SHORTEST, _TARGETS = 4, 3, 2
-"""Number of an engine's longest and shortest answers, and of target engines, among which a move is chosen."""
+"""A move is chosen among this many longest and this many shortest answers of an engine, and among this many engines to
+which an answer may move."""
 
 
 class EngineView(Struct):
@@ -199,5 +201,8 @@ def hand_back(
 
 
 def _expected(curve: Curve) -> float:
-    """Return a sort key for the expected tokens left, in which each range weighs twice as much as the one before."""
+    """Return a sort key for the number of tokens that an answer is still expected to get.
+
+    The key is the sum of the curve's probabilities, each with twice the weight of the preceding one.
+    """
     return sum(p * 2.0**index for index, p in enumerate(curve[0]))

@@ -54,8 +54,8 @@ class Audit(Struct, frozen=True):
     parts: dict[int, tuple[tuple[int, ...], ...]] = {}
     """Groups of each part of every step that was ever bound in parts, by step. The newest step may lack groups."""
     ages: dict[int, int] = {}
-    """Number of tokens in committed steps by their age in training steps. A step is missing if an older version of rrl
-    has deleted its tokens without counting them."""
+    """Number of tokens in committed steps by their age in training steps. The tokens of a step are not included if an
+    older version of rrl has deleted them without counting them."""
     episodes: dict[str, float] = {}
     """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them. Empty
     in a job without agents, and in an audit that was computed from the records alone."""

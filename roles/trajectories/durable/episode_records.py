@@ -149,7 +149,7 @@ class EpisodeRecords:
 
 
 def records_of(track: TrajectoryState) -> Iterator[Record]:
-    """Yield the records of a trajectory or turn that are needed after its creation, except its score."""
+    """Yield the records that restore a trajectory or turn, except the records of its creation and of its score."""
     if track.writer is not None:
         yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
     if (episode := track.episode) is None:

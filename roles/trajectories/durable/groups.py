@@ -163,7 +163,7 @@ def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[t
 
 
 def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:
-    """Return these turns and all their ancestors, including ancestors without a token in the paths of these turns."""
+    """Return these turns and all their ancestors, even ancestors that contribute no token to the turns' paths."""
     result: set[int] = set()
     for number in turns:
         current: int | None = number
@@ -192,7 +192,7 @@ def parent_of(turn: TrajectoryState) -> TrajectoryState:
 
 
 def _path_before(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> tuple[int, ...]:
-    """Return the tokens of the path of a turn before its sampled tokens."""
+    """Return the tokens of a turn's path that precede the tokens sampled for this turn."""
     tokens: list[int] = []
     for each, count in ancestry(turn, turns):
         assert each.turn is not None

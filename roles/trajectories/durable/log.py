@@ -113,7 +113,7 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Return the number of a flush later than flush ``torn`` of which ``rest`` has a complete frame.
+    """Return the number of a flush that is later than flush ``torn`` and that has a complete frame in ``rest``.
 
     Returns None if there is no such flush. ``rest`` is the end of a log, from the first unreadable byte on.
     """

@@ -130,7 +130,7 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     stale: int
     """Number of groups that the run had dropped as stale before this part."""
     max_age: int
-    """Age, in training steps, of the oldest token of this part and of everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and of all groups that the run bound before it."""
     ages: dict[int, int]
     """Number of tokens of the part by their age in training steps."""
     unscored: int = 0

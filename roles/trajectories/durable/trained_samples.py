@@ -1,10 +1,10 @@
 """The data that a trainer reads of a group: the samples of its trajectories, their digest and their tokens' ages.
 
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
-turns (:attr:`.groups.EpisodeState.counted`). A leaf is a turn with tokens whose whole path is not the beginning of
-another counted turn's path. A sample consists of the path of its leaf. A sampled token counts in one sample only: the
-first sample, in the order of the turns, that contains it. Given tokens never count, and the answers of foreign turns
-are given tokens.
+turns (:attr:`.groups.EpisodeState.counted`). Only a turn that has sampled tokens and is not foreign can be a leaf. It
+is a leaf if no other such turn's path begins with its whole path. A sample consists of the path of its leaf. A sampled
+token counts in one sample only: the first sample, in the order of the turns, that contains it. Given tokens never
+count, and the answers of foreign turns are given tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _TOKEN_BYTES = 8
 _RUN_BYTES = 28
 """Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
 _TRAJECTORY_BYTES = 64
-"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers). The same bound holds for
-the bytes of a group without its prompt and trajectories."""
+"""Upper bound of the bytes of a trajectory in a message besides its tokens and runs: numbers, scores and headers. The
+same bound holds for the bytes of a group besides its prompt and trajectories."""
 
 
 def packed(track: TrajectoryState) -> list[PackedTrajectory]:

@@ -83,7 +83,10 @@ class Follow(Struct, frozen=True, tag=True):
 
 
 class GetEpisode(Struct, frozen=True, tag=True):
-    """Request for the newest attempt at an episode with its turns. Answered with :class:`EpisodeTurns`."""
+    """Request for the newest attempt at an episode, the turns of this attempt, and the recorded turns.
+
+    Answered with :class:`EpisodeTurns`.
+    """
 
     incarnation: Incarnation
     episode: int

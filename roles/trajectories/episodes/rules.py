@@ -233,7 +233,7 @@ class Episodes:
         return LeasedEpisodes(() if track is None else (self._item(track),))
 
     def _begin(self, incarnation: Incarnation, request: str | None) -> TrajectoryState | None:
-        """Begin an attempt at the next episode and return it; return None if no episode may begin now."""
+        """Begin an attempt at the next episode. Return the episode, or None if no episode may begin now."""
         weights = self._state.committed if self._rules.newest_weights is None else self._rules.newest_weights
         while True:
             track = self._first()

@@ -226,8 +226,8 @@ class Bindings:
 
         A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step
         must have been trained on the batch that is bound to it. The request may be repeated. The metrics are written
-        before the commit, because metrics of an uncommitted step are never read. This is rule 4 of docs/architecture.md
-        ("Exactly once").
+        before the commit. This is safe, because metrics of an uncommitted step are never read. The method implements
+        rule 4 of docs/architecture.md ("Exactly once").
         """
         before, committed = self._state.commitments.get(number), self._state.committed
         described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}

@@ -211,7 +211,7 @@ class Evaluations:
     def append(
         self, incarnation: Incarnation, packed: Iterable[PackedSegment], finished: Iterable[int]
     ) -> tuple[Callable[[], None], set[int]]:
-        """Check the segments of evaluated answers in an append, and ignore all others.
+        """Check the segments of an append that belong to answers of the evaluation; ignore all other segments.
 
         Returns:
             A function that appends the segments, to be called only if no answer of the append is lost; and the numbers
@@ -303,7 +303,8 @@ RESEND_S = 5.0
 class EvaluationReports:
     """Reports the results of evaluations to the manager, each until the manager confirms it.
 
-    A result is reported only after the flush that makes it durable, since the server calls :meth:`send` between rounds.
+    Every reported result is durable, because a round of the server flushes its records before the event loop can run
+    :meth:`send`.
 
     Args:
         evaluations: The evaluations.

@@ -24,7 +24,7 @@ last step first; Hall's condition). With ``late = "wait"`` every change preserve
 
       m <= C(v) + F + P * (v + N - L) - B(v)   for every v >= L - N.                                       (**)
 
-  The store takes no more groups than (**) allows, and if these are fewer than a part needs, it postpones the part. For
+  The store takes no more groups than (**) allows. If a part needs more groups, the store postpones the part. For
   v = L - N, (**) says that the step keeps a place for every incomplete group that no later step may train.
 - The last part of a step, or a step that is bound as a whole, is the case m = F. Then (*) for v = L - N says that no
   group begun with these weights is left. For later v, (*) is the same condition when step L + 1 has become the newest
@@ -36,9 +36,9 @@ last step first; Hall's condition). With ``late = "wait"`` every change preserve
 
 No process waits forever. While the trainer waits for m <= F groups of step L + 1, a rollout with weights of step L - N
 or newer can lease every begun trajectory that is not leased. Once all begun groups are complete, C(v) = B(v), and (**)
-allows F groups. If there are fewer than m, the rollout can begin another group: B(v) < m <= F satisfies (*) with one
-group more, and F unbound groups are always allowed. N therefore also determines how often the trainer must publish: at
-least once in N + 1 steps.
+allows F groups. If there are fewer than m complete groups, the rollout can begin another group: since B(v) < m <= F,
+(*) still holds with the new group, and F unbound groups are always allowed. N therefore also determines how often the
+trainer must publish: at least once in N + 1 steps.
 
 With ``late = "drop"`` a part or binding waits for no group. When a step is bound completely, the groups that have
 become too old for the next step are dropped, so that short answers are trained more often than long ones. No group
@@ -56,7 +56,8 @@ from ..durable.groups import Group
 from ..durable.state import State
 
 _WARNING_WINDOW_BATCHES = 10
-"""Number of batches of groups that are trained or dropped between two evaluations of the share of dropped groups."""
+"""Size, in batches, of the window for which the share of dropped groups is computed. The window counts the groups that
+were bound to a step or dropped because of their age."""
 
 
 class StalenessLimit:
@@ -101,9 +102,10 @@ class StalenessLimit:
         return self._begun.get(group.created.group, inf)
 
     def mark_begun(self, group: Group, weights: int | None) -> bool:
-        """Count the group as begun with the weights of this step, unless it was begun with the same or older weights.
+        """Count the group as begun with the weights of step ``weights``; return whether this changed the count.
 
-        Returns whether the count changed.
+        The count does not change if the group was begun with the same or older weights, if it is bound, if ``weights``
+        is None, or if there is no limit.
         """
         if self._limit is None or weights is None or group.bound is not None or self.begun_with(group) <= weights:
             return False
@@ -150,8 +152,9 @@ class StalenessLimit:
     def bindable(self) -> float:
         """Return how many complete groups the open step may take now, so that all others can still be trained in time.
 
-        This is condition (*) of the module's docstring. The groups are taken in the order of their last steps. The
-        result may be larger than the number of complete groups. It is inf with ``late = "drop"`` or without a limit.
+        The module's docstring derives this number as (**). The groups are taken in the order of the last steps that may
+        train them. The result may be larger than the number of complete groups. It is inf if nothing limits the number,
+        so always with ``late = "drop"`` or without a limit.
         """
         return min((count for _, count in self._bindable_by_weights()), default=inf)
 
@@ -165,7 +168,11 @@ class StalenessLimit:
         return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
 
     def _bindable_by_weights(self) -> Iterator[tuple[int, int]]:
-        """Yield each step v with which groups were begun, and how many groups (**) in the module docstring allows."""
+        """Yield (v, number of groups that (**) in the module's docstring allows for v), in ascending order of v.
+
+        Each v is the step of the weights that unbound groups were begun with. Nothing is yielded with ``late = "drop"``
+        or without a limit.
+        """
         if self._limit is None or not self.wait_for_late:
             return
         begun = complete = 0
@@ -189,7 +196,10 @@ class StalenessLimit:
                 fitted += 1
 
     def incomplete(self, weights: int) -> list[Group]:
-        """Return the incomplete groups begun with these or older weights, in the order of their last steps."""
+        """Return the incomplete groups that were begun with the weights of step ``weights`` or with older weights.
+
+        The groups are in the order of the last steps that may train them.
+        """
         late = [group for group in self._unbound() if group.unscored and self.begun_with(group) <= weights]
         return sorted(late, key=lambda group: (self.begun_with(group), group.created.group))
 
