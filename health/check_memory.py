@@ -79,7 +79,10 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the stored memory; without a file of this boot, or if another user may have written it, an empty one."""
+    """Return the stored memory, or an empty memory if no valid file of this boot exists.
+
+    A file that another user may have written is not valid.
+    """
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)

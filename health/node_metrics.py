@@ -23,8 +23,8 @@ from ..core.types import Finding, NodeName, Verdict
 from .checks.xid_events import XidEvent
 
 MAX_FINDING_SERIES = 200
-"""Maximum number of findings with a time series of their own; FAIL comes before WARN. A node has at most some dozens of
-findings."""
+"""Maximum number of findings with a time series of their own. If there are more, findings with FAIL have priority over
+findings with WARN. A node has at most some dozens of findings."""
 FILE_MODE = 0o644
 """Mode of the file, which node_exporter reads as another user."""
 

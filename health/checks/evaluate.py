@@ -52,8 +52,8 @@ _FAILED_STATES = ("hung", "broken")
 def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
-    A reader should work in three cases: the rules require it; its state is hung or broken, so that its source exists;
-    or it is NVML's reader and has returned data before.
+    A reader should work in three cases: the rules require it; its state is hung or broken, which shows that its source
+    exists; or it is NVML's reader and has returned data before. The caller has checked that the newest read failed.
     """
     gone = reader == "nvml" and reader in state.last_data
     return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone

@@ -14,12 +14,13 @@ from .node_state import REGISTERING_STATES, NodeState
 
 _MINUTE_S = 60.0
 _CRC_WINDOW_S = 60.0
-"""Window (s) over which the rate of CRC errors is averaged. NVML's reader samples the NVLink counters every 20 s."""
+"""Window (s) over which the rate of CRC errors is averaged. It contains about three samples, because NVML's reader
+samples the NVLink counters every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
 """Substrings of the names of GPUs whose links are wired on their board."""
 _ON_BASEBOARD = ("NVIDIA H200", "NVIDIA B200")
-"""Names of GPUs that exist only on the baseboards of HGX and DGX systems, whose links lead to NVSwitches. The PCIe card
-``NVIDIA H200 NVL`` has another name."""
+"""Names of GPUs that exist only on the baseboards of HGX and DGX systems. The links of these GPUs lead to NVSwitches. The
+PCIe card ``NVIDIA H200 NVL`` has another name."""
 
 
 def _numbers(links: list[int]) -> str:

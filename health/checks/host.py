@@ -35,8 +35,8 @@ def _host(state: NodeState) -> HostData:
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Fail the node if a mount does not answer.
 
-    One run of the check suffices if ``MOUNT_ATTEMPTS`` processes have waited for an answer of the mount, the first of
-    them for ``mount_hung`` s, while another mount answers.
+    One run of the check suffices for a FAIL if all of these conditions hold: ``MOUNT_ATTEMPTS`` processes wait for an
+    answer of the mount, the first of them has waited for ``mount_hung`` s, and another mount answers.
     """
     probed = set()
     mounts = _host(state).mounts

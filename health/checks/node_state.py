@@ -57,7 +57,8 @@ class CounterHistory:
         self._rises: list[tuple[float, int]] = []
         """(time in s, total from then on) of each increase, oldest first."""
         self._fallen: _BeforeFall | None = None
-        """Values before the last decrease (of several in a row, before the first); None after the next increase."""
+        """Values before the counter decreased; None if it has not decreased since its last increase. If the counter has
+        decreased several times in a row, these are the values before the first of these decreases."""
 
     def add(self, at: float, total: int) -> None:
         """Add the total that was read at time ``at`` (s)."""

@@ -39,8 +39,8 @@ _NVML_SETTLE_S = 2.0
 """An NVML sample that ends at least this time (s) after an Xid certainly began after the Xid: NVML is sampled once a
 second."""
 _NVML_WAIT_S = 15.0
-"""Seconds for which the check waits for an NVML sample that began after an Xid. A sample that takes 10 s counts as
-hung."""
+"""Seconds for which the check waits for an NVML sample that began after an Xid. A longer time is not needed, because a
+sample that takes 10 s counts as hung."""
 _DRIVER_DECIDES = (160, 162)
 """Xids for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU. They do not count if
 the driver states that no action is needed."""
@@ -91,9 +91,10 @@ class _Gpu:
         return read and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
-        """Return whether the next NVML sample must decide about the event.
+        """Return whether the event must wait for the next NVML sample, which decides whether the event counts.
 
-        The last sample shows a healthy GPU, but may be older than the event.
+        The event waits, for at most ``_NVML_WAIT_S``, if NVML can contradict its Xid, and if the last sample shows a
+        healthy GPU but may be older than the event.
         """
         newest = self.state.newest.get("nvml")
         due = newest is not None and newest.state == "read" and newest.at < event.last_reported_at + _NVML_SETTLE_S

@@ -24,7 +24,8 @@ THROUGHPUT_WINDOW_S = 60.0
 """Length (s) of a round of a role that generates tokens."""
 SLOW_ROLLOUT_SHARE = 0.5
 """A rollout is slow if its rate is below this share of the median rate of the other rollouts. NVRx uses 0.75 for ranks
-with equal work. Rollouts have unequal work: fewer concurrent answers give fewer tokens per second."""
+with equal work. The share is smaller here, because rollouts have unequal work: fewer concurrent answers give fewer
+tokens per second."""
 SLOW_RANK_SHARE = 0.75
 """A rank is slow if the median pass time of the other ranks is below this share of its own pass time (NVRx)."""
 STRAGGLER_ROUNDS = 5

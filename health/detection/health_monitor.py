@@ -229,8 +229,8 @@ class HealthMonitor:
     def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
         """Record a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
 
-        ``stack`` is the equal stack of all members, with line numbers. It is None if their stacks differ, or if one of
-        them is not known.
+        ``stack`` is the stack, with line numbers, that all members have in common. It is None if the members' stacks
+        differ, or if the stack of a member is not known.
         """
         for view in self.replicas.values():
             if view.incarnation.gang == gang:
@@ -294,10 +294,10 @@ class HealthMonitor:
             self._update_storage_stalls()
 
     def needs_suspend_check(self, limits: Limits, now: float) -> bool:
-        """Return whether the cluster must be polled because a node is silent: its job may be suspended.
+        """Return whether the cluster must be polled because the job of a silent node may be suspended.
 
-        A poll is needed only if no poll since the node's last message has shown whether its job is suspended. The
-        cluster is polled before such a node is excluded.
+        A poll is needed only if the cluster has not reported, since this node fell silent, whether the node's job is
+        suspended (:meth:`.records.NodeView.suspension_checked`). The poll must precede the exclusion of the node.
         """
         return any(
             node_view.agent is not None

@@ -59,16 +59,17 @@ class LoadHistory:
     latest_at: float | None = None
     """Time of the newest load."""
     idle_since: float | None = None
-    """Time since which neither CPU nor GPU has worked, according to loads without a gap."""
+    """Time since which neither CPU nor GPU has worked; None if one of them works. After a gap between two loads
+    (``MAX_LOAD_GAP_S``), only the time after the gap counts."""
     idle_loads: int = 0
-    """Number of consecutive idle loads."""
+    """Number of consecutive loads in which neither CPU nor GPU worked; 0 if the newest load shows work."""
     gpu_idle_since: float | None = None
     """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens that are reported after this
-    time are doubtful."""
+    time are doubtful, because this GPU has not generated them."""
     spinning_since: float | None = None
     """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
-    """Number of consecutive spinning loads."""
+    """Number of consecutive loads in which the GPU was spinning; 0 if it was not in the newest load."""
     working: bool = False
     """Whether the newest load shows a running kernel; without a GPU, whether it shows a working CPU."""
     kernel_active: bool = False
@@ -235,8 +236,8 @@ SUSPEND_CHECK_HEARTBEATS = 4
 """Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured:
 immediately)."""
 FLAP_COUNT = 4
-"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` at which a node counts as flapping. A restart of slurmd
-or slurmctld causes one or two losses."""
+"""If the state of a node changes from ``up`` to ``down`` or ``unknown`` this often within ``FLAP_WINDOW_S``, the node
+counts as flapping. A restart of slurmd or slurmctld causes one or two such changes."""
 FLAP_WINDOW_S = 600.0
 """Time (s) within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")
@@ -440,7 +441,8 @@ class NodeView:
     """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at the same
     time."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
-    """Times of the last losses of the state ``up``."""
+    """Times of the node's last flaps: polls that no longer reported it as ``up``, although most other nodes kept their
+    state."""
     storage_stall: StorageStall = _NO_STALL
     """Storage stall that the node's agent reports."""
 
@@ -454,7 +456,10 @@ class NodeView:
         self.former_agent = None
 
     def suspension_checked(self, limits: Limits) -> bool:
-        """Return whether a poll after the node fell silent reported whether its job is suspended."""
+        """Return whether the cluster has reported, since the node fell silent, whether the node's job is suspended.
+
+        Only a poll at least ``SUSPEND_CHECK_HEARTBEATS`` heartbeat intervals after the node's last message counts.
+        """
         since = self.last_message_at
         if since is None:
             since = self.agent.last_message_at if self.agent else 0.0

@@ -43,7 +43,7 @@ from .user_files import (
 VERSION = 4
 """Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
-"""Uids whose findings need no second witness. Root can drain nodes anyway."""
+"""Uids whose findings need no second witness: only root, because root can drain nodes anyway."""
 _HEAD_BYTES = 512
 """Number of bytes at the beginning of a file that identify it."""
 _BUSY_TIMEOUT_S = 30.0

@@ -112,7 +112,10 @@ def changes(
 
 
 def _recorded_verdict(finding: Finding) -> Verdict:
-    """Return the verdict in the history: a FAIL that a user or software caused is a WARN, as in the records of runs."""
+    """Return the verdict with which the history records a WARN or FAIL: a FAIL only if its cause is hardware.
+
+    A FAIL with any other cause, such as a user or software, is recorded as WARN.
+    """
     return Verdict.WARN if finding.cause not in HARDWARE_CAUSES else finding.verdict
 
 

@@ -1,7 +1,8 @@
-"""Open files in the calling user's folder of a history, which is itself writable for every user.
+"""Open files in the calling user's folder inside a history folder.
 
-Another user may have put a link or a folder of any name there, to make root write elsewhere. So the user's folder is
-opened without following a link, its owner is checked on the opened folder, and files are opened relative to it.
+Every user may write to the history folder. So another user may have put a link or a folder of any name into it, to make
+root write elsewhere. For this reason the calling user's folder is opened without following a link, the owner of the
+opened folder is checked, and files are opened relative to it.
 """
 
 from __future__ import annotations

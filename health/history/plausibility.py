@@ -150,7 +150,10 @@ def _overclaimed(runs: Collection[RunHistory], gpus_of: Mapping[str, int]) -> se
 
 
 def _overlap(claims: Sequence[tuple[Span, int]], gpus: int) -> bool:
-    """Return whether more than ``gpus`` are claimed at the same time, for longer than successive runs can explain."""
+    """Return whether the claims exceed ``gpus`` GPUs for longer than the overlap of successive runs can last.
+
+    A claim is an interval with a number of GPUs. ``MAX_OVERLAP_S`` and ``MAX_OVERLAP_SHARE`` limit the overlap.
+    """
     changes = sorted(change for (start, end), count in claims for change in ((start, count), (end, -count)))
     claimed, since, excess = 0, 0.0, 0.0
     for at, change in changes:
@@ -160,8 +163,9 @@ def _overlap(claims: Sequence[tuple[Span, int]], gpus: int) -> bool:
 
 
 def _affordable(recovery: RecoveryDone, gpus: int) -> bool:
-    """Return whether ``gpus`` could provide these GPU-hours between the failure and the recovery.
+    """Return whether ``gpus`` GPUs could provide the GPU-hours of ``recovery`` between the failure and the recovery.
 
-    ``gpus`` counts all nodes that the run ever held, because a run often waits for a lost node.
+    ``gpus`` is the number of GPUs of all nodes that the run ever held. Nodes that the run no longer holds count too,
+    because a run often waits for a lost node.
     """
     return recovery.gpu_hours * 3600.0 <= gpus * (recovery.at - recovery.since) * ROUNDING_FACTOR + 1.0

@@ -145,12 +145,16 @@ WEIGHTS = {
     "excluded_by_users": 0.10,
     "node_failures_together": 0.05,
 }
-"""Weights of the signals. ``node_failures_alone``: incidents of infrastructure on this node only; ``failure_rate``: 1
-if the node fails significantly more often than the site's nodes; ``out_of_service``: days on which the node was drained
-or a drain was requested; ``hardware_findings``: days on which a check failed with proof or on this node only; ``xids``:
-findings of Xids; ``excluded_by_users``: users whose runs excluded the node (each user counts once; the weakest of
-Meta's signals); ``node_failures_together``: incidents that other nodes had at the same time, perhaps because of the
-fabric."""
+"""Weights of the signals. The weight of a signal counts once for each occurrence of the signal:
+
+- ``node_failures_alone``: incident of infrastructure on this node only.
+- ``failure_rate``: at most once, if the node fails significantly more often than the other nodes of the site.
+- ``out_of_service``: day on which a run drained the node or requested a drain.
+- ``hardware_findings``: day on which a hardware check failed with proof or on this node only.
+- ``xids``: day on which the findings about Xids of one GPU began.
+- ``excluded_by_users``: user whose runs excluded the node (the weakest of Meta's signals).
+- ``node_failures_together``: incident that other nodes had at the same time, perhaps because of the fabric.
+"""
 
 
 class Signals(Struct, frozen=True):

@@ -183,7 +183,7 @@ class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
 
 
 class NodeChecks(Struct, frozen=True, tag_field="kind", tag="node_checks"):
-    """First line of a file with the findings of a node's own checks, which no run made (``check_records``)."""
+    """First line of a file with the findings of a node's own checks (``check_records``). The file belongs to no run."""
 
     at: float
     node: str

@@ -81,7 +81,10 @@ class Rejections:
             self._more[user] = self._more.get(user, 0) + 1
 
     def lines(self) -> tuple[str, ...]:
-        """Return one line per named file, and one per user with further files."""
+        """Return one line with the reason for each of the first ``MAX_USER_REASONS`` files of each user.
+
+        If more files of a user were not read, a further line gives their number.
+        """
         named = [line for reasons in self._reasons.values() for line in reasons]
         more = [f"{count} more files of {user}" for user, count in self._more.items()]
         return tuple(sorted(named)) + tuple(sorted(more))

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .samples import Data
 
 START_TIMEOUT_S = 20.0
-"""Seconds that importing and creating a reader may take. Its code may be on slow shared storage."""
+"""Seconds that importing and creating a reader may take. The limit is high, because the code of the reader may be on
+slow shared storage."""
 
 
 class NotInstalled(Exception):

@@ -1,9 +1,12 @@
 """Probe paths whose file systems may hang, each in a short-lived process of its own.
 
-A process that does not return is left running, and its path counts as unanswered until it returns. A single waiting
-process proves little, because its request may have been lost and the next request may be answered. So
-:data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes, started one after another, probe such a path within one
-read. The path answers if any of these processes returns.
+If the first process for a path does not return, further processes are started one after another, up to
+:data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes within one read. A single waiting process proves little,
+because its request may have been lost and the next request may be answered. The path answers if any of these processes
+returns.
+
+Processes that do not return are left running. Until one of them returns, their path counts as unanswered, and no new
+process is started for it.
 """
 
 from __future__ import annotations
@@ -91,9 +94,9 @@ class Mounts:
         self._probes[look.answer_fd] = look
 
     def _gather(self, waited: Collection[str], timeout_s: float) -> dict[str, _MountAnswer]:
-        """Wait up to ``timeout_s`` seconds for the answers of the paths ``waited``, and return all answers by path.
+        """Wait up to ``timeout_s`` s until all paths in ``waited`` have answered, and return the new answers by path.
 
-        Kills the other probes of a path that has answered.
+        Answers of other paths are returned too. Once a path has answered, the other probes of this path are killed.
         """
         found: dict[str, _MountAnswer] = {}
         deadline = time.monotonic() + timeout_s

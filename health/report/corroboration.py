@@ -39,7 +39,7 @@ class Signal(Struct, frozen=True):
     trusted: bool
     """Whether root is among the witnesses."""
     confirmed: bool = False
-    """Whether the signal is proof of failed hardware that the node's own record contains too."""
+    """Whether the signal is proof of failed hardware, and the node's own record confirms it (:func:`confirmed`)."""
 
 
 def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
@@ -57,9 +57,10 @@ def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
 
 
 def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
-    """Return the users whose evidence accuses the node of this finding; empty if there are too few.
+    """Return the users whose evidence accuses the node of the reported fault; empty if the evidence does not suffice.
 
-    ``by_check`` is True if the site's own check has drained the node.
+    The evidence of two users suffices. The evidence of one user suffices if root has recorded evidence of the same
+    cause, or if the finding is proof and the site's own check has drained the node (``by_check``).
     """
     same_cause = witnesses.get(raised.finding.cause, Witnesses())
     users = same_cause.users | {raised.user}
@@ -68,7 +69,11 @@ def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_c
 
 
 def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
-    """Return whether the finding is proof of failed hardware that the node's own record contains too."""
+    """Return whether the finding is proof of failed hardware, and the node's own record confirms it.
+
+    The node's own record confirms the finding if root has recorded evidence of the same cause, or if the site's own
+    check has drained the node (``by_check``).
+    """
     repeated = by_check or witnesses.get(raised.finding.cause, Witnesses()).trusted
     return raised.finding.proof and raised.finding.cause in HARDWARE_CAUSES and repeated
 

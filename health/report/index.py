@@ -66,7 +66,7 @@ class RecordIndex:
         return sorted(named if only is None else named & only)
 
     def held_s(self, node: str, since: float) -> float:
-        """Return the seconds in which any run held the node from ``since`` on."""
+        """Return for how many seconds after ``since`` at least one run held the node."""
         spans = rates.merge_intervals(span for span, _ in self.spans.get(node, ()))
         return rates.total_length(rates.clip(spans, since, self.now))
 

@@ -40,7 +40,8 @@ CORRELATED_SHARE = 0.2
 The circuit breaker uses the same share (docs/sources.md)."""
 SETTLE_S = 30.0
 """Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
-readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
+time suffices for three samples of the readers of fabric (every 5 s) and host (every 10 s), because a finding may need
+three samples."""
 MOST_SHARE = 0.5
 """If equal findings occur on more than this share of the run's nodes (on at least two nodes), even findings with proof
 are held back."""
@@ -223,8 +224,8 @@ def _is_silent(finding: Finding) -> bool:
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
     """Return whether the finding is held back for its first ``SETTLE_S``, so that other nodes can report it too.
 
-    This applies to a finding without proof about fabric or storage, on a node where a role runs, because it would move
-    the role to another node.
+    This applies to a finding without proof about the fabric or storage of a node where a role runs, because such a
+    finding would move the role to another node.
     """
     return (
         not finding.proof
@@ -246,9 +247,9 @@ def _kind(finding: Finding) -> SharedCauseKind:
 def _recent(
     suspects: Collection[Finding], first: Mapping[str, float], state: CorrelationState, now: float
 ) -> dict[SharedCauseKind, dict[NodeName, float]]:
-    """Return, for each kind, the nodes that began to report it within ``WINDOW_S``, and when (s) they began.
+    """Return for each kind of shared cause the nodes with such findings, and when (s) the newest one of a node began.
 
-    Nodes that no longer report the kind are included.
+    A node that no longer has such a finding is included if its finding began within the last ``WINDOW_S``.
     """
     recent: dict[SharedCauseKind, dict[NodeName, float]] = {}
     for kind, nodes in state.recent.items():

@@ -20,8 +20,8 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""Minimum time (s) for which each member without a finding must have been inactive before a gang whose members are all
-inactive counts as stalled. A shorter time proves nothing: DCGM's tensor core activity is up to 15 s older than NVML's
+"""If all members of a gang are inactive, the gang counts as stalled only once each member without a finding has been
+inactive for this time (s). A shorter time proves nothing: DCGM's tensor core activity is up to 15 s older than NVML's
 kernel activity, so a member that has just resumed work seems to spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang. Of their findings, one per gang is kept."""
@@ -32,8 +32,8 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 
     The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
     dropped if the loads do not show this member, or if the gang has another FAIL finding. Each ``load_stalled`` finding
-    is replaced or dropped separately. Of the ``phase_overdue`` findings of a gang, only the finding about the member
-    with the least progress is kept.
+    is replaced or dropped separately. Of the ``phase_overdue`` FAILs of a gang, at most one is kept
+    (:func:`_one_per_gang`).
     """
     findings = _resolve_loading(findings, monitor)
     raw = {
@@ -127,7 +127,7 @@ def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> b
 def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> ReplicaView:
     """Return the member with the least progress; break ties by the longest stall, then by the lowest rank.
 
-    With ``idle_first`` an idle member comes before a spinning one.
+    With ``idle_first`` an idle member is returned rather than a spinning member, even if it has made more progress.
     """
 
     def key(view: ReplicaView) -> tuple[bool, int, float, int]:
@@ -152,10 +152,14 @@ def _idle_hang(finding: Finding, why: str) -> Finding:
 
 
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Drop the findings about a gang's overdue members, except the finding about the member with the least progress.
+    """Drop the ``phase_overdue`` FAILs about the members of each gang, except the finding about one member.
 
-    This finding is dropped too if another member works within its own deadline, because the overdue members wait for
-    that member.
+    If fewer than half of the overdue members are inactive, this member is one of the inactive members, else one of the
+    active members. If there is none of this kind, it may be any overdue member. Of the candidates, it is the member
+    with the least progress (:func:`_slowest`).
+
+    The finding about this member is dropped too if a member that is not overdue still computes, because the overdue
+    members wait for that member.
     """
     overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:

@@ -26,16 +26,22 @@ UNTAKEN_FACTOR = 3.0
 store for this time (180 s by default; our choice). A healthy trainer repeats its request every second; the rest of the
 time is for network failures between trainer and store, about which the manager receives no report."""
 _MIN_IDLE_LOADS = 5
-"""Number of consecutive loads that must show an idle trainer."""
+"""Number of consecutive loads that must show an idle trainer before the trainer counts as idle."""
 
 
 def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace the findings about waiting members of a trainer by one FAIL if the trainer leaves data at the store.
 
-    An idle trainer fails after ``UNTAKEN_FACTOR`` times ``shortest``, the lower limit of the phase. A trainer that
-    works or has no loads may be unpacking a batch, and fails after ``longest``, the upper limit. Both times count from
-    the beginning of the wait or the first report of the store, whichever is later. A member that waits for another
-    member of its gang is not blamed: the other member requests the data for all, and may save a checkpoint first.
+    The time after which the trainer fails depends on its CPU and GPU loads:
+
+    - If the loads show that the trainer is idle, the time is ``UNTAKEN_FACTOR`` times ``shortest``, the lower limit of
+      the phase.
+    - If the loads show work, or if no loads are known, the time is ``longest``, the upper limit of the phase, because
+      the trainer may be unpacking a batch.
+
+    The time counts from the beginning of the wait or from the store's first report of the data, whichever is later. A
+    member that waits for another member of its gang is not blamed, because the other member requests the data for all
+    members, and may save a checkpoint first.
     """
     since = _untaken_since(monitor)
     if since is None:

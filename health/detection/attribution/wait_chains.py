@@ -8,11 +8,13 @@ A busy service explains a wait only for a limited time. If replicas wait for eac
 one of them is blamed even while the store still serves another replica. A replica that was replaced begins a new wait,
 which postpones the blame.
 
-Of replicas that wait for each other, one is blamed. The order is given by ``_blame_order``. Replicas that have answered
-a probe during their wait come last, because their waiting threads work. Otherwise replicas of the role with the fewest
-replicas come first: one trainer hangs more likely than all rollouts. Among replicas of one role, the replica that has
-waited longest comes first. The time alone proves nothing, because a queue may have been full long before the replica
-that empties it hung.
+Of replicas that wait for each other, the first in this order is blamed (``_blame_order``):
+
+1. Replicas that have answered a probe during their wait come after all others, because their waiting threads work.
+2. Replicas of the role with the fewest stalled replicas come first, because one trainer hangs more likely than all
+   rollouts.
+3. Among replicas of roles of equal size, the replica that has waited longest comes first. The time is not compared
+   earlier, because a queue may have been full long before the replica that empties it hung.
 
 A service that does nothing is blamed sooner. If all chains lead to the service, the waits need not be overdue. If a
 replica is blocked in a call to the service, it is blamed even while other replicas work.
@@ -97,13 +99,18 @@ def _blocked_services(
 def _starvation(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
+    """Return {replica to blame: replicas that wait for each other}, or an empty dict if no replica is to blame.
 
-    The replica to blame must have a finding ``wait_endless``. Each replica of the set that began to wait much later
-    must have this finding too, because a replica that was replaced recently may still end the waits. A busy service
-    does not explain endless waits. A FAIL finding about any replica or node explains them, and so does a replica
-    without progress before its deadline (``_may_be_awaited``). The dict is empty if the waits have an explanation, or
-    if no replicas wait for each other.
+    Of at least two replicas that wait for each other, the first in ``_blame_order`` is blamed. All of these conditions
+    must hold:
+
+    - This replica has a finding ``wait_endless``.
+    - Each of the other replicas that polls and began to wait much later has a finding ``wait_endless`` too, because a
+      replica that was replaced recently may still end the waits.
+    - No other finding is a FAIL, because a failure of any replica or node explains the waits.
+    - No replica may still end the waits by its work (``_may_be_awaited``).
+
+    A busy service does not explain endless waits.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -129,10 +136,11 @@ def _starvation(
 
 
 def _may_be_awaited(view: ReplicaView, since: float) -> bool:
-    """Return whether replicas that have all waited since ``since`` (s) may wait for the work of this replica.
+    """Return whether the work of this replica may end waits that have all begun by the time ``since`` (s).
 
-    For example, a reward replica may wait for a judge outside of the run, or may have scored nothing since then. It
-    counts as healthy until its own deadline, which may be later than the deadlines of the waits.
+    This is possible in two cases: the replica waits for a service outside of the run (such as a judge), or it is in a
+    phase that must progress and has made no progress after ``since``. Such a replica counts as healthy until its own
+    deadline, which may be later than the deadlines of the waits.
     """
     if view.left_at is not None:
         return False
@@ -172,9 +180,9 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If its phase declares a role to wait for, these are all replicas of that role. Otherwise it is the one replica that
-    the waiting replica has reported (``view.waits_for``). The declared role has priority, because a replica that waits
-    for a role polls the store and therefore reports the store.
+    If the phase of the waiting replica declares a role to wait for, all replicas of that role are returned. Otherwise
+    only the replica that the waiting replica has reported (``view.waits_for``) is returned. The declared role has
+    priority, because a replica that waits for a role polls the store and therefore reports the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:
@@ -188,7 +196,10 @@ def _all_stalled(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -
 
 
 def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
-    """Return the end of the chain of each stalled replica; None for a chain to a replica that is not stalled."""
+    """Return for each stalled replica the end of its chain; None if the chain leads to a replica that is not stalled.
+
+    If the chain leads into a cycle, its end is the first replica of the cycle in ``_blame_order``.
+    """
     of_role = _first_awaited_by_role(monitor, stalled)
     ends: dict[ReplicaId, ReplicaId | None] = {}
     for start in stalled:
@@ -217,8 +228,9 @@ def _next_in_chain(
 ) -> ReplicaId | None:
     """Return the next replica in the chain; None if that replica is not stalled.
 
-    The next replica is ``view.waits_for``. If this is None, it is ``of_role`` of the role that the phase waits for: the
-    replica of this role that is most likely awaited.
+    If the replica of ``view`` has reported a replica that it waits for (``view.waits_for``), this is the next replica.
+    Otherwise the next replica belongs to the role that the phase waits for. ``of_role`` contains, for each role, the
+    stalled replica that is most likely awaited.
     """
     if view.waits_for is not None:
         return view.waits_for if view.waits_for in stalled else None

@@ -34,7 +34,7 @@ NO_FINDING: Result = (None, inf)
 def heartbeat_slack(limits: Limits) -> float:
     """Return the time (s) without a message after which at least ``MIN_HEARTBEATS`` heartbeats are missing.
 
-    The time is as many heartbeat intervals, plus one interval for the arrival of the last heartbeat.
+    The time is ``MIN_HEARTBEATS`` heartbeat intervals, plus one interval for the arrival of the last heartbeat.
     """
     return (MIN_HEARTBEATS + 1) * limits.heartbeat
 

@@ -35,10 +35,10 @@ FALSE_PROGRESS_FACTOR = 5.0
 """A replica that reports progress may be idle for this multiple of ``limits.idle`` (300 s, RobustRL's value). Only a
 replica whose GPU has worked before is judged, because otherwise the work may be done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
-"""If half of a gang is idle, its members may idle or spin for this multiple of the usual limits. In a gang of two, one
-member may work while the other waits for it."""
+"""If half of the members of a gang are idle, members may idle or spin for this multiple of the usual limits, because in
+a gang of two, one member may work while the other waits for it."""
 _MIN_IDLE_LOADS = 5
-"""Number of consecutive loads that must show that the replica idles or spins."""
+"""Number of consecutive loads that must show an idle or spinning replica before a detector reports it."""
 
 
 def must_compute(view: ReplicaView) -> bool:

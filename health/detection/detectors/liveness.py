@@ -26,7 +26,7 @@ from .base import (  # fmt: skip
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
 """A worker whose CPU works, according to the load that the node's agent measures, may be silent for this multiple of
-the silence limit. A flood of its log lines may delay its messages."""
+the silence limit, because a flood of its log lines may delay its messages."""
 STOPPED_SILENCE_FACTOR = 3.0
 """A worker with a stopped process, according to the node's agent, may be silent for this multiple of the silence
 limit. py-spy, gdb or gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays
@@ -34,8 +34,8 @@ attached stops it forever."""
 _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
 """Flags of the finding about a step's end, by the reason of the end."""
 _AGENT_SILENCE_FACTOR = 2
-"""An agent may be silent for this multiple of the silence limit. Within this time ``node_lost`` decides whether the
-whole node is silent."""
+"""An agent may be silent for this multiple of the silence limit. The multiple is above 1, because ``node_lost`` decides
+first, after the silence limit, whether the whole node is silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
 """An agent without other processes on its node (a spare node) may be silent for this multiple of the silence limit.
 Only a restart of this agent can show whether the node failed. The restart is not urgent, and a network failure of a
@@ -79,8 +79,9 @@ def exit_flags(reason: ExitReason, code: int | None) -> tuple[Flag, ...]:
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a step that has ended without an exit record.
 
-    The witness is the agent of its node or, if nothing arrives from the node, the cluster's list of steps. The cluster
-    does not report when the step ended, so a finding from its list begins with the last message of the incarnation.
+    The witness is the agent of the step's node or, if no message arrives from this node, the cluster's list of steps.
+    The cluster does not report when the step ended. So a finding from the cluster's list has the time of the
+    incarnation's last message as ``since``.
     """
     if view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING

@@ -118,7 +118,8 @@ def is_silent_with_node(view: ReplicaView, limits: Limits, now: float) -> bool:
 def _is_witness(view: ReplicaView, limits: Limits) -> bool:
     """Return whether the replica neither ended nor left before it fell silent, so that its silence is evidence.
 
-    If the cluster no longer lists the step (``unlisted_at``), the replica was silent before, so it remains a witness.
+    A replica whose step the cluster no longer lists (``unlisted_at``) remains a witness, because this is recorded only
+    after the node has fallen silent.
     """
     ended = view.exit is not None or view.gone_witnessed_at is not None
     left = view.left_at is not None and view.left_at < silence_deadline(view, limits)

@@ -34,9 +34,9 @@ from .base import SLOWEST_FACTOR, is_waiting
 from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
-"""Until a usual duration is known, a replica that is not observed to be idle has this multiple of its deadline. Our
-choice, since the first checkpoint of a trainer has no optimizer state, and later checkpoints are three times as
-large."""
+"""If passes of a phase are known but no usual duration, the deadline that follows from these passes is multiplied by
+this factor, unless the replica is observed to be idle. Our choice, because later passes may take longer: the first
+checkpoint of a trainer has no optimizer state, and later checkpoints are three times as large."""
 BUSY_DEADLINE_FACTOR = 6.0
 """A replica whose GPU (or CPU, without a GPU) works has this multiple of its deadline, because it is slow and not
 hung."""
@@ -50,11 +50,12 @@ MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
 MIN_SERVICE_WAIT_S = 900.0
-"""Time (s) after the last work of its CPU for which a replica may wait for a service outside of the run. Replicas do
-not report such waits. Judges with rate limits make their clients wait for up to 14 min (observed)."""
+"""A replica whose phase calls services outside of the run may wait for this time (s) after its CPU last worked. The
+time must cover waits that the replica does not report: judges with rate limits make their clients wait for up to 14 min
+(observed)."""
 _MIN_WORKING_LOADS = 5
-"""Number of consecutive loads that must show a CPU at work before the replica counts as working. The CPU of a waiting
-replica works for a shorter time when it retries."""
+"""Number of consecutive loads that must show a CPU at work before the replica counts as working. Fewer loads do not
+suffice, because a replica that waits for a service also uses its CPU for a short time at each retry."""
 MAX_SAME_STACK_S = 1800.0
 """Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy. Our choice:
 three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
@@ -154,11 +155,16 @@ def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
 
 
 def extended_by_storage(view: ReplicaView, limits: Limits, since: float, due: float) -> float:
-    """Return the deadline ``due`` (s), extended if storage on the replica's node stalls or stalled in this pass.
+    """Return the deadline ``due`` (s), extended if the phase uses storage that stalls now or has stalled in this pass.
 
-    Times count from ``since``, the time (s) of the last progress. While storage stalls, the replica has
-    ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase plus the first-pass grace if this is longer. After the stall it
-    has the time from ``since`` to ``due`` once more, but the deadline is at most the deadline during a stall.
+    ``since`` is the time (s) of the last progress.
+
+    - While storage stalls, the time from ``since`` to the deadline is the longer of two times: ``MAX_STORAGE_STALL_S``,
+      and ``longest`` of the phase plus the first-pass grace.
+    - After the stall, the replica has the time between ``since`` and ``due`` again, counted from the end of the stall.
+      But the deadline is not later than the deadline during a stall.
+
+    The result is never earlier than ``due``.
     """
     if not is_delayed_by_storage(view, since):
         return due

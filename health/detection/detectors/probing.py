@@ -42,7 +42,7 @@ MAX_PROBE_INTERVAL_S = 120.0
 """Maximum time (s) between two probes of a replica that answers them. The first interval is ``limits.probe`` / 2; the
 interval doubles with each answer."""
 _MIN_IDLE_LOADS = 4
-"""Number of consecutive loads that must show idleness."""
+"""Number of consecutive loads that must show an idle replica before the replica is suspected because it is idle."""
 
 
 # ── times of probes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,8 +93,9 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 def _may_be_suspected(view: ReplicaView) -> bool:
     """Return whether a probe of the replica can give evidence about it.
 
-    A replica that only waits is probed if its role is known to answer probes while it waits. Before this is known, each
-    pass of its phase has one probe, up to ``MAX_WAIT_PROBES`` probes for the role.
+    A replica that does not wait is probed in phases that must progress. A replica that only waits is probed if its role
+    is known to answer probes while it waits. As long as this is not known, the replica is probed once in each pass of
+    the waiting phase, until its role has got ``MAX_WAIT_PROBES`` such probes.
     """
     if is_polling(view):
         return is_working(view) and (
@@ -113,10 +114,10 @@ def _must_answer(view: ReplicaView) -> bool:
 
 
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) at which the replica is suspected for lack of tokens.
+    """Return the time (s) at which the replica is suspected because its progress count does not rise.
 
-    This time is early if tokens usually come quickly. If the engine has reported no load, the replica is not suspected
-    early, because a long prefill could not be distinguished from a hang.
+    If the count usually rises quickly, the replica is suspected early. This requires that the node's agent measures the
+    replica's load, because without a load a long prefill could not be distinguished from a hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)
@@ -127,7 +128,10 @@ def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) at which the replica is suspected for lack of tokens according to ``limits.suspect``."""
+    """Return the time (s) at which the replica is suspected because its count has not risen for ``limits.suspect``.
+
+    The time may be later if the count usually rises slowly, and it is later in a first pass.
+    """
     return view.last_change_at + _first_pass_factor(view) * max(
         limits.suspect, limits.adaptive * (view.usual_duration or 0.0)
     )
@@ -136,8 +140,8 @@ def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) at which the replica is suspected because it generated no token while idle or spinning.
 
-    In a first pass ``FIRST_TOKEN_FACTOR`` extends the time. ``limits.first_pass`` does not extend it, because a replica
-    that compiles uses its CPU and is not idle.
+    In a first pass, the time without a token may be ``FIRST_TOKEN_FACTOR`` times as long. ``limits.first_pass`` is not
+    added to it, because a replica that compiles uses its CPU and is not idle.
     """
     loads = view.loads
     if not view.declared.computes:

@@ -46,7 +46,12 @@ def stands_still(view: ReplicaView) -> bool:
 
 
 def _next_sample_at(view: ReplicaView) -> float:
-    """Return the time (s) of the next sample of a replica's gang; inf if its loads show whether it works."""
+    """Return the time (s) of the next sample of the stacks of a replica's gang; inf if no sample is needed.
+
+    Samples are needed only in a training pass whose only sign of work is a busy GPU: the newest load shows a running
+    kernel, but no load has ever shown working tensor cores. While the replica waits for another replica, no sample is
+    needed.
+    """
     trains = view.declared.computes and not view.declared.progresses
     if not trains or not is_working(view) or is_waiting(view):
         return inf

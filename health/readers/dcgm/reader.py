@@ -29,8 +29,8 @@ operation of a reader."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
-"""Seconds that ``dcgmi diag`` may take. ``-r 1`` takes about 30 s with eight GPUs (docs/sources.md, DCGM), and DCGM
-runs diagnostics one after another."""
+"""Seconds that ``dcgmi diag -r 1`` may take. The command itself takes about 30 s with eight GPUs (docs/sources.md,
+DCGM). The limit is higher, because DCGM runs diagnostics one after another."""
 HOSTENGINE_PORT = 5555
 """Port of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default."""
 _MAX_PAGE_BYTES = 1 << 24

@@ -19,8 +19,8 @@ was reloaded during the call; calls of a new process return."""
 READ_FRAME = b"r"
 """Kind of a frame with a :class:`Reading` in state ``read``, as msgpack."""
 FAILED_FRAME = b"f"
-"""Kind of a frame with a :class:`Reading` in another state than ``read``. The supervisor may wait longer before it
-reads again."""
+"""Kind of a frame with a :class:`Reading` in another state than ``read``. After such a frame, the supervisor may wait
+longer than the reader's interval before it requests the next read."""
 HELLO_FRAME = b"h"
 """Kind of a frame with a reader's interval and timeout (s), as msgpack."""
 _HEAD = Layout("<Ic")

@@ -63,7 +63,8 @@ def describe_exit(status: int) -> str:
 
 
 TERM_TIMEOUT_S = 3.0
-"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed immediately, DCGM's server may wait for it."""
+"""Seconds from SIGTERM to SIGKILL. SIGKILL is not sent at once, because DCGM's server may wait for a client that was
+killed in this way."""
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:

@@ -134,10 +134,10 @@ class _Supervisor:
                     self._reap(ended_child)
 
     def _on_sigterm(self, number: int, at: FrameType | None) -> None:
-        """Note the signal for the loop in `run`, which the wakeup descriptor wakes and which then closes the readers.
+        """Record that the signal arrived, so that the loop in `run` closes the readers.
 
-        If this handler closed the readers, it could miss a reader whose process is just being started. That process
-        would never end, and neither would the supervisor.
+        The wakeup descriptor wakes this loop. The handler does not close the readers itself, because it could miss a
+        reader whose process is just being started. That process would never end, and neither would the supervisor.
         """
         self._sigterm_received = True
 
@@ -210,7 +210,11 @@ class _Supervisor:
         )
 
     def _receive(self, child: _Child) -> None:
-        """Process the bytes that arrived on the connection. If it is closed, the process is about to end."""
+        """Handle all bytes that have arrived from the process of a reader.
+
+        If the process has closed its connection, the connection is closed here too, because the process is about to
+        end.
+        """
         while child.connection is not None:
             try:
                 data = child.connection.recv(_CHUNK_BYTES)
