@@ -19,8 +19,8 @@ samples the NVLink counters every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
 """Substrings of the names of GPUs whose links are wired on their board."""
 _ON_BASEBOARD = ("NVIDIA H200", "NVIDIA B200")
-"""Names of GPUs that exist only on the baseboards of HGX and DGX systems. The links of these GPUs lead to NVSwitches. The
-PCIe card ``NVIDIA H200 NVL`` has another name."""
+"""Names of GPUs that exist only on the baseboards of HGX and DGX systems. The links of these GPUs lead to NVSwitches.
+The PCIe card ``NVIDIA H200 NVL`` has another name."""
 
 
 def _numbers(links: list[int]) -> str:

@@ -30,8 +30,8 @@ class _Memo:
     next_evaluation: dict[NodeName, float] = field(default_factory=dict)
     """Time (s) at which the findings of each node may change without a new observation."""
     queue: list[tuple[float, NodeName]] = field(default_factory=list)
-    """Heap of (time, node). The time in a node's valid entry is never later than the node's ``next_evaluation``. The time
-    may be earlier, because the entry is not changed when a heartbeat postpones ``next_evaluation``. Such an entry is
+    """Heap of (time, node). The time in a node's valid entry is never later than the node's ``next_evaluation``. It may
+    be earlier, because the entry is not changed when a heartbeat postpones ``next_evaluation``. Such an entry is
     corrected when it reaches the head of the heap."""
     queued: dict[NodeName, float] = field(default_factory=dict)
     """Time of each node's valid entry in ``queue``; entries of the node with a later time are obsolete."""

@@ -101,8 +101,8 @@ class HostReader:
     def _state(self, pid: int) -> tuple[str, str, int]:
         """Return state, command name and start time (ticks) of a process in state ``D`` or ``Z``, else empty values.
 
-        Kernel threads give empty values too. The pids of kernel threads are remembered, so that they are not read again
-        at each sample: on a large node most processes are kernel threads.
+        Kernel threads give empty values too. The pids of kernel threads are stored, so that the threads are not read
+        again at each sample, because on a large node most processes are kernel threads.
         """
         if pid in self._kernel:
             return "", "", 0

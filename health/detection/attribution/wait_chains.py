@@ -108,7 +108,7 @@ def _starvation(
     - Each of the other replicas that polls and began to wait much later has a finding ``wait_endless`` too, because a
       replica that was replaced recently may still end the waits.
     - No other finding is a FAIL, because a failure of any replica or node explains the waits.
-    - No replica may still end the waits by its work (``_may_be_awaited``).
+    - No replica can still end the waits by its work (``_may_be_awaited``).
 
     A busy service does not explain endless waits.
     """
