@@ -125,7 +125,7 @@ def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFo
 
 
 def _unsupported_kinds(folder: Path) -> Iterator[str]:
-    """Yield why the kind of model that config.json of the folder describes cannot be trained; nothing if it can."""
+    """Yield each reason for which the model that config.json describes is of a kind that cannot be trained."""
     path = folder / CONFIG
     config = read_json(path)
     architectures = config.get("architectures")

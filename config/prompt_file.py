@@ -74,7 +74,10 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
 
 
 def prompt_columns(prompt: str) -> dict[str, bool]:
-    """Return the columns that a format string uses, each with True if the string uses only a part of its value."""
+    """Return the columns that a format string uses.
+
+    A column is mapped to True if the string uses only a part of the column's value, as in ``{metadata[matrix]}``.
+    """
     fields = [field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None]
     return {root(field): root(field) != field for field in fields}
 
@@ -131,7 +134,10 @@ class _JsonLines:
         return len(self._starts)
 
     def placed(self) -> Iterator[tuple[str, Any]]:
-        """Yield each row as (``path:line`` for error messages, value), and record the row's position in the file."""
+        """Yield (place, value) of each row, and record the row's position in the file.
+
+        The place is ``path:line``, for error messages.
+        """
         at = 0
         for number, line in enumerate(self._file, 1):
             start, at = at, at + len(line)
@@ -173,7 +179,10 @@ class _Parquet:
         return int(self._table.num_rows)
 
     def placed(self) -> Iterator[tuple[str, Any]]:
-        """Yield each row as (``path: row n`` for error messages, values by column)."""
+        """Yield (place, row) of each row.
+
+        The place is ``path: row n``, for error messages. The row maps the name of each column to its value.
+        """
         for index in range(len(self)):
             yield f"{self._path}: row {index + 1}", self.row(index)
 

@@ -156,8 +156,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 def kill_session(leader: int) -> None:
     """Send SIGSTOP, then SIGKILL, to all processes of a session; ``leader`` is the pid of its first process.
 
-    rrl may kill an srun whose step must continue, and the order is needed for that: if srun alone is killed, its child
-    ends the step (measured: 2.5 s later). If srun and its child are stopped first, neither notices the other's death.
+    All processes are stopped first, because the step of an srun that rrl kills may have to continue. If an srun dies
+    while its child runs, the child ends the step (measured: 2.5 s later). A stopped child does not notice the death.
     """
     _signal_session(leader, signal.SIGSTOP)
     _signal_session(leader, signal.SIGKILL)

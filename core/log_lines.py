@@ -33,7 +33,7 @@ _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z ")
 
 
 def second_text(second: int) -> bytes:
-    """Return the time stamp of a second (since the epoch) up to and including the point before the microseconds."""
+    """Return a time stamp without its microseconds: ``2026-11-20T09:00:00.``; ``second`` is in seconds since 1970."""
     return time.strftime("%Y-%m-%dT%H:%M:%S.", time.gmtime(second)).encode()
 
 
@@ -126,7 +126,8 @@ class _StderrHandler(logging.Handler):
 class _Formatter(logging.Formatter):
     """Stamps messages like the lines of roles' logs, and escapes control characters.
 
-    Messages quote text of roles, nodes and users, and stderr may be a terminal.
+    Messages quote text of roles, nodes and users. Without the escapes, control characters in this text could control
+    the terminal that shows stderr.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -162,7 +162,7 @@ class RunDir:
         return self.hardware / f"{node}.json"
 
     def endpoint_file(self, replica: int) -> Path:
-        """Return the path of the address of a replica of the endpoint, from its index."""
+        """Return the path of the file with the address of an endpoint replica; ``replica`` is the replica's index."""
         return self.endpoints / f"{replica}.json"
 
     def log_file(self, tag: str) -> Path:

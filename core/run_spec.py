@@ -490,7 +490,7 @@ class RunSpec(Struct, frozen=True):
         return next(group for group in self.node_groups if group.name == name)
 
     def node_group_of(self, role: str) -> NodeGroup:
-        """Return the node group that carries this role."""
+        """Return the node group whose nodes this role uses."""
         return next(group for group in self.node_groups if role in group.roles)
 
     @property

@@ -57,12 +57,12 @@ def slurm_time(duration: float) -> str:
 
 
 def slurm_mem(nbytes: int) -> str:
-    """Return bytes in the form of ``--mem`` of sbatch(1), in MiB, rounded up."""
+    """Return a number of bytes as a value for ``--mem`` of sbatch(1): in MiB, rounded up to a whole number."""
     return f"{-(-nbytes // 2**20)}M"
 
 
 def duration_text(duration: float) -> str:
-    """Return seconds in the form of job.toml, in the largest unit that divides them."""
+    """Return a duration (s) as text for job.toml: as a whole number of the largest possible unit, else in seconds."""
     for unit, length in reversed(_SECONDS.items()):
         if length >= 1 and duration and duration % length == 0:
             return f"{duration / length:.0f}{unit}"
@@ -70,7 +70,7 @@ def duration_text(duration: float) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Return bytes in the form of job.toml, in the largest unit that divides them."""
+    """Return a number of bytes as text for job.toml: as a whole number of the largest possible unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % _BYTES[unit] == 0:
             return f"{nbytes // _BYTES[unit]}{unit}"

@@ -32,7 +32,11 @@ _LOG_NAME_PATTERN = re.compile(
 
 
 class Log(Struct, frozen=True, order=True):
-    """The log of an incarnation, a launcher or a manager: ``path``, its rotated files, and ``copies`` of its lines."""
+    """The log of an incarnation, a launcher or a manager.
+
+    ``path`` is the file with its newest lines; :func:`rotated_files` returns the paths of files with older lines.
+    ``copies`` are files into which managers copied lines of this log.
+    """
 
     role: str
     replica: str

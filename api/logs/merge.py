@@ -137,7 +137,7 @@ class LogTail:
         self._newest = b""
         """Time of the newest line that was read from the log itself."""
         self._shown: set[bytes] = set()
-        """Times of the lines that were read only from a copy."""
+        """Times of the lines that were yielded from a copy. The log's own lines with these times are skipped."""
 
     def first_lines(self) -> Iterator[Line]:
         """Yield the selected lines that exist already."""

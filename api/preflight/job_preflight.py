@@ -66,7 +66,7 @@ def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> Che
     Args:
         job: The job that ``document`` describes.
         document: The job spec, from which error messages take file and line.
-        foreground: Whether the manager will run in this process, so that no manager job is tested.
+        foreground: Whether the manager will run in this process. If so, Slurm is not asked to test a manager job.
 
     Raises:
         UsageError: The run cannot work, or an option cannot be passed on to Slurm.
@@ -82,7 +82,8 @@ def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> Che
 def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool) -> Preflight:
     """Compare the job with this machine, and have Slurm test it.
 
-    Raises UsageError, with the key to change, if the job can never start. With ``foreground`` no manager job is tested.
+    With ``foreground`` the manager will run in this process, so Slurm is not asked to test a manager job. Raises
+    UsageError, with the key to change, if the job can never start.
     """
     doubts = [
         *_missing_paths(job, document),
@@ -230,9 +231,10 @@ def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the installed vLLM lacks.
+    """Check the vLLM of this machine, if rollouts need vLLM.
 
-    Raises UsageError instead if the rollouts run in this environment.
+    Returns one warning if vLLM is missing here, else a warning for each of the job's arguments that the installed vLLM
+    lacks. Raises UsageError instead if the rollouts run in this environment.
     """
     rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
     if job.task is None or rollout.command is not None or rollout.engine != "vllm":
@@ -342,7 +344,7 @@ def _check_stream(job: Job) -> list[str]:
 
 
 def _check_eval(job: Job) -> list[str]:
-    """Return a warning for each role that takes part in evaluations with a program of the user.
+    """Return a warning for each role that evaluations need and that runs a program of the user.
 
     Such a program may not support evaluations.
     """

@@ -121,8 +121,8 @@ def _is_on_excluded_node(state: State, finding: Finding) -> bool:
 def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
     """Return the state of a run.
 
-    ``slurm`` maps a uid to that user's jobs; all listed runs share this mapping. A user's jobs are added when a run of
-    the user first needs them, because the run's lease is no longer renewed.
+    ``slurm`` maps a uid to that user's jobs; all listed runs share this mapping. The jobs of a user are added when they
+    are first needed: for a run of this user whose lease is no longer renewed, or whose journal has no record yet.
     """
     job, resumes, state = job_of(run), resume_pending(run), read_state(run)
     failure, liveness = "", Liveness()
@@ -166,7 +166,7 @@ def assembled(
 
 
 def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
-    """Return what ``rrl list`` shows of a run that cannot be read; the standing is the reason."""
+    """Return what ``rrl list`` shows of a run that cannot be read. Its standing says why it cannot be read."""
     reason = f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"
     return submitted(run, job, reason)
 

@@ -1,7 +1,8 @@
 """Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never queried.
 
 Polls are frequent, and a file server may be slow. So a run that has ended is read less often than a run that goes on.
-The first poll of many runs stops after a while, and the next polls read the other runs.
+A poll reads runs that no poll has read yet only in its first :data:`FIRST_READS_S` seconds. If there are many such runs,
+the next polls read the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .start_check import StartCheck
 LIST_INTERVAL_S = 5.0
 """Interval (s) of listing the folder of runs, and of reading an ended run, which only a resume changes."""
 FIRST_READS_S = 1.0
-"""Time (s) after which a poll no longer begins to read runs that no poll has read yet."""
+"""Seconds from the beginning of a poll in which the poll may read runs that no poll has read yet."""
 UNREAD = "not read yet"
 """Standing of a run that no poll has read yet."""
 

@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 2**20
 _NO_FILE = "job.toml"
 """Path that stands for a job spec without a file."""
 _ARGUMENT = "job"
-"""Name of TOML text or of a table in error messages: the argument of ``rrl.submit``."""
+"""Name by which error messages refer to a part that is not a file: the argument ``job`` of ``rrl.submit``."""
 _MAX_OPTION_CHARS = 120
 """Maximum number of characters of an option that a message quotes."""
 
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
     """Where a key was written."""
 
     source: int
-    """Index of the part or setting."""
+    """Index of the part or setting in ``JobDocument._sources``, which lists the parts before the settings."""
     line: int
     """Line in the file or text, from 1; 0 for a table or a setting."""
 
@@ -82,7 +82,7 @@ class JobDocument:
         ]
         self._settings = {len(parts) + index: setting for index, setting in enumerate(settings)}
         self._places: dict[KeyPath, _Place] = {}
-        """The last place of each key."""
+        """For each key, its place in the last part or setting that contains it."""
         self._first_places: dict[KeyPath, _Place] = {}
         """The first place of each key. If a key is missing in a table that several files have, the error message names
         the first place of the table."""
@@ -120,7 +120,8 @@ class JobDocument:
         Args:
             key: The key. If no file or setting contains it, the line names the place of the table around the key.
             message: What is wrong.
-            missing: True if the key is missing, so that the first file with its table has to be completed.
+            missing: True if the key is missing. The line then names the first place of the table around the key,
+                because the key has to be added there.
         """
         place = self._nearest(key, self._first_places if missing else self._places)
         dotted = dotted_key(key)

@@ -101,7 +101,7 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
-    """Return the node groups of a job, to check their sizes; its other tables need not be valid."""
+    """Return only the node groups of a job, so that their sizes can be checked before the rest of the job."""
     return build_node_groups(job, _roles(job, "python"))
 
 

@@ -30,8 +30,9 @@ OWN_SCORE_SHORTEST_S = 1800.0
 """Lower bound (s) of the deadline of ``score`` if the user's code scores and ``[phases.score]`` sets no bound. The code
 may call a judge over the network, and seem hung while the judge limits its rate (up to 14 min were observed)."""
 ACT_MARGIN_S = 300.0
-"""Time (s) after the timeout of an attempt before agents without progress count as hung. The end of an attempt at its
-timeout counts as progress, unless the agents' code blocks the process."""
+"""Time (s) that is added to the timeout of an attempt: the sum is the lower bound of the deadline of ``act``, unless
+``[phases.act]`` sets another bound. The end of an attempt at its timeout counts as progress, unless the agents' code
+blocks the process."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()

@@ -61,7 +61,11 @@ Network = Annotated[str, AfterValidator(_network)]
 
 
 def _webhook(address: str) -> str:
-    """Return the address of a webhook. The messages do not quote it, since it may contain a secret."""
+    """Return the address of a webhook if it is valid.
+
+    Raises:
+        ValueError: The address is not valid. The message does not quote it, because it may contain a secret.
+    """
     example = 'write for example "https://hooks.example.org/services/..."'
     try:
         parts = urlsplit(address)

@@ -26,8 +26,8 @@ MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
 (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""Bytes of the message that are reserved for the prompts (one per group, 4 bytes per token). Their lengths are not
-known yet."""
+"""Bytes of a batch that are reserved for its prompts (one per group, 4 bytes per token), because the lengths of the
+prompts are not known yet."""
 _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
@@ -166,7 +166,7 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents, of the job or outside of it, have a chat template, and that the job's agents are valid."""
+    """Check that the model has a chat template if agents use it, and that the program of the job's agents is valid."""
     agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
     if agents is None and endpoint is None:
         return
@@ -220,7 +220,7 @@ def _endpoint(job: Job) -> None:
 
 
 def _notify(job: Job) -> None:
-    """Reject a notification of a stalled run without training, since only training steps show that a run stalls."""
+    """Reject the notification ``stalled`` in a job that does not train, since only training steps show a stall."""
     notify = job.notify
     if notify is not None and job.task is None and "on" in notify.model_fields_set and "stalled" in notify.on:
         raise mistake(("notify", "on"), '"stalled" counts training steps, but there is no [task]; remove "stalled"')
