@@ -1,8 +1,8 @@
 """Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never queried.
 
 Polls are frequent, and a file server may be slow. So a run that has ended is read less often than a run that goes on.
-A poll reads runs that no poll has read yet only in its first :data:`FIRST_READS_S` seconds. If there are many such runs,
-the next polls read the rest.
+A poll reads runs that no poll has read yet only in its first :data:`FIRST_READS_S` seconds. If there are many such
+runs, the next polls read the rest.
 """
 
 from __future__ import annotations
