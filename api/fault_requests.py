@@ -20,7 +20,7 @@ from .command_sender import send
 _T = TypeVar("_T")
 
 _MISSING = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
-"""Hint that is added to the error message: the missing option of the command line."""
+"""Hint that is added to the error message about a problem: the missing option of the command line."""
 
 
 def fault_of(

@@ -109,7 +109,7 @@ class StateReader:
 def resume_pending(run: RunDir) -> bool:
     """Return whether a user has requested to resume the run, and no manager has carried out the request yet.
 
-    While such a request is open, the journal ends with the run's previous end.
+    While such a request is open, the journal still shows the run as ended.
     Raises OperationFailed if the run cannot be read.
     """
     try:

@@ -43,7 +43,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     memory: int | None = None
     """Expected bytes of main memory."""
     governor: str = ""
-    """Expected CPU frequency governor (gcm: ``performance``)."""
+    """Expected CPU frequency governor, such as ``performance``, which gcm expects."""
     clock_source: str = ""
     """Expected clock source of the kernel, such as ``tsc``."""
     readers: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".parquet")
 PARQUET_PACKAGE = "pyarrow"
 """Package that reads parquet files: the extra ``parquet``."""
 _MAX_NAMED_COLUMNS = 12
-"""Number of columns that an error names."""
+"""Maximum number of columns that an error message names."""
 _TYPES = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
 _TEXT = "it must be text or a number"
 

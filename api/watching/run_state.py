@@ -172,7 +172,7 @@ def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
 
 
 def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> RunState:
-    """Return what ``rrl list`` shows of a run of which only the job is known."""
+    """Return what ``rrl list`` shows of a run if only its job is known, with the given standing."""
     name, steps = (job.name, job.steps) if job else ("", None)
     return RunState(run.id, name, None, standing, 0, steps, None, 0, None, None, None, str(run.path))
 

@@ -16,7 +16,7 @@ from ..runs import job_of, read_state
 SLURM_CHECK_EVERY_S = 10.0
 """Interval (s) of querying Slurm, whose queue may hold the manager for days.
 
-The load is six commands a minute, as much as from a manager (three commands in each poll, one poll every 30 s).
+The load is six commands a minute, the same as that of a manager (three commands in each poll, one poll every 30 s).
 """
 
 

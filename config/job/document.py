@@ -105,7 +105,7 @@ class JobDocument:
 
     @property
     def name(self) -> str:
-        """Return the files and settings, for messages about the whole job spec."""
+        """Return the names of the files and settings, for messages about the whole job spec."""
         return " + ".join(self._sources)
 
     def text(self) -> str:

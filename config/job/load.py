@@ -322,7 +322,7 @@ def _header(path: KeyPath) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as in TOML, on one line and truncated if it is long."""
+    """Return the TOML text of a value, on one line and truncated if it is long."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list) and value:

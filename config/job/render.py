@@ -98,14 +98,14 @@ def _holds_tables(value: Any) -> bool:
 
 
 def field_text(field: FieldInfo, value: Any) -> str:
-    """Return a field's value as in job.toml, durations and sizes with their units."""
+    """Return the text of a field's value for job.toml, durations and sizes with their units."""
     if DURATION in field.metadata:
         return as_value(duration_text(value))
     return as_value(size_text(value)) if SIZE in field.metadata else as_value(value)
 
 
 def as_value(value: Any) -> str:
-    """Return a value as in TOML, on one line; tables are inline."""
+    """Return the TOML text of a value, on one line; tables are inline."""
     if isinstance(value, dict):
         inner = ", ".join(f"{bare_or_quoted(key)} = {as_value(element)}" for key, element in value.items())
         return f"{{ {inner} }}" if inner else "{}"
@@ -117,7 +117,7 @@ def as_value(value: Any) -> str:
 
 
 def bare_or_quoted(key: str) -> str:
-    """Return one part of a key as in TOML, in quotes where it needs them."""
+    """Return the TOML text of one part of a key, in quotes if it needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
 
 
