@@ -60,7 +60,7 @@ class DirectoryAnnouncer:
         await self._send_all(peers, directory.message(state.epoch, self._number))
 
     def welcome(self, incarnation: Incarnation) -> msg.Welcome:
-        """Return the reply to the Hello of a current incarnation, which contains the whole peer directory."""
+        """Return the reply to the Hello of a current incarnation. The reply contains the whole peer directory."""
         state, role = self._context.state(), role_of(incarnation.replica)
         rank, world = (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), state.job.role(role).ranks)
         peers = build_directory(state).message(state.epoch, self._number)

@@ -28,7 +28,7 @@ harm."""
 MAX_RETRY_INTERVAL_S = 60.0
 """Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
-"""Seconds after the end of a step's grace before the cluster is requested to end the step."""
+"""Seconds between the end of a step's grace and the request to the cluster to end the step."""
 
 
 MAX_NAMED_VARIABLES = 5

@@ -4,9 +4,9 @@ Each fault is recorded as one ``FaultInjected`` event, which says whether the fa
 duration gets a second event at its end. A fault is tried only once. If the manager dies before the result is known, the
 next manager records the result as unknown.
 
-``disk_full`` writes a file that fills the run directory's file system (blocking). Other people use that file system,
-too, so the fault is refused unless little space is left. If the manager is killed, the file is removed by the next
-manager, or by an agent that has lost the connection to its manager.
+``disk_full`` writes a file that fills the run directory's file system (blocking). The fault is refused if more than
+:data:`MAX_FILL_BYTES` are free, because other people use that file system, too. If the manager is killed, the file is
+removed by the next manager, or by an agent that has lost the connection to its manager.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class FaultInjector:
         """Exit code of each target that ended before its fault was confirmed, by the tag of the target's step."""
 
     def on_event(self, event: ev.Event) -> None:
-        """Handle a recorded event: wake a fault that waits for its confirmation or for the end of its target."""
+        """Handle a recorded event.
+
+        An injection that waits continues once its fault is confirmed, or once the fault's target is no longer current.
+        """
         for fault, (action, settled) in self._pending.items():
             if isinstance(event, ev.StepEnded) and event.step == action.step and event.code is not None:
                 self._exit_codes[action.step] = event.code
@@ -166,8 +169,8 @@ class FaultInjector:
 
 
 MAX_FILL_BYTES = 2**30
-"""Maximum free space in bytes of a file system that is filled. More would take minutes, and other users need the
-space."""
+"""Maximum free space (bytes) of a file system that rrl fills. If more is free, the fault is refused, because it would
+take minutes, and because other users need the space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
 """Sizes in bytes of the blocks that are written. The next size is used once a block no longer fits."""
 

@@ -80,18 +80,19 @@ class GpuRegistry:
     def unreported(
         self, incarnation: Incarnation, node: NodeName, state: State, standbys: Container[Incarnation]
     ) -> list[Incarnation]:
-        """Return the other incarnations on a node that have GPUs, if this manager does not know which GPUs.
+        """Return the other incarnations on a node that have GPUs which this manager does not know.
 
-        Returns [] if ``incarnation`` has its own GPUs already. The GPUs of two kinds of incarnations are not known. The
-        first kind was launched or promoted by an earlier manager and has not sent Hello again. The second kind is
-        starting in a new step, whose GPUs the cluster chooses.
+        Returns [] if ``incarnation`` has its own GPUs already. There are two kinds of such incarnations:
+
+        * An earlier manager has launched or promoted the incarnation, which has not sent Hello to this manager.
+        * The incarnation is starting in a new step, whose GPUs the cluster chooses.
 
         Args:
             incarnation: The incarnation that is to get GPUs on the node.
             node: The node.
             state: The state.
             standbys: The standby processes that have reported to this manager that they are not promoted. If such a
-                process shares its node, it uses only GPUs that this manager assigns to it.
+                process shares its node with replicas, it uses only GPUs that this manager assigns to it.
         """
         if incarnation in self._owners.values():
             return []
@@ -133,5 +134,5 @@ def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
 
 
 def _gets_gpus_from_manager(job: RunSpec, promoted_from: Incarnation | None, standbys: Container[Incarnation]) -> bool:
-    """Return whether a member is promoted from one of ``standbys``, and that standby process shares its node."""
+    """Return whether a member is promoted from one of ``standbys`` that waited on a node where replicas work."""
     return promoted_from is not None and promoted_from in standbys and shares_node(job, promoted_from.replica)

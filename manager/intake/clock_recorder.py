@@ -21,8 +21,8 @@ RECORD_INTERVAL_S = 60.0
 COMMIT_RECORD_INTERVAL_S = 5.0
 """Minimum seconds between two records that are made at commits. Workers report their clocks at this interval."""
 RECORD_INTERVAL_PER_REPLICA_S = 0.05
-"""Seconds by which each reading in a record delays the next record at a commit. A reading with ten entries takes 280
-bytes, so records take less than 6 kB/s for any number of replicas."""
+"""After a record of n readings, the next record at a commit is made at least n times this many seconds later. A reading
+with ten entries takes 280 bytes, so these records take less than 6 kB/s for any number of replicas."""
 MAX_NAME_CHARS = 40
 """Maximum number of characters kept of the name of a phase or of an idle cause."""
 

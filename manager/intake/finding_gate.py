@@ -252,7 +252,10 @@ class FindingGate:
         self._update_storage(node)
 
     def _update_storage(self, node: NodeName) -> None:
-        """Inform the health monitor whether the node's agent reports stalled storage, on which replicas may wait."""
+        """Inform the health monitor whether the node's agent reports stalled storage.
+
+        Replicas may then wait for the storage, although they have not failed.
+        """
         stalled = self._reported.has_flag(node, Flag.STORAGE_STALLS)
         self._context.monitor.on_storage_report(node, stalled, self._context.now())
 

@@ -154,9 +154,9 @@ class MessageHandler:
     async def fence(self, incarnation: Incarnation, why: str) -> None:
         """Notify the processes of a fenced incarnation that they must end at once.
 
-        The worker is notified. In case the worker hangs, the first process of its step is notified too, or the node's
-        agent if the first process is not connected. If the command does not use the worker API, only the later stop of
-        the step ends it, with a grace.
+        The worker is notified. The first process of its step is notified, too, because the worker may hang. If the
+        first process is not connected, the node's agent is notified instead. A command that does not use the worker API
+        is not notified: it runs until its step is stopped, and the stop allows it a grace.
         """
         self.standby_promoter.forget(step_alias(self._context.state(), incarnation))
         worker = self._peers.workers.pop(incarnation, None)
@@ -274,7 +274,7 @@ class MessageHandler:
                 self._context.monitor.remove(event.incarnation)  # the replica has completed: the end is no failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
-        """Report to the health monitor the end of a step that was recorded under an earlier manager."""
+        """Report to the health monitor that the incarnation's step has ended, as an earlier manager has recorded."""
         tag = tag_of(self._context.run_dir.id, step_alias(self._context.state(), incarnation))
         record = read_exit(self._context.run_dir.exit_file(tag))
         lost = ev.StepEnded(incarnation, tag, None, None, ExitReason.LOST)

@@ -5,7 +5,7 @@ unlisted for a quiet period after the intent, the action was certainly not done.
 sbatch can take effect late. A launch whose srun has ended cannot take effect late, so it needs no quiet period. squeue
 can omit a job once, and a site's cache can return an answer that is minutes old. So two polls in a row must show that a
 job, step or node is gone, has never started or is queued again. In most cases the polls must also show this for
-``limits.quiet`` seconds, since no answer is older.
+``limits.quiet`` seconds, because no answer of the cluster is older than that.
 """
 
 from __future__ import annotations
@@ -225,7 +225,10 @@ def _reconcile_allocation(
 
 
 def _changed(allocation: Allocation, status: AllocationStatus, now: float) -> bool:
-    """Return whether the status has changed. Another remaining time counts only if it moves the allocation's end."""
+    """Return whether the status has changed.
+
+    A changed remaining time counts only if it moves the end of the allocation.
+    """
     if (
         allocation.status is None
         or msgspec.structs.replace(status, time_left_s=allocation.status.time_left_s) != allocation.status
@@ -259,7 +262,10 @@ def _reconcile_requests(
 
 
 def has_undecided_launch(state: State, snapshot: ClusterSnapshot) -> bool:
-    """Return whether the srun of a launch has ended while its intent is open, so that one more poll settles it."""
+    """Return whether there is a launch whose srun has ended while the intent of the launch is open.
+
+    One more poll then settles the intent.
+    """
     return any(tag in state.intents for tag in snapshot.launchers_ended)
 
 

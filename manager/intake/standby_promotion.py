@@ -34,7 +34,7 @@ RECONNECT_TIMEOUT_S = 2.0
 """Seconds to wait for a current standby process, and for the incarnations that use GPUs on its node, to connect. After
 a manager's death they connect to the next manager within 1 s."""
 _POLL_INTERVAL_S = 0.02
-"""Seconds between two checks whether the processes for which :data:`RECONNECT_TIMEOUT_S` waits have connected."""
+"""Seconds between two checks while a promotion waits for processes to connect (:data:`RECONNECT_TIMEOUT_S`)."""
 
 
 class GpusUnreported(Refused):

@@ -252,7 +252,7 @@ class RestartAll(Struct, frozen=True, tag=True):
 
     @property
     def failed(self) -> Incarnation | None:
-        """Return the incarnation whose failure led to the restart; the failure counts on its replica's budget."""
+        """Return the incarnation whose failure led to the restart and counts against the budget of its replica."""
         return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property

@@ -34,9 +34,9 @@ def works(state: State, replica: Replica) -> bool:
 
 
 def _after_report(before: State, state: State, at: float, id: ReplicaId) -> State:
-    """Add or subtract the one replica that has begun or stopped working.
+    """Update the number of working members of a role, if this replica has begun or stopped working.
 
-    All replicas are not counted again, since a run has many events of this kind.
+    The other replicas are not counted again, because a run has many events of this kind.
     """
     change = works(state, state.replica(id)) - works(before, before.replica(id))
     if not change:

@@ -1,7 +1,7 @@
 """The state of a run, as the manager knows it. Only :func:`rrl.manager.model.reducer.fold` creates a State.
 
-The head of each journal segment contains a State, and ``rrl status`` displays it. It holds recorded facts only: a
-missed heartbeat is kept in :class:`rrl.health.detection.health_monitor.HealthMonitor`, and reaches the state as a
+The head of each journal segment contains a State, and ``rrl status`` displays it. A State holds recorded facts only: a
+missed heartbeat is kept in :class:`rrl.health.detection.health_monitor.HealthMonitor`, and reaches the State as a
 finding.
 """
 
@@ -422,7 +422,7 @@ class State(Struct, frozen=True):
 
     @property
     def ends_at(self) -> float:
-        """Return the manager's time (s) at which the run's walltime is over; inf while it has had no nodes."""
+        """Return the manager's time (s) at which the run's walltime is over; inf until the run has its first nodes."""
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def run_seconds(self, now: float) -> float:

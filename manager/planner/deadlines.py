@@ -17,8 +17,9 @@ The three stages are: the trainer; the other roles and the standby processes; th
 grace of its steps, because their ends are reported later."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""rrl gives up a request if the cluster has reported for this many seconds that the request can never be met. While
-slurmdbd is down, or partitions are being changed, Slurm reports this for every request."""
+"""rrl gives up a request if the cluster has reported for this many seconds that the request can never be met. A request
+is not given up at once, because Slurm reports this for every request while slurmdbd is down or partitions are being
+changed."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:

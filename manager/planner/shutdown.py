@@ -112,7 +112,8 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
     """Return the tags of the allocations that can be released now, and the manager's time (s) of the next check.
 
     An allocation whose request is unanswered can be released once the cluster lists it, or once it certainly does not
-    exist. An earlier scancel would be useless if a timed-out sbatch took effect after it.
+    exist. It is not released before, because a scancel has no effect on an allocation that a timed-out sbatch makes
+    later.
     """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
@@ -141,8 +142,8 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 def _complete(state: State, now: float) -> tuple[str, ...]:
     """Return the evidence that the run is complete; empty while the run is not complete.
 
-    A run without a trainer is complete when every command has completed, except failed commands that the run can do
-    without.
+    A run without a trainer is complete when the commands of all its batch roles (:func:`is_batch_role`) have completed.
+    A gang whose command failed too often may be missing, if enough other gangs of its role have completed.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

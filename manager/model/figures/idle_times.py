@@ -22,8 +22,8 @@ RECENT_S = 300.0
 """Minimum length (s) of the interval from which recent idle shares and rates are computed. It may be longer by the time
 between two entries (:class:`Point`) of ``IdleTimes.points``."""
 POINT_INTERVAL_S = 20.0
-"""Minimum seconds between two entries (:class:`Point`) of ``IdleTimes.points``, except the newest entry. So few entries
-cover :data:`RECENT_S`."""
+"""Minimum seconds between two entries (:class:`Point`) of ``IdleTimes.points``, except before the newest entry. This
+limits the number of entries within :data:`RECENT_S`."""
 MAX_PHASES = 64
 """Maximum number of (phase, idle cause) pairs kept for a role; the time of further pairs is added up in one entry."""
 
@@ -84,7 +84,10 @@ class IdleTimes(Struct, frozen=True):
 
     @property
     def before(self) -> Point:
-        """Return the oldest kept totals, with which the newest totals are compared for recent figures."""
+        """Return the point from which recent shares and rates are computed: the oldest of ``points``.
+
+        If there are fewer than two points, this is ``START``.
+        """
         return self.points[0] if len(self.points) > 1 else START
 
 
@@ -166,7 +169,11 @@ def _point(times: IdleTimes, at: float) -> Point:
 
 
 def _with_point(points: tuple[Point, ...], new: Point) -> tuple[Point, ...]:
-    """Return the points with ``new``, without older points that the recent figures do not need."""
+    """Return ``points`` with ``new`` added.
+
+    ``new`` replaces the last entry if that entry is less than :data:`POINT_INTERVAL_S` after the one before it. Old
+    entries are dropped if the recent figures no longer need them.
+    """
     if len(points) > 1 and points[-1].at - points[-2].at < POINT_INTERVAL_S:
         points = points[:-1]
     points = (*points, new)

@@ -23,10 +23,10 @@ from msgspec.structs import replace
 from ....core.run_spec import RunSpec
 
 RECENT_S = 3600.0
-"""Seconds before now for which the recent share of effective training is computed."""
+"""Length (s) of the interval before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Minimum time (s) from an entry (:class:`Point`) of ``TrainingTime.points`` to the second entry after it. With this
-minimum there are about 190 entries within :data:`RECENT_S` at most, even if the share changes all the time."""
+"""Minimum time (s) spanned by any three consecutive entries (:class:`Point`) of ``TrainingTime.points``. So at most
+about 360 entries lie within :data:`RECENT_S`, even if the share changes all the time."""
 MAX_COMMITS = 21
 """Number of newest commits whose times are kept. They give the durations of up to twenty steps, whose median is
 ``seconds_per_step``."""

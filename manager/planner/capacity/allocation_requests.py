@@ -30,7 +30,10 @@ def holds_nothing(state: State) -> bool:
 
 
 def first_request(state: State, now: float) -> list[Action]:
-    """Return the one request for all nodes in form ``pool`` or ``hetjob``; if it was rejected, the decision to end."""
+    """Return the single request for all nodes of a run in form ``pool`` or ``hetjob``.
+
+    If an earlier request failed and must not be repeated, return the decision to end the run.
+    """
     node_groups = state.job.node_groups
     if end := finish_if_rejected(state, node_groups[0], now):
         return [end]
@@ -143,7 +146,10 @@ def _excluded_nodes(state: State) -> tuple[NodeName, ...]:
 
 
 def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
-    """Return the decision to end a run that did not get its minimum of nodes in time, with what each group lacks."""
+    """Return the decision to end a run that did not get its minimum of nodes in time.
+
+    The evidence says which node groups lack nodes.
+    """
     evidence = []
     for node_group in state.job.node_groups:
         present = len(inventory.candidates(node_group.name))

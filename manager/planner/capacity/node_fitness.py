@@ -58,7 +58,7 @@ def needs_probe(state: State, node: Node) -> bool:
 
 
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
-    """Return whether the node's agent may still send the report for which :func:`needs_probe` waits.
+    """Return whether the node's agent may still send the report that :func:`needs_probe` requires.
 
     The result is False once the agent has failed too often. The allowed number of failures is smaller than the number
     of failed joins that fit into the recovery window. Otherwise old failures would leave the window before the limit is
@@ -98,10 +98,10 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
 
 
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
-    """Return whether an agent or standby process waits until a failure leaves the recovery window.
+    """Return whether an agent or standby process has failed too often to be started again now.
 
-    If the agent or standby process was retired because its node left the run, it does not wait: it is started as soon
-    as the node is back.
+    It is started again once enough of its failures have left the recovery window. If it was retired only because its
+    node left the run, the result is False, and it is started as soon as the node is back.
     """
     recovery = state.job.recovery
     failures = helper.recent_failures(recovery.window, now)

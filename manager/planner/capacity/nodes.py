@@ -103,7 +103,7 @@ class NodeInventory:
             for standby in self.standby_processes
             if standby.step is not None and is_exclusive(state, standby.id)
         ]
-        """Standby processes that take all resources of their nodes."""
+        """Standby processes that have resources of their own (:func:`is_exclusive`)."""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
             node
@@ -178,7 +178,10 @@ class NodeInventory:
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        """Return the occupancy of this plan: :meth:`occupancy`, computed once, plus what :meth:`reserve` added."""
+        """Return the replicas that occupy each node in this plan.
+
+        The result of :meth:`occupancy` is computed once, and :meth:`reserve` adds members to it.
+        """
         return self.occupancy()
 
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
@@ -304,10 +307,10 @@ class NodeInventory:
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
         """Return the rollouts to preempt so that a standby process can be promoted to this member.
 
-        These are the rollouts that still occupy the member's preferred node. If this node has no standby process for
-        the member, or if the member has no preferred node, the result is one donor rollout. This case occurs when a
-        gang loses two nodes at the same time. The result is empty if the member needs no donor, because it can be
-        launched on its preferred node or on a node with a free standby process.
+        If the member's preferred node has a standby process for the member, these are the rollouts that still occupy
+        this node. Otherwise the result is one donor rollout, for example after a gang has lost two nodes at the same
+        time. The result is empty if there is no donor, or if the member needs none, because it can be launched on its
+        preferred node or on a node with a free standby process.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -323,7 +326,10 @@ class NodeInventory:
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts to preempt for this member; ``occupancy`` contains its gang's lower ranks."""
+        """Return the rollouts to preempt for this member.
+
+        ``occupancy`` includes the members of the gang that have lower ranks than this member.
+        """
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
@@ -340,11 +346,11 @@ class NodeInventory:
         """Return whether the node has more ready standby processes than the other replicas on the node may need.
 
         Preloaded processes do not count, because they are no reason to choose a node. Which other replicas may need a
-        standby process depends on the kind that the role has:
+        standby process depends on the standby processes of the role:
 
-        * standby processes that share nodes with working replicas: each other member of the gang on the node;
-        * standby processes with resources of their own: each other replica of the role that is to run on the node but
-          does not run there yet.
+        * If they share nodes with working replicas, each other member of the gang on the node may need one.
+        * If they have resources of their own, each other replica of the role that is to run on the node, but does not
+          run there yet, may need one.
         """
         ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]
@@ -358,10 +364,11 @@ class NodeInventory:
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """Return whether the node can host members of the role, because of its group or its size.
+        """Return whether the node may host members of the role.
 
-        A node of another group can host members of the role only if it is large enough and the role has standby
-        processes that share nodes with other roles.
+        This depends on the node's group and size. A node of the role's own group may host them. A node of another group
+        may host them only if it is large enough, and if the role has standby processes that share nodes with other
+        roles.
         """
         if node not in self._by_node:
             return False

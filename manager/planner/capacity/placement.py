@@ -34,18 +34,19 @@ class Assignment(Struct, frozen=True):
     """
 
     targets: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of replicas to launch. If one member of a gang has no node, the nodes of the other members stay
-    assigned."""
+    """Target nodes of the replicas to launch. If one member of a gang has no target node, the target nodes of the other
+    members stay assigned."""
     moves: dict[ReplicaId, CandidateNode] = {}
     """Nodes to which replicas on expiring nodes move."""
     retries: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of retired replicas whose failures have left the window. These replicas are assigned last."""
+    """Target nodes of retired replicas whose failures have left the window. These replicas are assigned last."""
     lacking: tuple[Replica, ...] = ()
     """Replicas to launch that fit on no node of the run."""
     unmovable: tuple[Replica, ...] = ()
     """Replicas to move that fit on no other node of the run."""
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of members that could move, but whose gang cannot move because another member has no target node."""
+    """Target nodes of members that could move, but whose gang cannot move because another member has no target
+    node."""
 
 
 def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
@@ -133,7 +134,7 @@ def _launchable_at(members: Sequence[Replica]) -> float:
 def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
     """Return the number of nodes that these members need.
 
-    Members of a gang share a node up to ``per_node``. Each gang of an exclusive role has nodes of its own; the gangs of
+    Up to ``per_node`` members of a gang share a node. Each gang of an exclusive role has nodes of its own; the gangs of
     all other roles share nodes.
     """
     exclusive = shared = 0
@@ -267,9 +268,9 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Standby processes, and steps for whose end a gang waits, get no grace. A gang waits for the steps of its own earlier
-    incarnations, whose state is in the snapshots. It also waits for the steps on the nodes in ``targets``, which are
-    the nodes of its launch.
+    Two kinds of steps get no grace: the steps of standby processes, and the steps that must end before a gang is
+    launched. The latter are the steps of the gang's own earlier incarnations (the gang's state is in the snapshots), and
+    the steps on the nodes in ``targets``, where the gang is to be launched.
     """
     stops: list[StopStep] = []
     wake = NEVER

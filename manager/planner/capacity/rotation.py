@@ -2,7 +2,7 @@
 
 Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster takes back
 early (preemption, cancellation, walltime) are stopped with a grace, within the time that the cluster allows. Such a
-move is not a failure of the replica, so it does not count on the restart budget.
+move is not a failure of the replica, so it does not count against the restart budget.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 
 CANCELLATIONS_TO_END_RUN = 2
-"""Number of times that somebody must cancel all allocations before the run ends. A single cancellation may be a mistake
-or maintenance."""
+"""Number of times that somebody must cancel all allocations of a run to end the run. One time is not enough, because it
+may be a mistake or maintenance."""
 _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
@@ -154,9 +154,9 @@ def _redundant(
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept.
 
-    It is kept if one of its nodes must be drained. It is also kept if it is the pool, or the first allocation of a
-    group without separate jobs. The manager may run in such an allocation, or it may be a component of a heterogeneous
-    job, whose other components would end with it.
+    It is kept if one of its nodes must be drained. It is also kept if it is the first allocation of a node group whose
+    nodes belong to one job, such as the pool, because the manager may run in it, or because it may be a component of a
+    heterogeneous job, whose other components would end with it.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip

@@ -195,8 +195,8 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
 def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
     """Return the wanted preloaded processes: one on each node that replicas of the role occupy, if memory is left.
 
-    Rollouts with GPUs that share nodes get none: Slurm does not know which GPUs a promoted process has, and would give
-    them to the next step on the node.
+    A role that uses GPUs and whose replicas share nodes gets none, because Slurm does not know which GPUs a promoted
+    process uses, and would give them to the next step on the node.
     """
     wanted: _StandbyNodes = {}
     if role.per_member.gpus and not role.exclusive:
@@ -214,9 +214,10 @@ def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, rol
 
 
 def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
-    """Return how many bytes of a node's memory its replicas and ``others`` other standby processes leave free.
+    """Return the memory (bytes) of a node that is left beside its replicas and its other standby processes.
 
-    The result is inf if the job does not state the memory of the node.
+    ``others`` is the number of these standby processes. The result is inf if the job does not state the memory of the
+    node.
     """
     memory = state.allocations[candidate.allocation].request.node.mem
     taken = sum(state.job.role(occupant.role).per_member.mem for occupant in occupants)

@@ -84,7 +84,7 @@ def standbys_released_at(
 
 
 def is_exclusive(state: State, id: ReplicaId) -> bool:
-    """Return whether this is a standby process that takes a node's whole resources for its role."""
+    """Return whether this is a standby process with resources of its own: as many as a member of its role has."""
     return role_of(id) == STANDBY_ROLE and not shares_node(state.job, id)
 
 

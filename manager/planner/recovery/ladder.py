@@ -1,8 +1,8 @@
-"""The repair ladder as data: rungs from the cheapest repair down to the end of the run.
+"""The repair ladder as data: its rungs, from the cheapest repair to the end of the run.
 
-Each rung says what it needs, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
-takes the first rung whose needs are met, beginning with the rung that the evidence suggests. The decision also records
-what the rungs before the taken one lacked, and ``rrl explain`` shows this.
+Each rung consists of what it needs, the result that is expected, and the time limit for this result. A policy is a
+tuple of rungs. ``recover`` takes the first rung whose needs are met, beginning with the rung that the evidence
+suggests. The decision also records what the rungs before the taken one lacked, and ``rrl explain`` shows this.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class RungSpec(Struct, frozen=True):
     """Time (s) for the expected result. If the result has not occurred by then, this counts as another failure, and the
     ladder is entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
-    """Node on which the member is launched next; None for its own node or any node that fits."""
+    """Node on which the member is launched next. If it is None, the rung ``IN_PLACE`` keeps the member's own node, and
+    with any other rung the placement chooses a node."""
 
     def fits(self, case: FailureCase) -> bool:
         """Return whether all needs of the rung are met."""
@@ -72,7 +73,8 @@ class RungSpec(Struct, frozen=True):
 def severity(rung: Rung) -> int:
     """Return the severity of a rung.
 
-    The severity is 0 for every repair of a single replica. Among these repairs the order in the policy decides.
+    The severity is 0 for every repair of a single replica. Which of these repairs is tried first depends on their order
+    in the policy.
     """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
@@ -178,8 +180,8 @@ def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
 def _last_try_on_other_node(case: FailureCase) -> bool:
     """Return whether the next start is the member's last one, and another node could host it.
 
-    The number of starts is limited to ``recovery.first_start`` as long as the member has never joined, and as long as
-    the same exception ends each start.
+    The number of starts is limited to ``recovery.first_start`` in two cases: the member has never joined, or the same
+    exception has ended each start.
     """
     unjoined = 0 if case.failed.ever_joined else case.failed.failed_starts + 1
     failed_starts = max(unjoined, starts_with_same_exception(case.state, case.failed))
@@ -227,12 +229,18 @@ def _join(state: State) -> float:
 
 
 def _promotion_time(state: State) -> float:
-    """Return the time (s) for a promotion, including the time in which the replaced process releases its memory."""
+    """Return the time limit (s) of a promotion.
+
+    It includes the time in which the replaced process releases its memory.
+    """
     return state.job.limits.step_grace + state.job.recovery.promote
 
 
 def _requeue(state: State) -> float:
-    """Return the time (s) for a restart on new nodes: the run's walltime, since the wait in the queue is unlimited."""
+    """Return the time limit (s) of a restart on new nodes.
+
+    This is the remaining walltime of the run, because the wait in the queue has no limit of its own.
+    """
     return max(0.0, state.ends_at - state.at)
 
 

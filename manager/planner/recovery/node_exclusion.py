@@ -8,10 +8,10 @@ WARN about a node its replicas stay, but new replicas are placed on other nodes 
 If many nodes fail together, the network, the site or the manager itself is the likely cause. Replacing all these nodes
 would be worse than waiting for a person. So at most max(1, 20 %) of the nodes are excluded within ten minutes
 (docs/sources.md, guard rails). While the cluster reports many of the run's nodes as down, no other nodes are excluded.
-A run of five nodes or more may always exclude two nodes. 20 % of a small run are only one node, and a second lost node
-would stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves
-that the manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is
-one.
+A run of five nodes or more may always exclude two nodes, because 20 % of a small run are only one node, and because a
+second lost node would stop the run for minutes, until Slurm reports the node as down. Two exclusions are safe in such a
+run, because the majority of its nodes still reports, which proves that the manager and the network work. In a run of up
+to four nodes the limit is one, because two nodes are not a minority.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MINORITY_NODES = 2
 """Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many
 nodes."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes. If more than this share of the nodes is down, and more than one node, only nodes that are
-down are excluded. The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only
-this run's nodes."""
+"""Share of the run's nodes that may be down without an outage. If more nodes than this share are down, and at least two,
+only nodes that are down are excluded. The source (docs/sources.md, guard rails) refers to the nodes of the whole
+cluster; rrl polls only this run's nodes."""
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
@@ -88,8 +88,9 @@ def _node_failure(state: State, node: NodeName) -> Finding | None:
 def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
     """Yield each node without replicas whose agent failed and whose next agent did not join, with the evidence.
 
-    Without replicas, nothing else shows whether the node works, and two silent agents in a row are two observations. An
-    agent that ended with an exit record does not count, nor does a launch that the cluster refused.
+    Two silent agents in a row suffice, because they are two observations, and because nothing else shows whether a node
+    without replicas works. An agent that ended with an exit record does not count, nor does a launch that the cluster
+    refused.
     """
     occupied = {replica.node for replica in workers(state) if replica.is_current}
     for name in state.nodes:

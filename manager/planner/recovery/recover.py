@@ -5,8 +5,8 @@ allocations act on the state that results from it. ``ladder`` defines the repair
 the rung from which to look for a repair.
 
 A gang is repaired as a whole. One member counts as the failed member and is charged for the failure. When it is fenced,
-the other members are fenced, too. These fences follow from the state alone, so a manager may fail between any two
-records.
+the other members are fenced, too. These fences follow from the state alone: if a manager dies after it has journaled
+only some of them, the next manager decides the other ones.
 """
 
 from __future__ import annotations
@@ -157,9 +157,10 @@ def _repair_gang(
 ) -> Decision | None:
     """Return the decision about a gang if one of its members has failed; None if no member has failed.
 
-    Also return None while the exclusion of a member's node is pending, because the node is excluded first.
-    ``excluded_nodes`` lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed on
-    such a node need not wait for the exclusion, since it is launched on another node anyway.
+    Also return None while a current member is on one of ``excluded_nodes``, because such a node is excluded first.
+    ``excluded_nodes`` are the nodes that this plan excludes, and the nodes whose exclusion the circuit breaker holds
+    back, except barred nodes. A member that failed on a barred node need not wait for the exclusion of the node,
+    because it is launched on another node anyway.
     """
     failing = [
         (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))
@@ -226,7 +227,11 @@ def _refused_text(case: FailureCase) -> tuple[str, ...]:
 
 
 def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]) -> Decision:
-    """Return the decision for a failed member: the first rung that fits, from the rung that the evidence calls for."""
+    """Return the decision for a failed member: the first rung that fits.
+
+    The search begins with the least severe rung that the evidence permits. If every start of the member
+    fails in the same way, there is no search: the member is retired, or the run ends.
+    """
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
     if repeated := repeated_exception(state, failed):
@@ -246,9 +251,9 @@ def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]
 
 
 def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung, skipped: str) -> Decision:
-    """Return the decision of the first rung of the policy that fits, from ``first_rung`` on.
+    """Return the decision for the first rung that fits and is at least as severe as ``first_rung``.
 
-    ``skipped`` says what the rungs before ``first_rung`` would have needed.
+    ``skipped`` says what the less severe rungs of the policy would have needed.
     """
     state, failed = case.state, case.failed
     case = msgspec.structs.replace(case, first_rung=first_rung)

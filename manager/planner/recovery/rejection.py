@@ -39,7 +39,11 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
-    """Return whether an untried node may have the missing command: a start is under way on it, or it has capacity."""
+    """Return whether the missing command may exist on a node that has not been tried.
+
+    This is so if one of ``replicas`` is starting on a node that is not in ``tried``, or if another node has capacity
+    for a replica that did not find the command.
+    """
     starting = [
         replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
     ]
