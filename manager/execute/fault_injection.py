@@ -169,8 +169,8 @@ class FaultInjector:
 
 
 MAX_FILL_BYTES = 2**30
-"""Maximum free space (bytes) of a file system that rrl fills. If more is free, the fault is refused, because it would
-take minutes, and because other users need the space."""
+"""Maximum free space (bytes) of a file system that rrl fills. If more is free, the fault is refused, because filling it
+would take minutes, and because other users need the space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
 """Sizes in bytes of the blocks that are written. The next size is used once a block no longer fits."""
 

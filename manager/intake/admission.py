@@ -82,10 +82,12 @@ class GpuRegistry:
     ) -> list[Incarnation]:
         """Return the other incarnations on a node that have GPUs which this manager does not know.
 
-        Returns [] if ``incarnation`` has its own GPUs already. There are two kinds of such incarnations:
+        The manager does not know the GPUs of two kinds of incarnations:
 
-        * An earlier manager has launched or promoted the incarnation, which has not sent Hello to this manager.
-        * The incarnation is starting in a new step, whose GPUs the cluster chooses.
+        * incarnations that an earlier manager launched or promoted, and that have not sent Hello to this manager;
+        * incarnations that are starting in a new step, whose GPUs the cluster chooses.
+
+        Returns [] if ``incarnation`` has its own GPUs already.
 
         Args:
             incarnation: The incarnation that is to get GPUs on the node.

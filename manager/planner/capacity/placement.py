@@ -269,8 +269,8 @@ def stop_orphans(
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
     Two kinds of steps get no grace: the steps of standby processes, and the steps that must end before a gang is
-    launched. The latter are the steps of the gang's own earlier incarnations (the gang's state is in the snapshots), and
-    the steps on the nodes in ``targets``, where the gang is to be launched.
+    launched. The latter are the steps of the gang's own earlier incarnations (the gang's state is in the snapshots),
+    and the steps on the nodes in ``targets``, where the gang is to be launched.
     """
     stops: list[StopStep] = []
     wake = NEVER

@@ -33,8 +33,8 @@ MINORITY_NODES = 2
 """Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many
 nodes."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes that may be down without an outage. If more nodes than this share are down, and at least two,
-only nodes that are down are excluded. The source (docs/sources.md, guard rails) refers to the nodes of the whole
+"""Share of the run's nodes that may be down without an outage. If more than this share and at least two nodes are
+down, only nodes that are down are excluded. The source (docs/sources.md, guard rails) refers to the nodes of the whole
 cluster; rrl polls only this run's nodes."""
 
 
