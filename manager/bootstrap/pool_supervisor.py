@@ -29,9 +29,9 @@ MAX_RESTART_DELAY_S = 60.0
 STABLE_AFTER_S = 60.0
 """Seconds after which a manager's start counts as successful: the restart delay is ``RESTART_DELAY_S`` again."""
 MAX_FUTILE_STARTS = 5
-"""Number of failed managers in a row after which the nodes are released. A manager counts if it ended while certainly
-no role ran on the nodes: the run directory was removed, or no manager had begun the run. The delays between the
-managers add up to 15 s, so that a short disturbance does not release the nodes."""
+"""Number of managers in a row that must fail before the nodes are released. A manager counts only if certainly no role
+ran on the nodes when it ended, because the run directory was removed or no manager had begun the run. The delays
+between the managers add up to 15 s, so that a short disturbance does not release the nodes."""
 LOGGER = "rrl.pool_supervisor"
 """Logger name of this process. Its log lines go to the same file as the output of the managers that it starts."""
 _log = logging.getLogger(LOGGER)

@@ -43,7 +43,7 @@ _KEYS = (
 """Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If a
 pattern has an empty text instead, the pattern captures the name of the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
-"""Pattern of Slurm's messages about impossible requests that Slurm also gives if nodes are only down or drained."""
+"""Pattern of messages about impossible requests. Slurm prints the same messages if nodes are only down or drained."""
 
 
 _NARROWING = ("gres", "constraint", "nodelist", "exclude")
@@ -74,7 +74,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     """Return the problems for which Slurm would reject the job, and Slurm's estimates of the start.
 
     Args:
-        job: The job spec, from which the key of a problem in job.toml is found.
+        job: The job spec, which is searched for the key that causes a problem.
         spec: The run spec of this job, from which the requests are built.
         foreground: True if the manager is not a Slurm job.
 

@@ -165,7 +165,11 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
 
 
 def _start_locally(run: RunDir) -> None:
-    """Start a manager on this machine. Raises OSError with the last line that a failed submission printed."""
+    """Start a manager on this machine with submitit.
+
+    Raises:
+        OSError: nothing was started. If submitit failed, the text is the last line of its output.
+    """
     write_atomically(run.submit / HOST_FILE, socket.gethostname().encode())
     if (child := os.fork()) == 0:
         _submit_locally(run)

@@ -95,7 +95,10 @@ def _is_submitit_of(process: Path, run: RunDir) -> bool:
 
 
 def _last_line(run: RunDir, ids: list[str]) -> str:
-    """Return the last log line of the newest manager that logged anything, else the last line of Slurm or submitit."""
+    """Return the last line that a manager logged, searching the logs of the newest manager first.
+
+    If no manager logged anything, return a line of Slurm or submitit; if all logs are empty, return "".
+    """
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
             run.submit / manager_job.POOL_LOG, run.controller_log]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]

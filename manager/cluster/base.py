@@ -230,7 +230,7 @@ class Cluster(Protocol):
         """
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        """Remove the drain of a node whose reason equals ``reason``. Does nothing if the node is not drained.
+        """Remove the drain of a node if the drain has this ``reason``. Does nothing if the node is not drained.
 
         Raises:
             Refused: the drain has another reason, so this run did not set it.

@@ -51,7 +51,7 @@ class StallClock:
         self._durations: list[float] = []
 
     def stalled_s(self, state: State, now: float) -> float | None:
-        """Return the time (s) without a step at ``now`` (manager's time, s).
+        """Return for how long (s) no training step has been finished, as of the manager's time ``now`` (s).
 
         Returns None if the run does not count as stalled.
         """

@@ -50,7 +50,7 @@ class Failure(Struct, eq=False):
     """Node of the successor; None if there is no successor."""
     joined_at: float | None = None
     works_by_joining: bool = False
-    """True if the failure counts as repaired once the successor has joined, without a unit of work."""
+    """True if the failure counts as repaired once the successor has joined, even if it does no unit of work."""
     weights_at: float | None = None
     worked_at: float | None = None
 
@@ -98,19 +98,19 @@ class WorkChange(Struct, frozen=True):
 
 
 class Changes(Struct):
-    """The changes of the timeline by one event."""
+    """What one event changed in the timeline."""
 
     failures: list[Failure] = []
     """Failures that the event shows, or whose incarnation it fences."""
     raised: Finding | None = None
     """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []
-    """Outages that ended, and whether the replica has recovered; False if the run ended."""
+    """Outages that ended, each with True if the replica has recovered, or False if the run has ended."""
     work: list[WorkChange] = []
 
 
 class InjectedFault(Struct):
-    """An injected fault, recorded from its intent on, and the incarnations that it hit."""
+    """An injected fault and the incarnations that it hit. It is recorded when its injection is intended."""
 
     fault: Fault | None
     """The fault; None if an earlier manager injected it."""
@@ -180,7 +180,7 @@ class InjectedFaults:
         self._faults[tag] = InjectedFault(None, 0.0, incarnations, performed=True)
 
     def on_intended(self, action: InjectFault, target: Incarnation | None, at: float) -> None:
-        """Record a fault that is about to be injected; the time to detection counts from ``at`` (s)."""
+        """Record a fault that is about to be injected. The time to its detection counts from ``at`` (s)."""
         injected = InjectedFault(action.fault, at, () if target is None else (target,), action.node)
         injected.set_performed_at(at, self.silence)
         self._faults[action.tag] = injected

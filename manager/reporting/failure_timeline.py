@@ -83,14 +83,14 @@ class FailureTimeline:
         """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()
         self._drained_nodes: set[str] = set()
-        """Nodes that a user drains: the ends of their agents and standby processes are not failures."""
+        """Nodes that a user drains. On such a node, the end of an agent or a standby process is not a failure."""
         self._standing: dict[str, tuple[Finding, float]] = {}
         """FAIL findings that have not cleared, by key, each with the time (s) at which it became FAIL."""
         self._step_ended: dict[Incarnation, float] = {}
         self._unjoined: dict[ReplicaId, list[Failure]] = {}
-        """Failures without a successor that has joined."""
+        """Failures of each replica after which no incarnation of it has joined yet."""
         self._recovering: dict[Incarnation, list[Failure]] = {}
-        """Failures by the successor that has joined."""
+        """For each incarnation that has joined and has not worked yet: the failures that it repairs."""
         if state is not None:
             self._restore(state)
 
@@ -386,7 +386,7 @@ class FailureTimeline:
         self.faults.silence = event.job.limits.silence
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> Changes:
-        """Reset the timeline for a resumed run: the resume does not count as a recovery from earlier failures."""
+        """Reset the timeline for a resumed run, because the resume is no recovery from earlier failures."""
         self._roles, self._ending = _roles(event.job), False
         self.faults.silence = event.job.limits.silence
         self._retired.update(self._newest.values())

@@ -45,7 +45,7 @@ class HistoryEvents:
         """Records that begin each file, so that a file can be read without the other files."""
         self._timeline = timeline
         self._written: dict[str, tuple[Verdict, float, int]] = {}
-        """By the key of each finding: verdict and time of its last record, and how often the finding was raised."""
+        """For each finding, by key: verdict and time (s) of its last record, and how often the finding was raised."""
         if state is not None:
             self.initial_records += [
                 NodeAcquired(at, node.name, _gpus_on(state, node.name)) for node in _own_nodes(state).values()
@@ -57,7 +57,8 @@ class HistoryEvents:
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> list[Record]:
         """Return the records that follow from an event.
 
-        ``before`` and ``after`` are the states around the event; ``changes`` is what the event changed in the timeline.
+        ``before`` and ``after`` are the states before and after the event. ``changes`` is what the event changed in the
+        timeline.
         """
         event, at = stamped.event, stamped.at
         records: list[Record] = [

@@ -160,7 +160,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
-    """Yield the seconds of the roles' processes by phase and idle cause; ``cause`` is ``none`` for time at work."""
+    """Yield the seconds and idle shares by role and idle cause (``none``: time at work), and the trained tokens."""
     now, before = times.now, times.before
     seconds: dict[tuple[str, ...], float] = {
         (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
@@ -250,7 +250,8 @@ def _run_state(state: State) -> str:
 def _findings(state: State) -> dict[tuple[str, ...], float]:
     """Count the findings by verdict, detector and node (for a finding about a replica, the replica's node).
 
-    FAIL findings are counted first, so that they keep their node if there are more than MAX_FINDING_SERIES series.
+    If there are more than MAX_FINDING_SERIES series, further findings are counted without their node. FAIL findings are
+    counted first, so that this affects them last.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     failures_first = sorted(
@@ -297,7 +298,7 @@ class TokenCounter:
         self._retired_total = 0
 
     def retire(self, incarnation: Incarnation) -> None:
-        """Keep the tokens of an incarnation that is about to be removed from the health monitor."""
+        """Keep the number of tokens of a rollout's incarnation that is about to be removed from the health monitor."""
         view = self._monitor.replicas.get(incarnation.replica)
         if view is not None and view.incarnation == incarnation and role_of(incarnation.replica) == "rollout":
             self._retired_total += view.done or 0

@@ -29,7 +29,7 @@ MAX_CONNECTIONS = 8
 CONNECTION_TIMEOUT_S = 10.0
 """Maximum duration (s) of a connection (Prometheus' scrape_timeout is 10 s by default)."""
 PAGE_CACHE_S = 0.5
-"""Seconds for which a page is cached, so that frequent scrapes cause no extra work."""
+"""Seconds for which the text of the metrics is cached, so that frequent scrapes cause no extra work."""
 
 
 class MetricsServer:
@@ -79,7 +79,7 @@ class MetricsServer:
 
 
 class _Page:
-    """The text of the page, generated at most once in ``PAGE_CACHE_S`` s, by one thread at a time."""
+    """The metrics as text for Prometheus, generated at most once in ``PAGE_CACHE_S`` s, by one thread at a time."""
 
     def __init__(self, collect: Collect) -> None:
         from prometheus_client import CollectorRegistry
@@ -90,7 +90,7 @@ class _Page:
         self._text, self._expires_at = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the page, generating it if the cached one has expired."""
+        """Return the text, generating it if the cached text has expired."""
         from prometheus_client import generate_latest
 
         with self._lock:
@@ -110,7 +110,7 @@ class _Collector:
 
 
 class _Server(ThreadingTCPServer):
-    """The HTTP server of the page, which limits the number and duration of connections."""
+    """The HTTP server that returns the metrics. It limits the number and the duration of connections."""
 
     allow_reuse_address = True
     daemon_threads = True

@@ -22,7 +22,7 @@ from .metrics import RunCounters
 from .metrics_server import MetricsServer
 
 TOKEN_COUNT_INTERVAL_S = 1.0
-"""Seconds between two counts of tokens, each of which visits every rollout."""
+"""Seconds between two counts of the generated tokens. Each count visits every rollout."""
 
 
 class EventObservers:

@@ -119,12 +119,12 @@ class StepRows:
         self._pending: list[StepRow] = []
         """Rows that wait for a reading of the trainer's clock."""
         self._late: tuple[int, float] | None = None
-        """Number of pending rows, and time (s) of the newest commit, at the newest change of managers. The pending rows
-        that are added after it share the time since this commit. None once these rows are complete."""
+        """Number of pending rows and value of ``_previous_at``, both at the newest change of managers. Rows that are
+        added later share the time since this ``_previous_at`` evenly. None once these rows are complete."""
         self._clock: tuple[tuple[int, int], dict[str, int]] = (0, 0), {}
         """(incarnation number, start) of the trainer's process that reported last, and its time (ns) by phase."""
         self._spent = Counter[str]()
-        """Time (ns) of the trainer by phase that is part of no row yet."""
+        """Time (ns) that the trainer spent in each phase, without the time that a row contains already."""
         self._logged: dict[str, dict[str, float]] = {}
         self._marks: list[Mark] = []
 
@@ -288,9 +288,9 @@ def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, fl
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
-    """Move the newest evaluation of the row's step or an earlier step from ``results`` to the row; return the row.
+    """Return the row with its evaluation: the newest one of a step up to the row's step, if there is one.
 
-    Older evaluations are removed from ``results``.
+    This evaluation and all older evaluations are removed from ``results``.
     """
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}

@@ -114,7 +114,7 @@ class Lease:
 
         Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
         check, but a manager that was frozen needs one. If the storage is unavailable or hangs, the manager keeps the
-        lease for now: this method returns ``CHECK_TIMEOUT_S`` seconds after the check began at the latest. If the check
+        lease for now, and this method returns at most ``CHECK_TIMEOUT_S`` seconds after the check began. If the check
         finds a successor later, the next call raises LeaseLost.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:

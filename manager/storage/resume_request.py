@@ -39,7 +39,7 @@ class ResumeRequest(Struct, frozen=True):
     source: str
     """Path of the job spec; the roles work in its folder."""
     ended: float
-    """Manager's time (s) of the end of the run that the request follows. The request does not apply to a later end."""
+    """Manager's time (s) at which the run ended before the request. If the run ends again, the request is void."""
 
 
 class AlreadyRequested(RuntimeError):

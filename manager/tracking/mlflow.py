@@ -70,7 +70,7 @@ class MlflowRun:
             self._client.log_batch(self._id, metrics=batch)
 
     def flush(self) -> None:
-        """Do nothing: the store has every batch when its request returns."""
+        """Do nothing, because each request returns only after MLflow has stored its batch."""
 
     def finish(self, outcome: Outcome, last: StepRow | None) -> None:
         """Set the status of the run."""
@@ -104,7 +104,7 @@ class MlflowRun:
 
 
 def _name(name: str) -> str:
-    """Return a name with the characters that MLflow allows."""
+    """Return ``name`` with ``_`` in place of each character that MLflow does not allow."""
     return re.sub(r"[^\w./ -]", "_", name)
 
 

@@ -48,7 +48,7 @@ class Locked(Exception):
 
 
 def mark_of(run: RunDir, tracker: str) -> str:
-    """Return the value of :data:`TRACKER_ENV` for a tracker of a run."""
+    """Return the value of :data:`TRACKER_ENV` by which the processes of a run's tracker are found."""
     return f"{run.path}/{tracker}"
 
 
@@ -99,10 +99,10 @@ def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
 
 
 def end_leftovers(run: RunDir, tracker: str) -> None:
-    """Kill this user's processes on this host that a process of the tracker left behind, and wait for their end.
+    """Kill the processes that an earlier process of the tracker left behind on this host, and wait for their end.
 
-    A tracker's own service process may write for some time after its parent was killed. The tracker's files show which
-    steps were written only once the service process has ended.
+    Only processes of the current user are considered. A tracker's own service process may write for some time after its
+    parent was killed. The tracker's files show which steps were written only once the service process has ended.
     """
     mark = f"{TRACKER_ENV}={mark_of(run, tracker)}".encode()
     left = []

@@ -91,9 +91,10 @@ class TrackerSupervisor:
         return process
 
     def _prepare(self, name: TrackerName) -> dict[str, str]:
-        """Make the folder of the trackers, and return the environment of their processes. Raises OSError.
+        """Prepare the start of a tracker's process, and return the environment of the process. Raises OSError.
 
-        The environment is made like the environment of a role.
+        The folder of the trackers is created, and the tracker's log is emptied if it is longer than
+        :data:`MAX_LOG_BYTES`. The environment is made like the environment of a role.
         """
         self._run.trackers.mkdir(mode=0o700, exist_ok=True)
         log = log_file(self._run, name)

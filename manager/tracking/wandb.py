@@ -54,7 +54,7 @@ class WandbRun:
             self.newest_step, self.place = self._run.starting_step - 1, self._run.url or ""
 
     def send(self, row: StepRow) -> None:
-        """Log a step, which is written at once: a killed process leaves no step that is partly logged."""
+        """Log a step. The step is written at once, so that a killed process leaves no step that is partly logged."""
         values: dict[str, float | str] = {**scalars(row), "_timestamp": row.at}
         if marks := annotation(row):
             values[f"{PREFIX}marks"] = marks

@@ -32,7 +32,7 @@ async def inject_fault(fault: Fault) -> str:
     """Have the test cluster inject a fault and end it after ``fault.seconds``; return a text that says what was done.
 
     Raises:
-        Refused: this is not a test cluster, or a test cluster cannot inject this fault.
+        Refused: this is not a test cluster, or the test cluster cannot be reached or cannot inject this fault.
         Unanswered: the test cluster did not answer in time.
     """
     path = os.environ.get(LAB_FAULTS_ENV)

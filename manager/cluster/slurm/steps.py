@@ -161,7 +161,10 @@ class Sruns:
 
 
 def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
-    """Return the exception for an srun that ended early, from its stderr or the output of the step's first process."""
+    """Return the exception for an srun that ended early.
+
+    It depends on srun's stderr and exit code, and on the output of the step's first process.
+    """
     srun_output, step_output = _tail(srun.stderr_file), last_lines_of(output)
     if shows_missing_command(step_output):
         return NotStarted(step_output)

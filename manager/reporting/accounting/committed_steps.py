@@ -11,14 +11,18 @@ undisturbed, because a clean run also loads libraries, compiles and waits for it
 these times divided by the duration of this run. Training that was done again, waits and the time of every interruption
 are losses. The cost of the protection in each step is part of the median, so the estimate does not show this cost.
 
-An attempt begins at the previous commit or, after an interruption, at the trainer's first ``train``. It ends with the
-commit. If a restarted trainer commits a step before it has trained, it commits the work of its predecessor, which a
-snapshot has kept. In this case the predecessor's attempt counts. If a commit covers several steps
-(``checkpoint_every``), a restarted trainer may continue from a snapshot of a step between two commits. The first
-weights that the trainer publishes show this step. Its predecessor's attempt counts up to the time at which the
-predecessor published the same step. Steps of one commit, and steps that were committed while no manager ran, share
-their time evenly. A step is undisturbed if no replica was interrupted and the manager did not change since the previous
-commit.
+These rules apply to attempts and steps:
+
+- An attempt begins at the previous commit or, after an interruption, at the trainer's first ``train``. It ends with the
+  commit.
+- If a restarted trainer commits a step before it has trained, it commits the work of its predecessor, which a snapshot
+  has kept. In this case the predecessor's attempt counts.
+- If a commit covers several steps (``checkpoint_every``), a restarted trainer may continue from a snapshot of a step
+  between two commits. The first weights that the restarted trainer publishes show which step this is. The attempt of
+  its predecessor counts up to the time at which the predecessor published the same step.
+- The steps of one commit share its time evenly. Steps that were committed while no manager ran also share their time
+  evenly.
+- A step is undisturbed if, since the previous commit, no replica was interrupted and the manager did not change.
 """
 
 from __future__ import annotations
@@ -40,7 +44,10 @@ reports all of them to the next manager at once (within 0.005 s for 12 steps, me
 
 
 class Attempt(Struct, frozen=True):
-    """An attempt at a step that its incarnation did not commit: begin, end (s), and the interruption that ended it."""
+    """An attempt at a step, or a part of an attempt, that an interruption ended before the commit.
+
+    Times are the manager's (s).
+    """
 
     since: float
     until: float
@@ -51,7 +58,7 @@ class CommittedStep(Struct, frozen=True):
     """A commit of one or several steps, or several commits that were reported together. Times are the manager's (s)."""
 
     step: int
-    """Newest step of the commit or commits."""
+    """Newest of the committed steps."""
     count: int
     since: float
     """Time of the previous commit, or of the first ``train``."""
@@ -60,22 +67,22 @@ class CommittedStep(Struct, frozen=True):
     attempt_until: float
     """Time at which the committed attempt ended; it began at ``attempt_since``."""
     discarded: tuple[Attempt, ...]
-    """Attempts since the previous commit whose work was lost."""
+    """Attempts since the previous commit, as far as their work was lost."""
     disturbed: bool
     first: bool
     """True for the first commit of the run, whose duration is part of no median."""
     evaluated: bool
     """True if the trainer waited for an evaluation before this step."""
     kept_s: float = 0.0
-    """Seconds of the earlier attempts since the previous commit whose work was kept by snapshots."""
+    """Seconds of earlier attempts at these steps, as far as snapshots kept their work."""
 
     @property
     def first_step(self) -> int:
-        """Return the oldest step of the commit or commits."""
+        """Return the oldest of the committed steps."""
         return self.step - self.count + 1
 
     def useful_s(self, medians: StepMedians) -> float:
-        """Return the seconds of the attempts at this commit that count in the estimate of the strict ETTR.
+        """Return how many seconds of the attempts at this commit count in the estimate of the strict ETTR.
 
         At most the sum of the medians of the commit's steps counts. An undisturbed first commit counts in full.
         """
@@ -116,8 +123,7 @@ class CommittedSteps:
         """Begin of the current attempt; None until the trainer has begun one."""
         self._discarded: list[Attempt] = []
         self._kept: list[tuple[int, Attempt]] = []
-        """(step, attempt) for each attempt since the newest commit whose work up to this step was kept by a
-        snapshot."""
+        """Attempts since the newest commit, as (step, attempt). Snapshots have kept their work up to ``step``."""
         self._published: list[tuple[int, float]] = []
         """Steps whose weights were published in the newest attempt, and when (s)."""
         self._disturbed = False
@@ -271,7 +277,7 @@ class CommittedSteps:
         self._disturbed, self._evaluated = bool(self._interruptions.open), False
 
     def _extend_newest(self, step: int, at: float) -> None:
-        """Add the steps up to ``step`` to the newest commit, which the same manager received at the same time."""
+        """Add the steps up to ``step`` to the newest commit, because both commits were reported together."""
         newest = self.steps.pop()
         self.steps.append(
             replace(

@@ -66,7 +66,7 @@ class CurveRecorder:
             self._versions[replica] = event.version.step
 
     def on_replica_down(self, replica: ReplicaId) -> None:
-        """Leave out the weights of a replica that is down."""
+        """Drop the weight version of a replica that is down, so that it no longer counts as the oldest version."""
         self._versions.pop(replica, None)
 
     def on_committed(self, event: ev.StepCommitted, at: float) -> None:

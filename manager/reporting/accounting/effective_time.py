@@ -30,7 +30,7 @@ class EffectiveSeconds:
         return self._seconds + self._share * max(0.0, now - self._share_since)
 
     def set_share(self, share: float, at: float) -> None:
-        """Set the share of the time that is effective training from ``at`` on."""
+        """Set the share of time that counts as effective training. It applies from ``at`` (s) on."""
         self._seconds, self._share_since = self.until(at), max(at, self._share_since)
         self._share = share
 

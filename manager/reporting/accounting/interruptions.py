@@ -202,7 +202,11 @@ class Interruptions:
             self._end(interruption, at)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> list[Interruption]:
-        """Begin the trainer's interruption by the end of the run, at the time at which this end was decided."""
+        """Begin the interruption that the end of the run caused for the trainer; return it in a list, or [].
+
+        It begins with the trainer's failure if this failure ended the run, else when the end of the run was decided. No
+        interruption begins if the trainer had never joined.
+        """
         self._kinds = {role.name: role.kind for role in event.job.roles}
         finished, self._finished = self._finished, None
         number = self._joined.get(TRAINER, 0)

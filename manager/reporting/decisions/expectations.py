@@ -89,7 +89,7 @@ class Expectations:
         self._absences: dict[ReplicaId, list[Result]] = {}
         """Decisions to continue without a replica, by replica."""
         self._unused: dict[NodeName, list[Result]] = {}
-        """Exclusions, by the node that should not be used."""
+        """Exclusions, by the excluded node, until the node is used again."""
         self._reused: dict[NodeName, Result] = {}
         """Readmissions, by the node whose agent should join."""
         self._restarts: list[_WholeRestart] = []
@@ -185,7 +185,11 @@ class Expectations:
         _settle_all(self._unused.pop(launch.node, ()), Arrival.MISSED, at, f"{launch.incarnation} was started there")
 
     def _repaired(self, action: Exclude | Fence | RestartAll, at: float) -> None:
-        """Settle the expectations about the injected faults that this repair answers."""
+        """Settle the expectations about injected faults that this action repairs.
+
+        An action repairs a fault if it excludes the fault's node, or fences the fault's incarnation because of a
+        failure.
+        """
         node = action.node if isinstance(action, Exclude) else None
         fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
         ended = {fence.incarnation for fence in fences if fence.charged}
@@ -203,7 +207,10 @@ class Expectations:
             handler(self, stamped.event, stamped.at)
 
     def close(self) -> None:
-        """Mark the lasting effects that hold at the newest event: the run continues without a replica or node."""
+        """Set ``HOLDS`` as the result of the decisions that are still in force at the newest event.
+
+        These are the exclusions of nodes and the decisions to continue without a replica.
+        """
         for held in (*self._absences.values(), *self._unused.values()):
             for result in held:
                 result.arrival = Arrival.HOLDS

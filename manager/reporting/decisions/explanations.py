@@ -43,8 +43,8 @@ class Explanation(Struct):
     """Training step that was in progress, or the last step; 0 in a run without training."""
     action: Action
     node: NodeName = NodeName("")
-    """Node that the decision is about, or on which the process runs that the decision is about. Empty if the decision
-    is about neither a node nor a process."""
+    """Node that the decision is about. For a decision about a process, the node on which this process was launched.
+    Empty if the decision is about neither, or if the process was never launched."""
     findings: tuple[Finding, ...] = ()
     """Failures that detectors or checks had found, about the process or its node."""
     result: Result = field(default_factory=Result)
@@ -185,7 +185,7 @@ _HANDLERS: dict[type, Callable[[_Explainer, ev.Stamped, Any], None]] = {
 
 
 def is_repair(action: Action) -> bool:
-    """Return whether a decision answers a failure or changes the course of the run."""
+    """Return whether a decision is more than routine: False only for the launch and the stop of a step."""
     return not isinstance(action, Launch | StopStep)
 
 
@@ -209,7 +209,7 @@ _WORDS: dict[type, str] = {
 
 
 def words_of(action: Action) -> str:
-    """Return what a decision does, in a few words that do not depend on its subject."""
+    """Return what a decision does, for example ``stop using``, without what it is about (:func:`subject_of`)."""
     if isinstance(action, Launch) and action.standby is not None:
         return "promote"
     if isinstance(action, Fence) and action.rung is Rung.DEGRADED:

@@ -1,1 +1,4 @@
-"""Collects the newest log lines of every incarnation in the manager, in case its log file is lost with its node."""
+"""Collects the newest log lines of every incarnation in the manager.
+
+The log file of an incarnation may be lost with the incarnation's node.
+"""

@@ -1,9 +1,10 @@
-"""Keep the newest log lines of every incarnation in the manager, in case its log file is lost with its node.
+"""Keep the newest log lines of every incarnation in the manager.
 
-The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` in two cases: its incarnation is no
-longer current and has not reported that its own file is complete, or a step reports lines that it cannot write itself.
-Readers drop duplicates, since a line is identified by its timestamp. Each file name contains the epoch, so that the
-file has only one writer, because O_APPEND is not atomic on NFS.
+The log file of an incarnation may be lost with the incarnation's node. The buffers are in the manager's memory. A
+buffer is written to ``logs/<tag>.shipped-<epoch>.log`` in two cases: its incarnation is no longer current and has not
+reported that its own file is complete, or a step reports lines that it cannot write itself. Readers drop duplicates,
+since a line is identified by its timestamp. Each file name contains the epoch, so that the file has only one writer,
+because O_APPEND is not atomic on NFS.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ class LogBuffers:
         """Bytes in all buffers."""
 
     def add(self, message: LogLines, now: float) -> None:
-        """Buffer the lines of a message that are new, and write or remove the buffer as the message requires."""
+        """Buffer the lines of a message, except lines that were received before.
+
+        If the launcher cannot write the lines itself, the buffer is written now. Else, if these are the last lines of
+        the log, the incarnation's own file is complete, and the buffer is removed. Else, if the incarnation is not
+        current, the buffer is written after COMPLETION_GRACE_S.
+        """
         incarnation, text = message.incarnation, message.text
         is_current = self._is_current(incarnation)
         if is_current is None or not _plausible(text):
@@ -112,7 +118,7 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Return whether any buffer has a ``due_at``, so that it is written now or later."""
+        """Return whether any buffer has a ``due_at``. Such a buffer must be written now or later."""
         return bool(self._due)
 
     def write_all_due(self) -> None:
@@ -161,7 +167,10 @@ def _plausible(text: bytes) -> bool:
 
 
 def _after(last: bytes, text: bytes) -> bytes:
-    """Return the lines with timestamps after ``last``: an incarnation resends its newest lines to each new manager."""
+    """Return the lines with timestamps after ``last``.
+
+    The other lines are duplicates, because an incarnation sends its newest lines again on each new connection.
+    """
     if first_stamp(text) > last:
         return text
     return b"".join(line for line in text.splitlines(keepends=True) if line[:STAMP_BYTES] > last)

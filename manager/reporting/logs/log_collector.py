@@ -38,7 +38,7 @@ _MESSAGE_BURST = 100
 """Number of messages that may be handled at once before the limit of :data:`MAX_MESSAGES_PER_S` applies."""
 _CLOSE_POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 5.0
-"""Seconds for the last buffers to be written when the manager exits, since storage may hang."""
+"""Maximum time (s) that an exiting manager waits for the last buffers to be written, because storage may hang."""
 
 
 class LogCollector:
@@ -137,7 +137,10 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Wait until the manager exits, and incarnations that have just ended had time to send their last messages."""
+        """Wait until the manager exits, then for the last lines of incarnations that have just ended.
+
+        The second wait takes at most COMPLETION_GRACE_S.
+        """
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):

@@ -45,12 +45,12 @@ class PyslurmObjects:
         self._user = os.geteuid()
 
     def jobs(self) -> JobRows:
-        """Return the jobs of this user, although pyslurm reads the jobs of all users."""
+        """Return the jobs of this user. pyslurm reads the jobs of all users, so the other jobs are left out here."""
         jobs = list(self._jobs.load().values())
         return JobRows(tuple(_job(job) for job in jobs if job.user_id == self._user), len(jobs))
 
     def steps(self) -> StepRows:
-        """Return the numbered steps of this user, although pyslurm reads the steps of all users."""
+        """Return the numbered steps of this user. pyslurm reads the steps of all users, so others are left out here."""
         return StepRows(
             tuple(
                 StepRow(job, step.id, ",".join(step.allocated_nodes or ()), _text(step, "name"))

@@ -38,7 +38,7 @@ FIRST_LOOKS = 3
 """Number of comparisons of pyslurm with the commands before pyslurm is chosen. A difference counts only if all
 comparisons show it, because the cluster may change between the reads of the two readers."""
 FIRST_LOOK_PAUSE_S = 1.0
-"""Seconds between two of the first comparisons."""
+"""Seconds between one of these comparisons (:data:`FIRST_LOOKS`) and the next."""
 SHOWN_DIFFERENCES = 2
 """Maximum number of differences between the readers that the reason of a choice names; a large cluster may have
 thousands."""
