@@ -27,7 +27,7 @@ RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
 """Upper limit of the restart delay in seconds."""
 STABLE_AFTER_S = 60.0
-"""Seconds after which a manager's start counts as successful: the restart delay is ``RESTART_DELAY_S`` again."""
+"""Seconds after which a manager's start counts as successful, so the restart delay is ``RESTART_DELAY_S`` again."""
 MAX_FUTILE_STARTS = 5
 """Number of managers in a row that must fail before the nodes are released. A manager counts only if certainly no role
 ran on the nodes when it ended, because the run directory was removed or no manager had begun the run. The delays

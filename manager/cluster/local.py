@@ -50,7 +50,8 @@ from .base import (  # fmt: skip
 )
 
 RELEASE_GRACE_S = 5.0
-"""Seconds for steps to end when their allocation is released. The manager normally stops the steps earlier."""
+"""Seconds that the steps of a released allocation have to end before they are killed. Normally the manager has stopped
+them before the release."""
 SWEEP_TIMEOUT_S = 10.0
 """Seconds for processes to end after SIGKILL. A process that takes longer hangs in the kernel and may never end."""
 _INHERITED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")

@@ -101,7 +101,7 @@ class Changes(Struct):
     """What one event changed in the timeline."""
 
     failures: list[Failure] = []
-    """Failures that the event shows, or whose incarnation it fences."""
+    """Failures that the event shows, and failures whose incarnation it fences."""
     raised: Finding | None = None
     """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []
@@ -129,9 +129,9 @@ class InjectedFault(Struct):
     def set_performed_at(self, at: float, silence: float) -> None:
         """Set the time at which the fault was performed, and derive from it when the fault and its effects end.
 
-        The end is computed from the fault's ``seconds``, because it may never be journaled, for example while a disk
-        stays full or after a manager's death. ``silence`` is the longest time (s) until the fault's effects are
-        detected.
+        The end is computed from the fault's ``seconds``, because the journal may never contain the end, for example
+        while a disk stays full or after a manager's death. ``silence`` is the longest time (s) until the fault's
+        effects are detected.
         """
         if self.fault is not None and self.fault.seconds:
             self.ended_at = at + self.fault.seconds

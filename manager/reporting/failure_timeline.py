@@ -5,7 +5,7 @@ same failures with the same times. A record (``failure_records.Failure``) begins
 failure, and these events set its times:
 
 ====================  ================================================================================================
-``recorded_at``       a FAIL finding, an unrequested end of the step, a rejected launch, or a charged fence
+``recorded_at``       a FAIL finding, an unrequested end with an error, a rejected launch, or a charged fence
 ``symptom_at``        the end of the step or the earliest ``since`` of the FAIL findings, whichever was first
 ``detected_at``       the first of these findings
 ``fault_at``          the intent of an injected fault that can have caused the failure, or the report of its effect
@@ -15,11 +15,14 @@ failure, and these events set its times:
 ``worked_at``         the successor's first unit of work
 ====================  ================================================================================================
 
-For these times, findings about the incarnation itself take precedence over findings about its node, because the
-incarnation may have worked for a long time on a node with findings. A successor that fails before it joins is another
-failure, and both failures have the same later successor. Failures before a resume of the run get no successor. A
-rejected launch belongs to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica
-lost. An outage also begins when a replica is moved.
+Further rules:
+
+- For ``symptom_at`` and ``detected_at``, findings about the incarnation itself take precedence over findings about its
+  node, because the incarnation may have worked for a long time on a node with findings.
+- A successor that fails before it joins is another failure, and both failures have the same later successor.
+- Failures before a resume of the run get no successor.
+- A rejected launch belongs to the failure that it should have repaired.
+- An ``Outage`` records the GPU time that a replica lost. An outage also begins when a replica is moved.
 
 A new manager continues from the restored state. The state contains every open outage, every finding that has not
 cleared and every fault that is in effect, but not the failures recorded earlier.
@@ -83,7 +86,7 @@ class FailureTimeline:
         """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()
         self._drained_nodes: set[str] = set()
-        """Nodes that a user drains. On such a node, the end of an agent or a standby process is not a failure."""
+        """Nodes that a user drains. The fence of an agent or a standby process on such a node is not a failure."""
         self._standing: dict[str, tuple[Finding, float]] = {}
         """FAIL findings that have not cleared, by key, each with the time (s) at which it became FAIL."""
         self._step_ended: dict[Incarnation, float] = {}

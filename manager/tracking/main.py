@@ -40,7 +40,7 @@ from .tracker_files import TRACKER_ENV, Locked, Progress, end_leftovers, locked,
 POLL_S = 1.0
 """Seconds between two reads of the journal."""
 FLUSH_ROWS = 500
-"""Number of rows after which a long backlog is flushed and the progress recorded."""
+"""Number of sent rows of a long backlog after which the tracker is flushed and the progress is recorded."""
 HUNG_EXIT, LOCKED_EXIT = 3, 4
 """Exit codes: the first means that a call of the tracker took longer than ``[track] timeout``, the second that another
 process tracks this run."""

@@ -1,8 +1,8 @@
 """TensorBoard as a tracker: event files in the run directory, one for each process that sent steps.
 
-A step is one record of a file, with a checksum, so that a file has it completely or not at all. A new
-process first reads all files to learn which steps they have. A torn record at the end of a file of a killed process
-is ignored by TensorBoard, and by this module.
+Each step is one record with a checksum, so that a file contains a step completely or not at all. A new process first
+reads all files to learn which steps they contain. If a process is killed, its file may end with a torn record, which
+TensorBoard and this module ignore.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def log_file(run: RunDir, tracker: str) -> Path:
 def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a tracker, so that only one process on all hosts sends the steps of a run to it.
 
-    The kernel, or the file server, releases the lock when the process ends. On storage without locks no lock is held. A
-    new process still ends the other processes on its own host (:func:`end_leftovers`).
+    The kernel, or the file server, releases the lock when the process ends. On storage without locks no lock is held.
+    In this case only processes on the same host are excluded, because a new process ends them (:func:`end_leftovers`).
 
     Raises:
         Locked: another process holds the lock, and ``wait`` is False.

@@ -105,7 +105,7 @@ class TrackerSupervisor:
         return inherited | passed | {TRACKER_ENV: mark_of(self._run, name)}
 
     async def _end(self, name: TrackerName, ended: bool) -> None:
-        """End the process of a tracker; it has some time to send what is in the journal."""
+        """Let a tracker's process send what is in the journal, for a limited time, and end the process."""
         process = self._processes.get(name)
         code: int | None = None
         try:

@@ -71,8 +71,8 @@ class SlurmLimits(Struct, frozen=True):
     immediate_timeout_s: int = 10
     """Seconds that salloc waits for free nodes. By default Slurm's scheduler runs 2 s after a submission."""
     immediate_timeout_het_s: int = 45
-    """Seconds that salloc waits for the free nodes of a heterogeneous job: only the backfill scheduler starts such
-    jobs, every 30 s by default (slurm.conf(5))."""
+    """Seconds that salloc waits for the free nodes of a heterogeneous job. Only the backfill scheduler starts such
+    jobs. By default it runs every 30 s (slurm.conf(5))."""
     launch_watch_s: float = 2.0
     """Seconds for which a new srun is watched for an error. The wait ends as soon as the step starts (median 0.04 s in
     the lab)."""

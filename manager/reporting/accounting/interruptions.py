@@ -36,7 +36,7 @@ STAGES = ("detect", "decide", "queue", "start", "load", "reconnect")
 PLANNED = "planned"
 """Cause of an interruption without a failure: a drain, a move, or a restart that a user requested."""
 RUN_ENDED = "run ended"
-"""Cause of an interruption by the end of a run that was resumed later."""
+"""Cause of an interruption that began with the end of the run, if the run was resumed later."""
 UNKNOWN = "unknown"
 """Cause of a failure without a finding, for example of a launch that the cluster rejected."""
 TRAIN = "train"

@@ -44,9 +44,9 @@ class Explanation(Struct):
     action: Action
     node: NodeName = NodeName("")
     """Node that the decision is about. For a decision about a process, the node on which this process was launched.
-    Empty if the decision is about neither, or if the process was never launched."""
+    Empty if the decision is not about a single node or process, or if the process was never launched."""
     findings: tuple[Finding, ...] = ()
-    """Failures that detectors or checks had found, about the process or its node."""
+    """FAIL findings at the time of the decision about the process or node that failed; empty if nothing had failed."""
     result: Result = field(default_factory=Result)
     """Whether the expected effect has occurred."""
 
