@@ -101,7 +101,13 @@ class EpisodeRoutes(Struct, frozen=True):
         return JSONResponse({})
 
     async def _read(self, request: Request, keys: set[str]) -> tuple[EpisodeKey, dict[str, Any]]:
-        """Return the key of the episode and the checked keys of the body."""
+        """Return the episode's API key, which the request contains, and the fields of the request's body.
+
+        ``keys`` are the names of the fields that the body may have.
+
+        Raises:
+            ApiError: The API key is not that of an episode of this run, or the body is invalid.
+        """
         key = bearer_key(request, self.run, self.secret)
         if not key.attempt:
             message = "this is the key of the run; use the api_key with which the episode was opened"

@@ -87,12 +87,15 @@ class _BoundedProtocol(H11Protocol):
         self._wait_for_head(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline."""
+        """Cancel the deadline for the head of the next request."""
         self._head_arrived()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Abort the connection of an unanswered call, so that its client repeats it; uvicorn would answer 500."""
+        """Close the connection; abort it if its call has no complete answer.
+
+        The client then repeats the call. Without the abort, uvicorn would answer the call with status 500.
+        """
         if self.cycle is None or self.cycle.response_complete:
             super().shutdown()
         else:

@@ -19,7 +19,7 @@ PREFIX = "rrl-"
 _NUMBERS = struct.Struct(">QI")
 """Format of the numbers in a key: episode and attempt."""
 _SIGNATURE_BYTES = 16
-"""Bytes of the signature: 128 bits cannot be guessed."""
+"""Number of bytes of the signature. These are 128 bits, which cannot be guessed."""
 _PURPOSE = b"rrl: API key of an episode\0"
 """Text that is signed before the content, so that no signature for another purpose is a valid key."""
 _MAX_KEY_CHARS = 400

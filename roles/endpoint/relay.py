@@ -38,17 +38,19 @@ from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 _log = logging.getLogger("rrl.relay")
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""Maximum size (bytes) of an event of a stream: one event has at most the tokens of a prompt and of a segment."""
+"""Maximum size (bytes) of an event of a stream. It suffices, because one event has at most the tokens of a prompt and
+of a segment."""
 MAX_MEMORY_BYTES = 512 * 2**20
 """Maximum number of bytes that all calls together may keep; a call that needs more gets 503, and its client repeats it
 later."""
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer; the endpoint sends them at the same interval."""
 SILENCE_S = 15.0
-"""Seconds without a byte of an answer after which the replica counts as lost; a working replica sends two per
-second."""
+"""Seconds without a byte of the answer to a completion, after which the replica counts as lost. A working replica sends
+two signs of life per second."""
 OPENING_SILENCE_S = 60.0
-"""Replaces SILENCE_S for requests whose answers have no signs of life: opening an episode may take 30 s."""
+"""The same limit for all other requests, whose answers have no signs of life. It is longer than :data:`SILENCE_S`,
+because opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
 """Timeout (s) of connecting to a replica, because a node that is gone does not refuse connections."""
 RETRY_S = 0.3
@@ -146,7 +148,11 @@ class _Call:
 
     @property
     def is_completion(self) -> bool:
-        """True if a waiting answer has signs of life, and a repeated call continues the answer."""
+        """True if the agent asks for a completion.
+
+        While the endpoint works on a completion, it sends signs of life. If the call is repeated, it continues the
+        answer.
+        """
         return self.method == "POST" and self.path in _COMPLETIONS
 
     @property
@@ -223,7 +229,10 @@ class Relay:
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _held(self, call: _Call, request: Request, take: Take) -> Response:
-        """Wait for the answer to a call that is not a completion, as long as the agent waits, and return the answer."""
+        """Return the complete answer to a call that is not a completion.
+
+        If the agent closes its connection before the answer is complete, the wait ends with ClientDisconnect.
+        """
         fetching = call.start(self._fetch(call, take))
         while not fetching.done():
             await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
@@ -371,10 +380,11 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
-    """Yield an upstream's events without its comments, each as soon as the stream's position after the event is known.
+    """Yield the events of a replica's stream, without the comments.
 
-    An event without a position is yielded with the next one. If the upstream is lost, its events after the last
-    position are not yielded, because they are sent again.
+    Each event is held back until the stream's position after this event is known, or until the next event has arrived.
+    The last event is not held back. If the replica is lost, an event that is still held back is not yielded, because
+    the answer to the repeated call contains this event again.
     """
     held: list[bytes] = []
     async with aclosing(_blocks(upstream, take)) as blocks:
@@ -412,10 +422,10 @@ async def _blocks(upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes
 
 # ── bodies and contents ────────────────────────────────────────────────────────────────────────────────────────────
 async def _content(upstream: httpx2.Response, take: Take) -> bytes:
-    """Return the content of an upstream without the white space before it.
+    """Return the content of a replica's answer, without the white space that was sent before the content.
 
     Raises:
-        httpx2.TransportError: The upstream was lost before the end.
+        httpx2.TransportError: The replica was lost before the end of the answer.
     """
     content = bytearray()
     try:

@@ -28,7 +28,7 @@ from .gpus import Gpus, assigned_gpus_with_timeout
 BUSY_CORE_SHARE = 0.01
 """Share of one core above which a command counts as working; a sleeping interpreter uses less than 0.1 %."""
 SAMPLE_INTERVAL_S = 2.0
-"""Seconds between two samples. A sample reads all of /proc."""
+"""Seconds between two samples. It is not shorter, because each sample reads all processes in /proc."""
 GPU_QUERY_TIMEOUT_S = 5.0
 """Timeout (s) of a query to the driver. A driver that hangs is not queried again; from then on, only CPU time and
 output count."""
@@ -77,9 +77,10 @@ def has_worked(
 
 @contextlib.asynccontextmanager
 async def report_activity(supervisor: StepSupervisor, pid: int, started: asyncio.Event) -> AsyncIterator[None]:
-    """Report a command's activity during the block if ``watch`` is ``"activity"``, once ``started`` is set.
+    """Report a command's activity during the block, once ``started`` is set, if ``watch`` is ``"activity"``.
 
-    ``pid`` is the command's process id. Other commands report by themselves, so nothing is done for them.
+    Otherwise do nothing, because the command uses the worker API and reports by itself. ``pid`` is the command's
+    process id.
     """
     if supervisor.launch.watch != "activity":
         yield

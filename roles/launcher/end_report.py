@@ -144,7 +144,8 @@ def _is_environmental(error: Exception) -> bool:
 def place_of(error: BaseException, folder: Path) -> str:
     """Return the ``file:line`` to report for an exception.
 
-    :func:`users_place` chooses it among the frames of the traceback and, for a syntax error, the line with the error.
+    :func:`users_place` chooses it among the frames of the traceback. For a syntax error, it may also choose the line
+    that contains the error.
     """
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -98,8 +98,9 @@ def rdma_devices(sys: Path = _SYS) -> tuple[str, ...]:
 def raise_limits() -> None:
     """Raise the soft limits of locked memory and open files to the hard limits, and disable core dumps.
 
-    RDMA locks the memory that it registers and keeps a descriptor per connection. One core dump of a model could fill
-    the home directory.
+    The limits are raised because RDMA locks the memory that it registers, and keeps a file descriptor for each
+    connection. The limit of open files is raised at most to :data:`rrl.core.processes.MAX_NOFILE`. Core dumps are
+    disabled because one core dump of a model could fill the home directory.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]

@@ -30,9 +30,9 @@ from .process_group import adopt_orphans
 _log = logging.getLogger("rrl.launcher")
 
 ADMISSION_TIMEOUT_S = 60.0
-"""Seconds to wait for the answer to an AdmissionRequest. A manager that dies during the launch is replaced once its
-lease (10 s) has expired and its successor has started. Without an answer in time, the next manager launches the
-incarnation again under another tag."""
+"""Seconds to wait for the answer to an AdmissionRequest. If the manager dies during the launch, the answer comes from
+its successor, which starts after the lease of the dead manager (10 s) has expired. If no answer comes in time, this
+step ends, and the next manager launches the incarnation again under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
 """Seconds to wait for a manager that can receive the StepExit. This is short, because the exit record on disk
 decides."""

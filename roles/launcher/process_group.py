@@ -1,10 +1,16 @@
 """Start the role's command in a process group of its own, and list the run's processes on a node.
 
-A standby process imports packages and builds its model or engine beside working roles. Its session therefore gets a low
-priority (the autogroup of sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its
-promotion. The policy SCHED_IDLE is not an alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites
-give, and a process with this policy never becomes ready beside roles that use every core. If each step has its own CPU
-cgroup, the kernel divides the cores among the cgroups, and the priority has no effect.
+A standby process imports packages and builds its model or engine beside working roles. Therefore the session of the
+standby process gets a low priority (the autogroup of sched(7)), which an unprivileged user may lower and restore. A
+trainer's standby uses GPUs only after its promotion.
+
+The policy SCHED_IDLE is not an alternative, for two reasons:
+
+- A process can leave this policy only with CAP_SYS_NICE, or with an RLIMIT_NICE that few sites give.
+- A process with this policy never becomes ready beside roles that use every core.
+
+If each step has its own CPU cgroup, the priority has no effect, because the kernel then divides the cores among the
+cgroups.
 """
 
 from __future__ import annotations
@@ -138,16 +144,18 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Most processes do not belong to the run. Once such a process is old, its pid is stored and the process is not read
-    again. For an old process of the run, only the start time is read again.
+    A process is *old* if it was started more than :data:`_YOUNG_PROCESS_S` before a census. Most processes do not
+    belong to the run. The pids of the old ones are stored, and these processes are not read again. The environment of
+    an old process of the run is not read again either, unless its start time shows that the pid was reused. Every
+    :data:`_CENSUSES_PER_FULL_SCAN` censuses, all processes are read again.
     """
 
     def __init__(self, steps: str) -> None:
         self._steps, self._me, self._user = steps, os.getpid(), os.geteuid()
         self._foreign: set[int] = set()
-        """Pids of old processes that do not belong to the run."""
+        """Pids of the old processes (see the class) that do not belong to the run."""
         self._old_own: dict[int, Process] = {}
-        """Old processes of the run, by pid."""
+        """The old processes (see the class) of the run, by pid."""
         self._count = 0
 
     def scan(self) -> list[Process]:
@@ -188,10 +196,10 @@ class Census:
 
 
 def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:
-    """Return ``env`` with the marks: the variables by which sweeps recognise the processes of a step.
+    """Return ``env`` with the marks, the variables by which rrl recognises the processes of a step.
 
-    The marks come first. SPT_NOENV prevents setproctitle (which vLLM uses) from overwriting the environment, which
-    sweeps read.
+    The marks are the first variables of the result. SPT_NOENV is added because setproctitle (which vLLM uses) would
+    otherwise overwrite the environment in the process's memory, from which the marks are read.
     """
     marks = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
     return marks | dict(env) | marks
@@ -223,8 +231,8 @@ NICE = 10
 the value 19 it would get 1.6 % (measured)."""
 _DEFAULT_NICE = 0
 _RETRY_INTERVAL_S = 0.03
-"""Seconds between two tries to change the priority. The kernel accepts ten changes per second from all users
-together."""
+"""Seconds between two tries to change the priority. A try may fail, because the kernel accepts only ten changes per
+second from all users together."""
 _RETRY_TIMEOUT_S = 1.0
 """Seconds for which a change of the priority is tried."""
 

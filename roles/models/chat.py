@@ -109,7 +109,7 @@ class FolderChat:
         tool_parser: Name of the parser of tool calls; None for the parser of the model's family.
 
     Raises:
-        ValueError: The folder has no chat template, or the template refuses a question and its answer.
+        ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
     def __init__(self, tokenizer: TemplateTokenizer, tool_parser: str | None) -> None:

@@ -108,7 +108,7 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
 
 
 def _unused(name: str, spec: TokenizerSpec) -> str:
-    """Return ``name`` in as many angle brackets as make it differ from all pieces, for use as a special token."""
+    """Return ``name``, put into further angle brackets until it differs from all pieces; it names a special token."""
     while name in spec.pieces:
         name = f"<{name}>"
     return name

@@ -141,11 +141,12 @@ def _token_text(token: Any) -> str | None:
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
 def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
-    """Return a function that renders ``messages`` to a text, with the chat template's own arguments.
+    """Return a function that renders the chat template to a text.
 
-    The template file takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is
-    not available, so a template that would write today's date (Llama 3) writes a fixed date. So the prompt of an item
-    is the same in every process on every day.
+    The keyword arguments of the function are the variables of the template, such as ``messages``. The template file
+    takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is not available, so
+    that a template that would write today's date (Llama 3) writes a fixed date. The prompt of an item is therefore the
+    same in every process on every day.
     """
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
@@ -171,7 +172,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # jinja2's own
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the content of the tag."""
+        """Return the statements between ``{% generation %}`` and ``{% endgeneration %}``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -87,7 +87,10 @@ def _non_persistent_buffers(module: nn.Module) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost transformers model that contains the module at ``path``: it can initialise this module."""
+    """Return the innermost transformers model that contains the module at ``path``; ``model`` if there is none.
+
+    The returned model can initialise the module.
+    """
     parts = path.split(".") if path else []
     ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)

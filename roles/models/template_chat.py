@@ -17,7 +17,7 @@ class TemplateChat:
         tools: Tools that the template shows to the model: OpenAI's list, decoded.
 
     Raises:
-        ValueError: The folder has no chat template, or the template refuses a question and its answer.
+        ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
     def __init__(self, tokenizer: TemplateTokenizer, *, tools: Sequence[Any] = ()) -> None:

@@ -79,8 +79,8 @@ def assigned_device(launch: Launch) -> torch.device:
     """Return the device that the role computes on.
 
     Ends the process if a GPU was assigned to it but torch finds none, because the role would be many times slower on
-    the CPU. The configuration need not be invalid, because another node may have a working GPU. The function
-    initialises CUDA, so a standby process must not call it before it knows its GPU.
+    the CPU. This end is not reported to the manager as an invalid configuration, because another node may have a
+    working GPU. The function initialises CUDA, so a standby process must not call it before the process knows its GPU.
     """
     if not launch.gpus:
         return torch.device("cpu")

@@ -1,10 +1,12 @@
 """Encode conversations in which the model is offered tools, with the library ``renderers``.
 
 The library knows the formats of some families of models: it renders their conversations, continues a sampled answer
-without encoding it again, and reads the calls in an answer. The name of a folder does not show the model's family. A
-folder belongs to a family if the family's renderer writes the same tokens as the folder's own chat template for some
-conversations. For any other folder, ``[model] tool_parser`` names a parser of the library, and the folder's template
-renders the conversations.
+without encoding it again, and reads the calls in an answer. The name of a model's folder does not show the family of
+the model. Therefore the chat template of the folder is tested: the model belongs to a family if the family's renderer
+and the template write the same tokens for some conversations.
+
+For a model of no known family, ``[model] tool_parser`` must name a parser of the library, which reads the calls. The
+chat template of the folder then renders the conversations.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ _PROBES = (
 )
 """Conversations that a family's renderer and the folder's template must encode alike."""
 _NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
-"""For some families, a token: the family's renderer is tried only if the vocabulary of the model has this token. The
-renderer of gpt-oss is one of them, because it downloads a vocabulary when it is opened."""
+"""Token that a model's vocabulary must have, by family. Without this token, the family's renderer is not tried. The
+renderer of gpt-oss has such a token, because this renderer downloads a vocabulary when it is opened."""
 _FIRST_TAG = 0x110000
-"""Token id of the first tag in :class:`_TextTokenizer`, where the token id of a character is its code point: the first
-number above all code points."""
+"""Token id of the first tag that a :class:`_TextTokenizer` knows. It is the first number above all code points, because
+the token id of a character is its code point."""
 _REASONING_END = "</think>"
 """Tag that ends the reasoning of an answer. Text in the reasoning is never a tool call."""
 
@@ -87,7 +89,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
 
 
 def _candidates(tokenizer: TemplateTokenizer) -> Iterator[str]:
-    """Yield the names of the families that the model may be of."""
+    """Yield the names of the families whose renderers are tried; see :data:`_NEEDED_TOKENS`."""
     for name in dict.fromkeys(library.MODEL_RENDERER_MAP.values()):
         needed = _NEEDED_TOKENS.get(name)
         if needed is None or tokenizer.token_id(needed) is not None:

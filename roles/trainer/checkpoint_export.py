@@ -53,7 +53,7 @@ OPEN_RETRY_S = 1.0
 NICENESS = 19
 """Niceness of the manager's export: the lowest priority, so that it slows down no other process."""
 END_RETRY_S = 0.1
-"""Seconds between two signals that end the main thread."""
+"""Seconds between two SIGTERMs to the main thread. They are repeated until the process ends."""
 _MANAGER = "manager"
 """Suffix of the names of the hidden folders of the manager's exports. A run has at most one of these exports at a
 time."""
@@ -181,9 +181,10 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
 
 @contextmanager
 def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[str, Any]]:
-    """Yield the manifest with a folder of hard links to the checkpoint's files; the store never deletes these links.
+    """Make a folder of hard links to the checkpoint's files, and yield a manifest that names this folder.
 
-    If the file system has no hard links, or the run directory is not writable, the folder is the checkpoint's own.
+    The store never deletes these links. If the file system has no hard links, or the run directory is not writable,
+    ``manifest`` itself is yielded, which names the checkpoint's own folder.
 
     Raises:
         _FileMissing: A file was missing before it could be linked.

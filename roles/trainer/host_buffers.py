@@ -71,7 +71,7 @@ class HostBuffers:
             self._report_once("store", error)
 
     def buffer(self, nbytes: int, step: int) -> memoryview:
-        """Return writable memory for ``step``, from which no checkpoint is being written."""
+        """Return writable memory for the state of ``step``; no checkpoint is being written from this memory."""
         self._in_agent_memory = False
         if self._client is not None:
             try:
@@ -92,7 +92,11 @@ class HostBuffers:
         return memoryview(own)[:nbytes]
 
     def seal(self, step: int, meta: bytes) -> None:
-        """Make the newest buffer, which contains the complete ``step``, a snapshot, and copy it to the buddy."""
+        """Turn the memory that :meth:`buffer` returned last into a snapshot, and start to copy it to the buddy.
+
+        The memory must contain the complete state of ``step``. ``meta`` is the description that is stored with the
+        snapshot. If the memory does not belong to the agent, this method does nothing.
+        """
         if self._client is not None and self._in_agent_memory:
             self._client.seal(step, meta)
             self._times_sealed += 1
@@ -139,9 +143,9 @@ class HostBuffers:
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
     """Return the address of the agent to which the members on ``node`` send their copies; None if there is none.
 
-    This agent is on the next of the gang's ``nodes`` (in the order of ranks) with a snapshot server. If no other node
-    of the gang has a snapshot server, the agent is on the first node outside of the gang, where a standby may become
-    the trainer.
+    The gang's ``nodes`` form a ring in the order of ranks. The agent is on the first node after ``node`` in this ring
+    that has a snapshot server. If no other node of the gang has one, the agent is on the first node outside of the gang
+    (by name) that has one, because a standby on that node may become the trainer.
     """
     ring = list(dict.fromkeys(nodes))
     index = ring.index(node)

@@ -119,8 +119,8 @@ class Learner:
     reference: nn.Module | None = None
     """The initial policy, frozen and sharded like the model; required if ``kl`` is above 0."""
     reference_files: StoredFiles | None = None
-    """Files with the reference's weights, which an incarnation that restores this learner reads; None if there is no
-    reference."""
+    """Files with the weights of ``reference``; None if there is no reference. An incarnation that restores this learner
+    reads these files."""
 
     def __init__(
         self, model: nn.Module, settings: TrainerSettings, *, steps: int, temperature: float, gang: Gang | None = None
@@ -190,7 +190,10 @@ class Learner:
             yield loss
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Train on the batch of step ``number + 1`` as a single part; see :meth:`close`."""
+        """Train on ``batch`` as a step of a single part, and return the metrics that :meth:`close` returns.
+
+        The step of ``batch`` must be the step after the last completed one.
+        """
         self.open(batch.number)
         self.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
         return self.close()
@@ -231,8 +234,8 @@ class Learner:
         """Update the weights with the parts of the open step.
 
         Returns:
-            Metrics of the whole step for people, all finite. ``staleness`` is the mean age of the answer tokens in
-                training steps.
+            Metrics of the whole step, which are shown to people; all of them are finite. ``staleness`` is the mean age
+                of the answer tokens in training steps.
 
         Raises:
             ValueError: No step is open, or its last part is missing.
@@ -420,7 +423,7 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
-    """Pad prompts with their answers on the right to one rectangle.
+    """Return pairs of a prompt and its answer as the rows of one tensor; shorter rows are padded on the right.
 
     Returns:
         Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt,

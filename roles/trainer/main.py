@@ -136,8 +136,8 @@ def main() -> None:
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
     """Return the model on the gang's devices.
 
-    If ``fresh``, the model has its initial weights. From a model folder each member reads only its own part of them. If
-    not ``fresh``, the caller sets the weights.
+    If ``fresh``, the model has its initial weights: random weights, or those in the folder of ``[model] path``. Each
+    member reads only its own part of the weights in a folder. If not ``fresh``, the caller must set the weights.
     """
     if fresh and spec.path is None:
         return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), compute_dtype(spec))

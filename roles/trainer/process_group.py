@@ -55,9 +55,9 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 own timeouts are unreliable: with a timeout of 5 s, a rendezvous with keys that were used before failed only after 25 s
 (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works or that waits for
-an unavailable store. A step may take 6 h, a write 1 h (:mod:`rrl.core.phases`). The manager detects a hung member much
-earlier, even if a network drops all packets."""
+"""Timeout (s) of a collective operation. It is long, because members wait in the operation for a member that still works
+or that waits for an unavailable store: a step may take 6 h, and a write 1 h (:mod:`rrl.core.phases`). The manager
+detects a hung member much earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
 a death. If a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
@@ -136,7 +136,7 @@ class Gang:
         return exchange.gather(self.control_group, mine, kind)
 
     def broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
-        """Return the result of ``do``, which only rank 0 calls, in all members; ``kind`` is its type."""
+        """Call ``do`` on rank 0 only, and return its result in all members; ``kind`` is the type of the result."""
         return exchange.broadcast_from_rank0(self.control_group, self.rank, do, kind)
 
 

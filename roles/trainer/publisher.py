@@ -3,19 +3,19 @@
 The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
 copy and writes them, tensor by tensor, into the memory of the version. Rank 0 receives the shards of the other members
 directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
-process group: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends the
-process.
+process group, because two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends
+the process.
 
 Rank 0 chooses the newest copy and announces its step to the other members; all members skip older copies. If the
 training thread is already copying a newer step into other memory, rank 0 waits for this step. The training thread waits
 (in phase ``publish``, so that the manager finds a hung publication) in two cases:
 
-- The memory for the next copy still has a copy that is neither published nor skipped.
+- The memory for the next copy still contains an older copy that is neither published nor skipped.
 - After step n, the newest published version is older than the version of step n - N (N: ``[sampling] staleness``). Step
   n + 1 may not contain any token of such an old version, so the training thread could only wait for data.
 
-So if a publication hangs, the training thread waits here after at most as many steps as there are buffers. It never
-waits for data that the rollouts cannot generate without the hung version.
+So if a publication hangs, the training thread waits for it after at most as many steps as there are buffers. The
+training thread never waits for data that the rollouts cannot generate without the hung version.
 
 No member waits forever, because these waits form no cycle:
 
@@ -168,7 +168,9 @@ class Publisher:
             self._wait(lambda: self._published >= number)
 
     def reserve(self, buffer: memoryview) -> None:
-        """Wait until no version is read from the memory of ``buffer``, which the next copy overwrites.
+        """Wait until the publishing thread no longer needs the memory of ``buffer``.
+
+        The training thread calls this method before the next copy overwrites the memory.
 
         Raises:
             TimeoutError: A version was not published within ``COLLECTIVE_TIMEOUT_S``.
@@ -205,7 +207,7 @@ class Publisher:
         self._thread.join()
 
     def _hand_over(self, copy: _HostCopy) -> None:
-        """Pass the copy to the publishing thread, unless this version was already published at the start."""
+        """Pass the copy to the publishing thread, unless :meth:`publish_live` has published the step already."""
         with self._changed:
             self._wanted = None
             if copy.number > self._newest:

@@ -118,9 +118,9 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
 
 
 def read_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read this member's part of ``tensors`` in place; any number of members may have written them.
+    """Read this member's part of ``tensors`` from the files in ``folder``, in place.
 
-    Communicates with no other member.
+    Any number of members may have written the files. Communicates with no other member.
 
     Raises:
         OSError: A file could not be read.

@@ -64,7 +64,7 @@ MAX_DROPPED_VERSIONS = 2
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
-"""Seconds between two checks of a standby's main thread for SIGTERM; a promotion or stop request ends the wait."""
+"""Seconds between two checks of a waiting standby for a stop by SIGTERM. A message of the manager needs no such check."""
 CLOCK_REPORT_INTERVAL_S = 5.0
 """Minimum time (s) between two heartbeats that also report the clock."""
 
@@ -424,7 +424,7 @@ class ManagerConnection:
         self._send_if_connected(self._hello())
 
     def _send_if_connected(self, message: Any) -> None:
-        """Send a message, or drop it if not connected: the Hello of the next connection has the same content."""
+        """Send a message, or drop it if not connected, because the next connection's Hello has the same content."""
         if self._dialer.connected:
             self._loop.create_task(self._dialer.send(message))
 
@@ -467,7 +467,7 @@ class ManagerConnection:
     async def _follow_weights(self, transport: WeightTransport) -> None:
         """Pull the newest version again and again, skipping versions that are superseded before their pull starts.
 
-        While its source delivers, a pull continues even if a newer version exists, so that a slow replica completes
+        A pull continues while its source delivers, even if a newer version exists, so that a slow replica completes
         some versions instead of a part of each. If the source fails and a newer version exists, the pull is dropped and
         the newer one is pulled. After :data:`MAX_DROPPED_VERSIONS` drops in a row, the publisher is the first source.
         """

@@ -39,7 +39,10 @@ class StepData:
         """The uncommitted steps whose data were returned."""
 
     def part(self, number: int, index: int) -> PackedPart | None:
-        """Return one part of a step, or the whole step if ``stream`` is false; None when a stop is requested."""
+        """Return one part of a step, or None when a stop is requested.
+
+        If ``[sampling] stream`` is false, the whole step is one part.
+        """
         if not self._stream:
             batch = self.batch(number)
             return None if batch is None else whole_part(batch)

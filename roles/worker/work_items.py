@@ -73,8 +73,8 @@ class LeasedTrajectories:
     def add_new(self, items: Iterable[Item]) -> tuple[Item, ...]:
         """Add trajectories that were leased, and return those that this process does not have yet.
 
-        While a :class:`PendingLease` waits, an append may lease trajectories that the store has just leased to the
-        waiting request.
+        A trajectory can arrive twice: while a :class:`PendingLease` waits, the answer to a :class:`PendingAppend` may
+        contain trajectories that the store has just leased to the :class:`PendingLease`.
         """
         new = tuple(item for item in items if item.trajectory not in self._leased)
         self.add(new)

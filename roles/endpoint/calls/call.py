@@ -17,7 +17,8 @@ from .sampling import foreign_sampling
 MAX_CHOICES = 128
 """Maximum number of answers to one request, as in OpenAI's API."""
 _MAX_STOPS = 16
-"""Maximum number of stop texts: each is searched for after every token. OpenAI allows 4, vLLM any number."""
+"""Maximum number of stop texts. It is limited, because each stop text is searched for after every token. OpenAI allows
+4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
 """Maximum number of characters of a stop text."""
 _DIGEST_CHARS = 32

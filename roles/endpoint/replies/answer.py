@@ -102,7 +102,7 @@ class SampledAnswer:
         return self.finished and not self._end_reported
 
     def _text(self, length: int) -> str:
-        """Return the text that a stream has sent after the first ``length`` tokens of an unfinished answer."""
+        """Return the text of the first ``length`` tokens of an unfinished answer, as far as a stream may send it."""
         return "" if self._form.calls else stable_text(self._tokens[:length], self._form.stop, self._chat.tokenizer)
 
     def _shown(self) -> Message:
@@ -144,7 +144,7 @@ def answer_format(call: Call) -> AnswerFormat:
 
 
 def _content(shown: Message) -> dict[str, Any]:
-    """Return content and reasoning of a message; the content is null with only tool calls, as in OpenAI's API."""
+    """Return content and reasoning of a message; if it has only tool calls, the content is null as in OpenAI's API."""
     content: dict[str, Any] = {"content": None if shown.tool_calls and not shown.content else shown.content}
     return content | ({"reasoning_content": shown.reasoning} if shown.reasoning else {})
 

@@ -17,10 +17,10 @@ from ...trajectories.episodes.requests import EpisodeTurns, Turn
 from .shown_answer import AnswerFormat, end_at_stop
 
 MAX_WEIGHT = 2**20
-"""Maximum sum of :func:`_weight` over all turns that are kept. A token takes up to 40 bytes, so all turns take up to 40
-MB."""
+"""Maximum memory of all turns that are kept, in tokens (:func:`_weight`). A token takes up to 40 bytes, so these turns
+take up to 40 MB."""
 _HASH_WEIGHT = 4
-"""Weight of a hash of a message, in tokens."""
+"""Memory of the hash of one message, in tokens (:func:`_weight`)."""
 
 
 class EpisodeReader(Protocol):
@@ -43,14 +43,14 @@ class KnownTurns:
     Args:
         store: Where the turns are read.
         tokenizer: Tokenizer of the model.
-        max_weight: Maximum weight of all turns that are kept.
+        max_weight: Maximum memory of all turns that are kept, in tokens (:func:`_weight`).
     """
 
     def __init__(self, store: EpisodeReader, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
         self._store, self._tokenizer, self._max_weight = store, tokenizer, max_weight
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.weight = 0
-        """Weight of all turns that are kept."""
+        """Memory of all turns that are kept, in tokens (:func:`_weight`)."""
 
     async def read(self, episode: int) -> EpisodeTurns:
         """Return the newest attempt at an episode with all of its turns.

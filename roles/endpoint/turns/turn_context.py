@@ -1,11 +1,13 @@
 """The context of an answer in tokens, made from the messages of a request and the existing turns of the episode.
 
-Sampled tokens are never replaced by an encoding of their text: decoding and encoding changes many answers, so the model
-would be trained on tokens that it has not sampled. Suppose that the conversation contains a recorded answer after the
-same messages as when it was sampled. Then the context begins with the path of that answer's turn, and only the messages
-after the answer are encoded. A conversation without a recorded answer (edited history, a sub-agent's prompt, an answer
-that the agent has changed) is encoded as a whole, and branches off the turn with which it shares the most tokens. Its
-text is then context, and is not trained.
+Sampled tokens are never replaced by an encoding of their text. The reason is that decoding and encoding changes many
+answers, so that the model would be trained on tokens that it has not sampled. There are two cases:
+
+- The conversation contains a recorded answer, after the same messages as when the answer was sampled. The context
+  begins with the path of that answer's turn, and only the messages after the answer are encoded.
+- The conversation contains no recorded answer, because the agent has edited the history or the answer, or because the
+  prompt is that of a sub-agent. The conversation is encoded as a whole. The context branches off the turn whose path
+  shares the most tokens with it. The encoded text of an answer is context, and is not trained.
 
 Messages are compared by rolling hashes from the front, as the turns record them. All functions here are pure.
 """

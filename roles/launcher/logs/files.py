@@ -19,8 +19,8 @@ FILE_BYTES = 64 * 2**20
 FILES = 3
 """Number of files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)."""
 RATE_BYTES_PER_S = 1 * 2**20
-"""Maximum average number of bytes written per second. Three minutes at this rate fit into the files, and 100 roles at
-this rate write 100 MiB/s to the storage."""
+"""Maximum average number of bytes written per second. At this rate, the files contain the output of the last three
+minutes, and 100 roles write 100 MiB/s to the storage."""
 BURST_BYTES = 16 * 2**20
 """Number of bytes that may be written in one burst, for example tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10

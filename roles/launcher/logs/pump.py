@@ -29,7 +29,8 @@ from .shipper import Shipper
 MAX_QUEUED_BYTES = 4 * 2**20
 """Maximum number of bytes kept while the file cannot be written; above it, the oldest lines are dropped."""
 STUCK_AFTER_S = 2.0
-"""Seconds without a successful write after which the manager writes the waiting lines instead."""
+"""Seconds for which the launcher may fail to write waiting lines to the log file. After this time, the manager is asked
+to write the lines to a file of its own."""
 RETRY_INTERVAL_S = 1.0
 """Seconds between two tries to write after an error."""
 _TAIL_BYTES = 4096
@@ -164,7 +165,8 @@ pipe."""
 REPORT_TIMEOUT_S = 1.0
 """Timeout (s) for the manager's acknowledgement of the end of a log whose file is complete."""
 UNSAVED_TIMEOUT_S = 5.0
-"""Timeout (s) for a manager to connect and receive the lines that the file lacks. No other process has these lines."""
+"""Timeout (s) for a manager to connect and receive the lines that the file lacks. It is longer than
+:data:`REPORT_TIMEOUT_S`, because no other process has these lines."""
 
 
 class RoleLog:

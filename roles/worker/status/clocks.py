@@ -34,8 +34,8 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: Takes a time of ``now``, and returns for how long (ns) in total, up to this time, at least one thread
-            of this process has waited for services outside of the run. These waits count as
+        external: Returns the total time (ns) in which at least one thread of this process waited for a service outside
+            of the run, up to the time of ``now`` that is its argument. These waits count as
             :data:`rrl.core.phases.WAIT_EXTERNAL` instead of the phase in which the wait happened.
     """
 

@@ -19,7 +19,8 @@ from .work_status import entered_phase
 class EpisodeStatus:
     """Reports the phase and progress of a process that makes attempts at episodes.
 
-    It is a context manager: the phases are reported inside its block, and at the end the process enters ``between``.
+    It is a context manager. The phases are reported inside its block; at the end the process enters the phase
+    ``between``.
 
     Args:
         job: The job.

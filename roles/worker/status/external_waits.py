@@ -66,14 +66,17 @@ def awaited_service() -> str:
 
 
 def waited_ns(now: int) -> int:
-    """Return for how long (ns) until ``now`` (:func:`boot_time_ns`) at least one thread of this process has waited.
+    """Return the total time (ns) before ``now`` in which at least one thread of this process waited for a service.
 
-    Waits that are too short to be reported count, too.
+    ``now`` is a time of :func:`boot_time_ns`. Waits that are too short to be reported count, too.
     """
     with _lock:
         return _waited_ns + (max(0, now - _began_ns) if _services else 0)
 
 
 def reported_phase(phase: tuple[str, ReplicaId | None]) -> tuple[str, ReplicaId | None]:
-    """Return the phase to report, and the replica that it waits for, for a process that is in ``phase``."""
+    """Return what a process that is in ``phase`` reports: a phase, and the replica that it waits for, or None.
+
+    If a service has been awaited for ``REPORTED_AFTER_S``, this is WAIT_EXTERNAL without a replica, else ``phase``.
+    """
     return (WAIT_EXTERNAL, None) if awaited_service() else phase

@@ -24,9 +24,10 @@ STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
-"""Seconds for which heartbeats repeat the store's report that the trainer does not request the data that the store has
-for it (:meth:`WorkStatus.confirm_untaken_data`). The loop that serves the store's requests makes this report several
-times a second. If this loop hangs, the trainer cannot get data, and the report ends because the calls stop."""
+"""Seconds for which one call of :meth:`WorkStatus.confirm_untaken_data` has an effect. In this time, the heartbeats of
+the store report that it has data that the trainer does not request. The loop that serves the store's requests repeats
+the call several times a second. If this loop hangs, the trainer cannot get its data, and the report ends because the
+calls stop."""
 
 
 class CurrentPhase(NamedTuple):
@@ -133,14 +134,15 @@ class WorkStatus:
         return taken
 
     def confirm_untaken_data(self) -> None:
-        """Report for ``UNTAKEN_CONFIRMED_WITHIN_S`` s that this store has data that the trainer does not request.
+        """Make the heartbeats of the next seconds report that the store has data that the trainer does not request.
 
-        See :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
+        Only the process of the store calls this method. The effect lasts :data:`UNTAKEN_CONFIRMED_WITHIN_S`. See
+        :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
         """
         self._untaken_at = time.monotonic()
 
     def reported_phase(self) -> tuple[str, ReplicaId | None]:
-        """Return the phase to report now, and the replica that it waits for."""
+        """Return the phase to report now, and the replica that this process waits for in this phase, or None."""
         return external_waits.reported_phase(self.phase[:2])
 
     def heartbeat(self, incarnation: Incarnation) -> Heartbeat:
