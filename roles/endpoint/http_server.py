@@ -92,9 +92,9 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close the connection; abort it if its call has no complete answer.
+        """Close the connection, but abort it if a call has no complete answer yet.
 
-        The client then repeats the call. Without the abort, uvicorn would answer the call with status 500.
+        After an abort, the client repeats the call. uvicorn's own shutdown would answer the call with status 500.
         """
         if self.cycle is None or self.cycle.response_complete:
             super().shutdown()

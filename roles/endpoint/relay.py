@@ -49,8 +49,8 @@ SILENCE_S = 15.0
 """Seconds without a byte of the answer to a completion, after which the replica counts as lost. A working replica sends
 two signs of life per second."""
 OPENING_SILENCE_S = 60.0
-"""The same limit for all other requests, whose answers have no signs of life. It is longer than :data:`SILENCE_S`,
-because opening an episode may take 30 s."""
+"""Seconds without a byte of the answer to a call that is not a completion, after which the replica counts as lost.
+This is longer than :data:`SILENCE_S`, because such an answer has no signs of life, and opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
 """Timeout (s) of connecting to a replica, because a node that is gone does not refuse connections."""
 RETRY_S = 0.3
@@ -150,8 +150,8 @@ class _Call:
     def is_completion(self) -> bool:
         """True if the agent asks for a completion.
 
-        While the endpoint works on a completion, it sends signs of life. If the call is repeated, it continues the
-        answer.
+        The endpoint sends signs of life while such a call waits for its answer. If the call is repeated, the endpoint
+        continues the answer.
         """
         return self.method == "POST" and self.path in _COMPLETIONS
 

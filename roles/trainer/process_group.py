@@ -55,8 +55,8 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 own timeouts are unreliable: with a timeout of 5 s, a rendezvous with keys that were used before failed only after 25 s
 (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout (s) of a collective operation. It is long, because members wait in the operation for a member that still works
-or that waits for an unavailable store: a step may take 6 h, and a write 1 h (:mod:`rrl.core.phases`). The manager
+"""Timeout (s) of a collective operation. It is long, because members wait in the operation for a member that still
+works or that waits for an unavailable store: a step may take 6 h, and a write 1 h (:mod:`rrl.core.phases`). The manager
 detects a hung member much earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after

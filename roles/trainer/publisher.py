@@ -207,7 +207,7 @@ class Publisher:
         self._thread.join()
 
     def _hand_over(self, copy: _HostCopy) -> None:
-        """Pass the copy to the publishing thread, unless :meth:`publish_live` has published the step already."""
+        """Pass the copy to the publishing thread, unless :meth:`publish_live` has published its version already."""
         with self._changed:
             self._wanted = None
             if copy.number > self._newest:

@@ -64,7 +64,7 @@ MAX_DROPPED_VERSIONS = 2
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
-"""Seconds between two checks of a waiting standby for a stop by SIGTERM. A message of the manager needs no such check."""
+"""Seconds between two checks of a waiting standby for a stop by SIGTERM; a message of the manager needs no check."""
 CLOCK_REPORT_INTERVAL_S = 5.0
 """Minimum time (s) between two heartbeats that also report the clock."""
 

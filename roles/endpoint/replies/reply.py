@@ -15,7 +15,8 @@ from ..calls.call import Call
 from .answer import SampledAnswer, usage
 
 KEEP_ALIVE_S = 0.5
-"""Seconds between two signs of life of a waiting answer. It is short, because a client's read timeout may be only 1 s."""
+"""Seconds between two signs of life of a waiting answer. It is short, because the read timeout of a client may be only
+1 s."""
 
 Grow = Callable[[int, SampledAnswer], AsyncIterator[None]]
 """Adds the tokens of a turn to an answer as they become durable, and yields after each addition."""

@@ -7,7 +7,7 @@ answers, so that the model would be trained on tokens that it has not sampled. T
   begins with the path of that answer's turn, and only the messages after the answer are encoded.
 - The conversation contains no recorded answer, because the agent has edited the history or the answer, or because the
   prompt is that of a sub-agent. The conversation is encoded as a whole. The context branches off the turn whose path
-  shares the most tokens with it. The encoded text of an answer is context, and is not trained.
+  shares the most tokens with it. The encoded messages are context, and are not trained.
 
 Messages are compared by rolling hashes from the front, as the turns record them. All functions here are pure.
 """

@@ -25,9 +25,9 @@ MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Number of bytes that the rate limit counts for each message in addition to the message's text. So on average at most
 eight messages are sent per second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Number of bytes of text that a message may always contain, even if the rate limit is used up. During a flood, every
-message has this size, and 100 lines arrive at the manager every 0.4 s. With messages of the maximum size, 1,000 lines
-would arrive every 2 s."""
+"""Number of bytes of text that a message may always contain, even if the rate limit is used up. In a long flood,
+every message has this size, and 100 lines arrive at the manager every 0.4 s. With messages of the maximum size, 1,000
+lines would arrive every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the log file cannot be written, while lines wait to be written to it."""
 ANSWER_TIMEOUT_S = 10.0
