@@ -50,7 +50,7 @@ SILENCE_S = 15.0
 two signs of life per second."""
 OPENING_SILENCE_S = 60.0
 """Seconds without a byte of the answer to a call that is not a completion, after which the replica counts as lost.
-This is longer than :data:`SILENCE_S`, because such an answer has no signs of life, and opening an episode may take 30 s."""
+It is longer than :data:`SILENCE_S`, because such an answer has no signs of life: opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
 """Timeout (s) of connecting to a replica, because a node that is gone does not refuse connections."""
 RETRY_S = 0.3
