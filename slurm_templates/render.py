@@ -32,9 +32,10 @@ RESERVED_OPTIONS = frozenset({
 """sbatch options that a user cannot set, because rrl sets them, finds its jobs by them, or does not support them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""Options of the batch script, which only the first component has. ``--export`` is omitted, because its default passes
-the environment on. With NONE, sbatch would start a login shell to create an environment (sbatch(1)); NIL does not exist
-in Slurm 22.05."""
+"""Options that rrl adds to the first component of a batch script; further components of a heterogeneous job get only
+``--no-requeue``. ``--export`` is not among these options, because its default passes the environment on. With
+``--export=NONE`` sbatch would start a login shell to create an environment (sbatch(1)), and ``--export=NIL`` does not
+exist in Slurm 22.05."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",

@@ -1,8 +1,9 @@
 """The messages between the manager and the agents, launchers and workers: one tagged union per direction, versioned.
 
-A message to the manager has a reply only if its class describes one; a heartbeat has no reply. The manager pushes
-information to workers when it changes, and repeats it in ``Welcome``. A worker that loses the manager sends ``Hello``
-to the next manager. A ``Hello`` contains everything that the next manager needs to know about the worker.
+A message to the manager has a reply only if its class describes one; a heartbeat has no reply. When information for the
+workers changes, the manager pushes the new information to them; ``Welcome`` repeats it. A worker that loses the manager
+sends ``Hello`` to the next manager. A ``Hello`` contains everything that the next manager needs to know about the
+worker.
 """
 
 from __future__ import annotations
@@ -322,8 +323,8 @@ class Admitted(Struct, frozen=True, tag=True):
     ok: bool
     reason: str = ""
     duplicate: bool = False
-    """True if another process runs with this tag. The receiver must then leave no exit record, which would be
-    attributed to the other process."""
+    """True if another process runs with this tag. The receiver must then not write an exit record, because the record
+    would be attributed to the other process."""
 
 
 class Welcome(Struct, frozen=True, tag=True):

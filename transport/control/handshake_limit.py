@@ -43,7 +43,8 @@ class HandshakeLimiter:
         self._unauthenticated: dict[int, float] = {}
         """Time (s) of acceptance of each connection that may still be in its handshake, by descriptor."""
         self._authenticated_at: list[float] = []
-        """Times (s) at which connections authenticated. zmq does not report which connection has authenticated."""
+        """Times (s) at which connections authenticated. The connections are not stored with them, because zmq does not
+        report which connection has authenticated."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 

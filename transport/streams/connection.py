@@ -41,7 +41,7 @@ class Connection(Protocol):
     """
 
     async def open(self) -> None:
-        """Negotiate with the other end before data is sent. Both ends must call it first."""
+        """Negotiate with the other end. Both ends must call this method before they send or receive data."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""

@@ -25,12 +25,15 @@ ALIGN_BYTES = 64
 """Alignment of tensors in bytes: a cache line, and sufficient for any dtype and vector load."""
 _DIGEST_BYTES = 16
 _MAX_DIGEST_THREADS = 8
-"""Maximum number of threads that compute digests: together 12 GB/s if memory is fast enough. The node's other cores are
-for the role."""
+"""Maximum number of threads that compute digests. Together they reach 12 GB/s if memory is fast enough. There are no
+more threads, because the role needs the other cores of the node."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """One tensor: the ``nbytes`` bytes of the flat buffer from ``offset``. ``dtype`` is a name that all peers know."""
+    """One tensor: ``nbytes`` bytes of the flat buffer, of which the first is at ``offset``.
+
+    ``dtype`` is a name that all peers know.
+    """
 
     name: str
     dtype: str
@@ -40,7 +43,10 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """``nbytes`` bytes of the flat buffer from ``offset`` on; ``digest`` is their blake2b digest of 16 bytes."""
+    """One chunk: ``nbytes`` bytes of the flat buffer, of which the first is at ``offset``.
+
+    ``digest`` is the blake2b digest of these bytes; it is 16 bytes long.
+    """
 
     offset: int
     nbytes: int
@@ -143,7 +149,7 @@ def digest_threads() -> int:
 
 
 def digest(data: memoryview) -> bytes:
-    """Return the blake2b digest of 16 bytes.
+    """Return the blake2b digest of ``data`` as 16 bytes.
 
     The digest is cryptographic, because a source may send forged bytes. It reaches 1.5 GB/s on one core of any CPU
     (docs/sources.md, UCX); SHA-256 reached 2.2 GB/s there, but only with the CPU's SHA extensions.

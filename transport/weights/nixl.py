@@ -87,7 +87,10 @@ class _SharedRuntime:
         asyncio.get_running_loop().call_later(_CONNECT_TIMEOUT_S, self.on_connected, connection)
 
     def on_connected(self, connection: _NixlConnection) -> None:
-        """Stop waiting for the peer of a connection, which has connected or will not connect."""
+        """Stop waiting for a connection's peer, because the peer has connected or can no longer connect.
+
+        Closes NIXL's ports unless another peer is awaited.
+        """
         if connection in self._connecting:
             del self._connecting[connection]
             if not self._connecting:

@@ -52,8 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds for which NIXL's thread sleeps unless UCX wakes it. An idle thread then takes 0.7 % of a core (66 % with
 the default, 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Shortest and longest pause (s) between two polls of a read. They are about a tenth of the time that a slot takes at
-10 GB/s, and a sixteenth of the time that a slot takes at 2 Gbit/s."""
+"""Shortest and longest pause (s) between two polls of a read. The shortest is about a tenth of the time in which a slot
+is read at 10 GB/s; the longest is a sixteenth of the time in which a slot is read at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -82,7 +82,7 @@ class BufferClaim:
             self.revoked = True
 
     def copy(self, data: memoryview, into: memoryview) -> None:
-        """Copy ``data`` into a buffer, unless the claim was revoked."""
+        """Copy ``data`` into the buffer ``into``, unless this claim was revoked."""
         with self._lock:
             if not self.revoked:
                 _copy(data, into)
@@ -190,7 +190,10 @@ class NixlRuntime:
         return slots, self._call(self._agent.getLocalMD)
 
     def fill(self, data: memoryview) -> Slot:
-        """Return a slot filled with ``data``, which the caller must give back. Raises TransportError."""
+        """Copy ``data`` into a free slot and return the slot, which the caller must give back.
+
+        Raises TransportError if there is no free slot and no further slot can be registered.
+        """
         slot = self._acquire_slot()
         _copy(data, slot.view[: data.nbytes])
         return slot
@@ -285,7 +288,11 @@ class NixlRuntime:
         return read
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:
-        """Wait for a read. Return an empty text on success, the reason of a failure, or None if it was given up."""
+        """Wait until a read has ended, or until ``claim`` is revoked.
+
+        Returns an empty text if the read succeeded, the reason if it failed, and None if the claim was revoked before
+        the read ended.
+        """
         outcome = self._poll(self._agent.postXferReq, read)  # for a peer on this machine, this call may copy all data
         interval = _MIN_POLL_S
         while outcome is None and not claim.revoked:

@@ -48,7 +48,8 @@ def select_sources(
         all_sources: All processes that serve weights.
         version: The version.
         chain: Length of a chain.
-        direct: Put the publisher first, because it keeps a version while the version is being read.
+        direct: Whether the publisher is tried first. This helps a receiver whose pulls were superseded several times,
+            because the publisher keeps a version that is being read, unless an older one is being read too.
     """
     publishers = [source for source in all_sources if _is_publisher(source)]
     receivers = {
@@ -144,12 +145,12 @@ CHUNKS_IN_FLIGHT = 4
 _MIN_TIMEOUT_S = 0.001
 """Shortest timeout (s) of any operation, so that a deadline never expires before it begins."""
 _MAX_TIMEOUT_FACTOR = 64
-"""Maximum factor by which timeouts are extended. Timeouts of chunks reach MAX_CHUNK_TIMEOUT_S with a smaller factor."""
+"""Maximum factor of all timeouts. A smaller factor already extends the timeout of a chunk to MAX_CHUNK_TIMEOUT_S."""
 _SOURCES_POLL_S = 0.25
 """Seconds between two requests for the list of sources, once all known sources have failed."""
 _MAX_CORRUPT_CHUNKS = 3
-"""Number of wrong chunks after which a source is not used again for this version. A wrong chunk costs no more than its
-own transfer."""
+"""Number of wrong chunks after which a source is not used again for this version. More than one wrong chunk is
+tolerated, because a wrong chunk costs no more than its own transfer."""
 _DIGEST_IN_THREAD_BYTES = 2**20
 """Minimum size in bytes of a chunk whose digest is computed in a thread; a digest of this size takes 0.7 ms."""
 
@@ -186,7 +187,7 @@ async def pull(
         timeout: Seconds without a chunk after which the pull fails.
         chunk_timeout: Longest timeout of a chunk (s).
         window: Number of chunks in flight.
-        starvation_timeout: Seconds for which a source may reply only NOT_READY.
+        starvation_timeout: Seconds for which all replies of a source may be NOT_READY before the source is given up.
         adaptive_timeout: Timeout derived from the durations of earlier pulls.
 
     Raises:
@@ -362,7 +363,7 @@ class _Pull:
         )
 
     def _starvation_timeout(self) -> float:
-        """Return the seconds for which a source may reply only NOT_READY."""
+        """Return the seconds for which all replies of a source may be NOT_READY before the source is given up."""
         return self._until_deadline(self._max_starvation * self._timeout_factor)
 
     def _until_deadline(self, seconds: float) -> float:
@@ -380,6 +381,9 @@ class _SourceProgress:
         self._last = 0.0
 
     def on_chunk(self, requested: float, now: float) -> float:
-        """Return the duration (s) of a chunk that arrived at ``now``, as :meth:`AdaptiveTimeout.observe` counts it."""
+        """Record that a chunk arrived at ``now``, and return its duration (s) for :meth:`AdaptiveTimeout.observe`.
+
+        ``requested`` is the time (s) at which the chunk was requested.
+        """
         since, self._last = max(requested, self._last), now
         return now - since

@@ -112,8 +112,8 @@ class WeightStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._complete: dict[Version, StoredVersion] = {}
-        """Complete versions in order of arrival. After a restart of the trainer the last version may be of an earlier
-        step."""
+        """Complete versions in order of arrival. After a restart of the trainer, a version may be of an earlier step
+        than the version that arrived before it."""
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
@@ -288,7 +288,7 @@ class WeightStore:
             self._readers.pop(reader, None)
 
     async def wait_until_ready(self, timeout: float, read: Callable[[], T]) -> T:
-        """Return the result of ``read``, which is retried at every change while it raises NotReady.
+        """Return the result of ``read``; while it raises NotReady, call it again at every change of the store.
 
         Args:
             timeout: Seconds for which ``read`` is retried.

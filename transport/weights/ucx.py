@@ -306,7 +306,7 @@ class UcxTransport:
         return worker
 
     def _close_worker(self, worker: _Worker) -> None:
-        """Close a worker once, without waiting for its threads."""
+        """Start to close a worker, without waiting for its threads. A second call for a worker does nothing."""
         if worker in self._workers:
             self._workers.remove(worker)
             ending = asyncio.get_running_loop().create_task(asyncio.to_thread(worker.close))
