@@ -47,7 +47,7 @@ def relay(name: str | None, port: int) -> int:
 
 
 class _Look:
-    """A reader of a run for its relay. A call returns (addresses of the endpoint, whether the run has ended)."""
+    """Reads a run for the relay. Calling the object returns (addresses of the endpoint, whether the run has ended)."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._reader = run, StateReader(run)

@@ -52,7 +52,10 @@ def read_store(run: RunDir, job: RunSpec) -> State | None:
 
 
 def _newest_log(folder: Path) -> Path | None:
-    """Return the newest log with content, since a store that has just claimed the folder has not written a log yet."""
+    """Return the newest log that is not empty; None if there is none.
+
+    An empty log is passed over, because a store that has just claimed the folder has not written its log yet.
+    """
     logs = [path for path in folder.iterdir() if path.name.startswith("log.") and path.suffix[1:].isdecimal()]
     written = [path for path in logs if path.name.count(".") == 1 and path.stat().st_size]
     return max(written, key=lambda path: int(path.suffix[1:]), default=None)

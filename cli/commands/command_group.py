@@ -44,14 +44,17 @@ OPTION_WORDS = {
                "--follow": f"{_STATUS} --live"},
     "logs": {"--tail": "rrl logs RUN --lines 100"},
 }  # fmt: skip
-"""Options of similar programs, by the command of rrl, and what to write instead."""
+"""For each command of rrl, options that similar programs have and rrl lacks, with what to write instead."""
 
 
 class CommandGroup(TyperGroup):
     """The commands of ``rrl``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the first argument. Raises UsageError for a command of a similar program."""
+        """Find the command that the first argument names.
+
+        Raises UsageError, with what to write instead, for a command in :data:`COMMAND_WORDS`.
+        """
         if args and args[0] not in self.commands and (ours := COMMAND_WORDS.get(args[0])):
             from ...core.types import UsageError
 

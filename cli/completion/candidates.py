@@ -132,7 +132,7 @@ class _Line:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return the words with ``--option``, ``=`` and ``value`` joined: bash passes these as three words."""
+    """Return the words with ``--option``, ``=`` and ``value`` joined, because bash passes them as three words."""
     joined: list[str] = []
     for word in words:
         if word == "=" and joined and joined[-1].startswith("--"):

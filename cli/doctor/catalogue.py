@@ -13,9 +13,9 @@ from .node_probe.host import Unavailable
 
 
 class Meaning(Struct, frozen=True):
-    """The question of a check, and its usual ``fix``: a command, a key of job.toml, or a person to ask.
+    """The question that a check answers, and what usually helps if the answer is bad.
 
-    A check may replace the fix by a better fix.
+    ``fix`` is a command, a key of job.toml, or a person to ask. A check may show a better fix instead.
     """
 
     question: str
@@ -250,7 +250,7 @@ def fail(name: str, found: str, fix: str | None = None) -> Check:
 
 
 def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
-    """Return a check with the verdict UNKNOWN and the reason ``why`` its question could not be answered."""
+    """Return a check with the verdict UNKNOWN. ``why`` is the reason for which its question could not be answered."""
     return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
 
 

@@ -99,7 +99,10 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
-    """Run a Slurm command without the variables of a surrounding job and the user's defaults for Slurm's commands.
+    """Run a Slurm command, and return its result.
+
+    The environment of the command lacks the variables that Slurm sets in a job, and the variables that change the
+    defaults of Slurm's commands.
 
     Raises OSError if the command cannot be started, and TimeoutError if it takes longer than ``timeout_s``.
     """

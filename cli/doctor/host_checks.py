@@ -27,9 +27,10 @@ MIN_OPEN_FILES = 4096
 """Minimum limit on open files. The manager and the store have some sockets open for each replica, and UCX has some for
 each connection."""
 MAX_TMPDIR_LENGTH = 60
-"""Maximum number of characters of TMPDIR. The name of a Unix socket may have 107 characters (unix(7))."""
+"""Maximum number of characters of TMPDIR. It is limited, because the path of a Unix socket in this folder may have at
+most 107 characters (unix(7))."""
 LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20
-"""Free bytes in the folder of all runs below which the check warns or fails.
+"""Numbers of free bytes in the folder of all runs: below the first the check warns, below the second it fails.
 
 Checkpoints of a small model take some MiB, checkpoints of a large model many GiB.
 """

@@ -69,9 +69,9 @@ exec {python} -P -m rrl.cli.doctor.node_probe.main {folder} {addresses}
 
 
 def visit_node(facts: Facts) -> Visit | Unavailable:
-    """Submit the job, wait for its report and remove its files. Takes about 10 s once a node is free.
+    """Submit a job that probes a compute node, wait for its report, and remove the job's files.
 
-    Returns Unavailable with the reason if there is no report.
+    Takes about 10 s once a node is free. Returns Unavailable with the reason if there is no report.
     """
     options = _options(facts)
     if isinstance(options, Unavailable):

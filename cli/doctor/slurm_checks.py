@@ -358,9 +358,10 @@ def _filters(config: Config) -> Check:
 
 
 def _prolog(config: Config) -> Check:
-    """Check what Slurm does with a job whose prolog fails: by default, Slurm holds the job.
+    """Check that Slurm does not hold a job whose prolog fails. By default, Slurm requeues and holds such a job.
 
-    The prolog of examples/health/prolog.sh fails on a node that fails its health check.
+    The prolog examples/health/prolog.sh fails on a node that fails its health check. The job should then start on other
+    nodes.
     """
     if not any(value for name, value in config.values.items() if re.fullmatch(r"Prolog(\[\d+\])?", name)):
         return ok("slurm.prolog", "no prolog")

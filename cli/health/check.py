@@ -110,7 +110,11 @@ def check(options: CheckOptions) -> int:
 
 
 def _gpus_to_be_freed(node: NodeName) -> tuple[str, ...]:
-    """Return the GPUs for which the hooks have drained the node; none if the check memory cannot be read."""
+    """Return the GPUs that must be free before the hooks take back their drain of the node.
+
+    Empty if the hooks have not drained the node, or if the node's memory (:mod:`rrl.health.check_memory`) cannot be
+    read.
+    """
     try:
         return read_memory(memory_path(node)).gpus_to_be_freed
     except OSError:
@@ -159,7 +163,11 @@ def this_node() -> NodeName:
 
 
 def _printed(write: Callable[[], None]) -> None:
-    """Write to stdout; if stdout is closed or full, keep the flush at exit from changing the exit code."""
+    """Call ``write``, which writes to stdout, and flush stdout. An error of stdout is ignored.
+
+    After an error, stdout is redirected to /dev/null. Otherwise Python's flush at exit would fail too, and change the
+    exit code.
+    """
     if sys.stdout is None:  # closed
         return
     try:
@@ -218,10 +226,10 @@ def _no_check(name: str) -> str:
 
 
 def _job_gpus(text: str) -> tuple[str, ...] | None:
-    """Return the GPU indices in a list such as ``0,2-3``, in which slurmd passes the job's GPUs to its prolog.
+    """Return the indices of a job's GPUs from the text in which slurmd passes them to the prolog, such as ``0,2-3``.
 
-    The result is empty if the job has no GPUs, and None if slurmd uses an unknown notation. If it is None, the use of
-    GPUs is not checked, since other jobs may be using them.
+    The result is empty if the job has no GPUs, and None if the notation of the text is unknown. With None, it is not
+    checked whether GPUs are in use, because other jobs may rightly use them.
     """
     found: list[str] = []
     for item in filter(None, text.split(",")):

@@ -1,7 +1,7 @@
 """Write the result of ``rrl health check`` into the site's history and into a file of metrics.
 
-Neither may change or delay the verdict. If a write fails, or the storage does not answer, the command prints a line of
-text, which a hook can write to the system's log.
+Neither of the two writes may change or delay the verdict. If one of them fails, or the storage does not answer, the
+command prints a line of text, which a hook can write to the system's log.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...health.checks.xid_events import XidEvent
 from ...health.history.check_records import Standing, record_findings
 
 RECORD_TIMEOUT_S = 3.0
-"""Seconds that the storage of the history may take. A write over NFS takes milliseconds, and Slurm gives a
-HealthCheckProgram 60 s."""
+"""Seconds that the storage of the history may take. This is much more than the milliseconds of a write over NFS, and
+much less than the 60 s that Slurm gives a HealthCheckProgram."""
 
 
 METRICS_SUFFIX = ".prom"
@@ -78,8 +78,8 @@ def write_prometheus(
 def record(history: Path, node: NodeName, findings: Sequence[Finding]) -> str:
     """Record the findings of a check in the history, within :data:`RECORD_TIMEOUT_S`.
 
-    ``findings`` have times in s since 1970. Returns why they could not be recorded, or an empty string; the next check
-    then records them.
+    ``findings`` have times in s since 1970. Returns an empty string if they were recorded, else why not. After a
+    failure, the next check records all changes since the last successful record.
     """
     path = memory_path(node)
     recorded = _record_in_child(history, node, findings, read_memory(path).standing)
@@ -95,7 +95,11 @@ def record(history: Path, node: NodeName, findings: Sequence[Finding]) -> str:
 def _record_in_child(
     history: Path, node: NodeName, findings: Sequence[Finding], standing: Sequence[Standing] | None
 ) -> _Recorded:
-    """Write in a child process, because a process that waits for storage cannot end, and a hook would wait for it."""
+    """Write the findings into the history in a child process, and return its reply.
+
+    A process that waits for storage cannot be ended. If this process wrote the findings itself, a hook that runs it
+    might therefore have to wait without a limit.
+    """
     read_end, write_end = os.pipe()
     if (child := os.fork()) == 0:
         _write_and_exit(history, node, findings, standing, write_end)

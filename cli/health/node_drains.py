@@ -28,9 +28,9 @@ from ...manager.cluster.slurm.requests import gpus_by_type
 MAX_NODES_PER_QUERY = 500
 """Maximum number of nodes in a query by name. For more nodes, all nodes of the cluster are queried."""
 MAX_DRAINED_FRACTION = 0.1
-"""Maximum share of the cluster's nodes (but at least one node) that one command drains.
+"""Maximum share of the cluster's nodes that one command drains. The maximum is never less than one node.
 
-Many requests can be wrong for the same reason.
+The share is limited, because one mistaken cause can make many requests wrong at the same time.
 """
 MAX_UNAVAILABLE_FRACTION = 0.25
 """Maximum share of the cluster's nodes that may be down or drained; above it no node is drained (docs/sources.md, guard
@@ -128,7 +128,7 @@ async def _undrain_by_hook(node: str) -> bool:
 
 
 class _HookDrains(Struct):
-    """The drains of the cluster, by node."""
+    """What one query of Slurm shows about the drains of all nodes; the drains by hooks in more detail."""
 
     owners: dict[str, DrainOwner | None] = {}
     """Who drained each node of the cluster; None for a node that is not drained."""
@@ -276,7 +276,7 @@ def _folded(nodes: list[str]) -> str:
 def _error_line(ended: CommandResult) -> str:
     """Return why a command failed, in one line: the last line of its stderr, else its exit code.
 
-    Earlier lines are reports of Slurm's clients about their attempts.
+    Earlier lines are left out, because in them Slurm's clients only report their attempts.
     """
     lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
     return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

@@ -19,9 +19,9 @@ from ...manager.cluster.base import Refused, Unanswered
 from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
-"""Maximum number of nodes that one command checks. A check occupies a node for some seconds."""
+"""Maximum number of nodes that one command checks. It is limited, because a check occupies a node for some seconds."""
 MAX_CONCURRENT_CHECKS = 8
-"""Maximum number of checks at a time. Each check is one srun, whose load on slurmctld is small."""
+"""Maximum number of checks at a time. Each check is one srun, so that even this number is a small load on slurmctld."""
 START_S = 10
 """Maximum time (s) for which a job waits for its node. It is short, because a node in use is not checked."""
 CHECK_S = 20
@@ -49,8 +49,8 @@ class _Checked(Struct, frozen=True):
 def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
     """Run ``rrl health check`` on each node of ``nodes``, as the user of this process.
 
-    It takes about 5 s if the nodes are free. The two jobs of a node take at most 2 x (START_S + CHECK_S +
-    _SRUN_SLACK_S) s.
+    A check takes about 5 s if its node is free. It takes at most 2 x (START_S + CHECK_S + _SRUN_SLACK_S) s, because
+    a node with GPUs may need two jobs one after the other (see the top of this module).
     """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
         node: NotChecked(f"this command checked {MAX_NODES} nodes, which is its limit: run it again for this node")

@@ -63,10 +63,14 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
 def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
-    """Return the plausible records, and the sources with the implausible records noted as left out.
+    """Return the plausible records, and ``sources`` with lines that count the other records by user and reason.
 
-    A record is implausible if it cannot be true at ``now`` (s since 1970), or with the number of GPUs that Slurm
-    reports for its node (``drains``).
+    Args:
+        records: The records.
+        sources: The counts of the files and records that were read.
+        now: Time (s since 1970). Records that cannot be true at this time are not plausible.
+        drains: The drain state of each node that Slurm knows. It contains the node's number of GPUs, with which the
+            records about the node must be compatible.
     """
     plausible_records, left_out = plausible(
         records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}

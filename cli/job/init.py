@@ -26,9 +26,10 @@ from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usa
 from ..views.formatting import size
 
 DEFAULT_WALLTIME_S = 3600.0
-"""Walltime (s) to request if the partition permits it. The job takes minutes, and short jobs start sooner."""
+"""Walltime (s) to request if the partition permits it. It is short, because a job with the quickstart's task takes
+minutes, and Slurm starts short jobs sooner."""
 SCHEMA_FILE = "job.schema.json"
-"""Name of the file, in the folder of the job spec, in which editors look for its JSON Schema."""
+"""Name of the file with the JSON Schema of the job spec. Editors look for this file in the folder of the job spec."""
 _GIB = 2**30
 
 

@@ -50,7 +50,13 @@ class TaskReport(Struct, frozen=True):
 
 
 def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
-    """Try the task of the job spec in ``path`` on this machine."""
+    """Try the task of ``job`` on this machine, and return the result.
+
+    Args:
+        job: The job.
+        spec: The run spec of the job.
+        path: The file with the job spec. The task is tried in its folder.
+    """
     if job.task is None:
         return TaskReport()
     role, here = spec.role("trajectories"), job.cluster.kind == "local"

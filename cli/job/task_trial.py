@@ -302,7 +302,10 @@ class _Trial:
             )
 
     def _check_repeatable(self, task: Task, items: list[_Item]) -> None:
-        """Warn of an item that changes between two calls: the store and the reward role would have different items."""
+        """Warn of an item whose prompt or answer differs between two calls of the task.
+
+        The store and the reward role make an item in different processes, so that they would have different items.
+        """
         for item in items[:SAMPLES]:
             for method, name, before in ((task.prompt, "prompt", item.prompt), (task.answer, "answer", item.answer)):
                 if before is not None and self._text(method, name, item.number) != before:

@@ -83,7 +83,8 @@ def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool)
 def _targets_manager(fault: Fault) -> bool:
     """Return whether the fault hits the manager.
 
-    The manager dies of such a fault and journals no result: the command can only watch for the manager's end.
+    Such a fault kills the manager before it journals a result, so the command can only notice that the manager has
+    ended.
     """
     return fault.target == "manager"
 

@@ -30,7 +30,8 @@ from ..views.status import retained_jobs
 REMOVED = ".removed"
 """End of the name of a run directory that is being removed."""
 MANAGER_EXIT_S = 60.0
-"""Time (s) after the last renewal of its lease during which a manager may still write the summary of an ended run."""
+"""Seconds after the last renewal of a manager's epoch lease. Until then the manager may still write the summary of an
+ended run."""
 
 
 def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:

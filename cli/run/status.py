@@ -27,7 +27,8 @@ from ..views.summary import recoveries_view, runs_view
 START_PATIENCE_S = 60.0
 """Time (s) after a submission during which a run without a manager counts as starting.
 
-A manager needs some seconds to start. A job in Slurm's queue may need longer, which its user learns from ``squeue``.
+A manager needs only some seconds to start. If the manager's job waits longer in Slurm's queue, ``squeue`` shows this to
+the user.
 """
 MIN_FREE_BYTES = 64 * 2**10
 """Free bytes below which a manager may be unable to write one decision."""
@@ -133,7 +134,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
 def storage_trouble(run: RunDir) -> str:
     """Return why the run directory cannot be written, as far as this machine can tell; empty if it can be written.
 
-    A manager acts only on what it has written, so its journal cannot report that a write failed.
+    This function queries the file system, because a manager that cannot write its journal cannot report this in it.
     """
     try:
         file_system = os.statvfs(run.path)

@@ -29,7 +29,7 @@ from .follow import follow
 from .json_documents import StartedRun, UnstartedRun
 
 STOPPED_WATCHING = 130
-"""Exit code if the user stopped watching, when the run has no outcome yet. Programs that Ctrl-C ends have this code."""
+"""Exit code if the user stopped watching before the run had an outcome: the usual code of a program ended by Ctrl-C."""
 
 
 def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
@@ -160,9 +160,10 @@ def _print_summary(run: RunDir, json: bool) -> int:
 
 
 def _weights(run: RunDir) -> str:
-    """Return how the user gets the weights: a command for the built-in trainer's checkpoints, else an empty text.
+    """Return how the user gets the weights of a run; empty if the run has no checkpoint.
 
-    A trainer of the user's own writes files of its own format.
+    For checkpoints of the built-in trainer, the text is the command that exports them. For other checkpoints it only
+    names their folder, because a trainer of the user's own has a file format of its own.
     """
     if any(run.checkpoints.glob("step-*/.metadata")):
         return f"{program()} export {run.id} FOLDER"

@@ -147,7 +147,10 @@ def _turn(
 
 
 def _leaves(track: TrajectoryState, episode: EpisodeState) -> list[TrajectoryState]:
-    """Return the leaves of an episode. Until it is finished, all turns of its newest attempt count."""
+    """Return the leaves of the tree of an episode's turns.
+
+    Until the episode is finished, the tree consists of all turns of its newest attempt.
+    """
     if not track.finished:
         episode = msgspec.structs.replace(episode, counted=tuple(turn.id for turn in episode.made))
     return leaves(msgspec.structs.replace(track, episode=episode))

@@ -88,9 +88,9 @@ def _block(at: float, step: int, title: str, rows: Sequence[tuple[str, Text]]) -
 
 
 class _Block:
-    """An entry: its heading, and rows of a label and a text that wraps beside it.
+    """An entry: its heading, and rows that each have a label and, beside the label, a text that wraps.
 
-    It is faster than a table, of which a long run would need thousands.
+    A table for each entry would be slower, and a long run has thousands of entries.
     """
 
     def __init__(self, head: Text, rows: Sequence[tuple[str, Text]]) -> None:
@@ -131,7 +131,10 @@ def _lower_texts(why: Why) -> Iterator[str]:
 
 
 def _finding_text(finding: Finding, at: float) -> str:
-    """Return which detector or check found the failure, and how long before the decision it first showed."""
+    """Return a finding's title, the sources of its evidence, and how long before the decision its first sign was.
+
+    ``at`` is the time of the decision (s). The first sign is left out if it is not known to precede the decision.
+    """
     sources = ", ".join(dict.fromkeys(one.source for one in finding.evidence))
     first = f"; first sign {span(at - finding.since)} before" if 0 < finding.since < at else ""
     return f"{finding.title} ({sources}){first}"

@@ -11,7 +11,10 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def stage(seconds: float | None) -> str:
-    """Format the duration (s) of a stage, below 100 s with two decimals; return a dash if it has not happened."""
+    """Format the duration of a stage in seconds. A duration below 100 s has two decimals.
+
+    Returns a dash for None, which means that the stage has not happened.
+    """
     return "–" if seconds is None else f"{seconds:.2f}s" if seconds < 100 else span(seconds)
 
 

@@ -1,6 +1,7 @@
 """Render what each replica does, the open findings, and the recent failures and restarts. The functions are pure.
 
-Reasons wrap and are never cut off, because their ends matter.
+Reasons wrap instead of being cut off at the width of their column, because their ends matter. Only a reason of more
+than :data:`MAX_TEXT` characters is cut off.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
 
 
 class Doing(NamedTuple):
-    """The activity of a replica, and the manager's time (s) since which it lasts.
+    """The activity of a replica.
 
-    ``next`` names the next step of its recovery; empty if it is not known, or needs no mention.
+    ``since`` is the manager's time (s) at which the activity began. ``next`` is a text about what comes next in the
+    replica's recovery; it is empty if that is not known or needs no mention.
     """
 
     word: str
@@ -100,7 +102,10 @@ def _joined(state: State, replica: Replica, failures: Failures) -> Doing:
 
 
 def _last_stop(replica: Replica) -> FailedIncarnation | UnchargedRestart | None:
-    """Return the newer one of the replica's last failure and its last restart without a failure; None without both."""
+    """Return the replica's last failure or its last restart without a failure, whichever was later.
+
+    None if the replica has neither failed nor been restarted.
+    """
     stops = (*replica.failures[-1:], *((replica.uncharged_restart,) if replica.uncharged_restart is not None else ()))
     return max(stops, key=lambda stop: stop.at, default=None)
 
@@ -222,7 +227,7 @@ def findings_view(state: State, now: float) -> RenderableType | None:
 
 
 def bounded(text: str, style: str = "") -> Text:
-    """Return a text that wraps in its column instead of being cut off there."""
+    """Return a text that wraps in its column. Only a text of more than :data:`MAX_TEXT` characters is cut off."""
     return Text(text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…", style)
 
 
@@ -263,7 +268,7 @@ class _Stop(NamedTuple):
 
 
 def _stops(state: State, now: float) -> Iterator[_Stop]:
-    """Yield the failures of all replicas, and the newest restart without a failure of each replica."""
+    """Yield, for each replica, all its failures, and its newest restart that was not caused by its own failure."""
     for replica in workers(state):
         for failure in replica.failures:
             ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"

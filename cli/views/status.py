@@ -57,12 +57,13 @@ from .replicas import (
 from .summary import MAX_STALE_SHARE, model_folder_rows, unscored_text
 
 MAX_NODES_LEFT = 3
-"""Maximum number of nodes that the run has left and that are shown with the reason, newest first."""
+"""Maximum number of nodes for which the view shows why the run has left them. The nodes that the run left last are
+shown."""
 MAX_GPU_NODES = 8
 """Maximum number of nodes for which the use of each node's GPUs is shown; for more nodes, only the extremes are
 shown."""
 MAX_GPU_USE_AGE_S = 120.0
-"""Age (s) above which the use of GPUs is not shown: it is recorded every 20 s."""
+"""Age (s) above which a record of the use of GPUs is not shown. A new record is made every 20 s."""
 _LABEL_COLUMNS = 12
 """Columns of a row's label, including padding. They are fixed, so that a new row does not move other rows."""
 
@@ -123,8 +124,9 @@ def failures_now(state: State, now: float) -> Failures:
 
 
 def one_line(state: State, now: float, silent: bool = False, known_standing: str = "") -> str:
-    """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete.
+    """Return the status of a run in one line, for a log: its standing, progress, newest reward and unusual replicas.
 
+    A replica is unusual if its status is not in :data:`NORMAL_STATUSES`.
     With ``silent``, the line also says that the manager does not respond.
     """
     parts = [f"{state.run}: {known_standing or standing(state)}", _progress_text(state)]

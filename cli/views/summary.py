@@ -21,7 +21,7 @@ _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red",
 MAX_STALE_SHARE = 0.5
 """Share of groups dropped for their age (among trained and dropped groups) above which the view warns."""
 MAX_DROP_REASONS = 3
-"""Reasons for dropped episodes that the view lists, the most frequent first."""
+"""Maximum number of reasons why episodes were dropped that the view lists. The most frequent ones are listed."""
 _TIMED_ROLES = ("trainer", "rollout")
 """Roles whose idle shares are shown."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
@@ -116,8 +116,11 @@ def next_steps_view(
 ) -> RenderableType:  # fmt: skip
     """Return a line with the path of the weights, and a line for each command that is useful after a run.
 
-    ``job_steps`` is the number of training steps of the job, 0 for commands alone; ``program`` is how the user starts
-    rrl.
+    Args:
+        summary: The decoded summary.json.
+        job_steps: Number of training steps of the job; 0 for a job that has only user commands and trains nothing.
+        weights: Where the weights are, or how the user gets them; empty if there are none.
+        program: How the user starts rrl.
     """
     run, outcome, done = str(summary.get("run", "")), summary.get("outcome"), int(summary.get("steps") or 0)
     lines: list[tuple[str, str]] = []

@@ -42,7 +42,7 @@ _READ_TIMEOUT_S = 7.0
 _MAX_LINE_BYTES = 200
 """Maximum length in bytes of a line that is accepted from the login node."""
 _CONNECT_TIMEOUT_S = 2.0
-"""Timeout (s) of a connection to the login node, because a firewall that drops packets never answers."""
+"""Timeout (s) of a connection to the login node. It is needed, because a firewall that drops packets never answers."""
 NONCE_ENV = "RRL_PROBE_NONCE"
 """Environment variable with the nonce that the login node made for this probe."""
 NONCE_FILE = "nonce"
@@ -50,8 +50,8 @@ NONCE_FILE = "nonce"
 REPORT = "report.json"
 """Name of the report in FOLDER."""
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""The only variables of the job's environment that are passed to sbatch. sbatch would use the variables that Slurm has
-set for the present job as options."""
+"""The only variables of the job's environment that are passed to sbatch. The variables that Slurm has set for the
+present job are not passed, because sbatch would take them as its options."""
 
 
 class Reached(Struct, frozen=True):
@@ -152,7 +152,7 @@ def _sbatch() -> CommandResult:
 
 
 def _option(key: str) -> str:
-    """Return the value with which this job runs for an option of sbatch (``partition``, ``account``, ``qos``).
+    """Return this job's value of the sbatch option ``key``: its ``partition``, ``account`` or ``qos``.
 
     ``sbatch --test-only`` then requests the same value. The value is empty if the job has none.
     """

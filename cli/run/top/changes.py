@@ -1,6 +1,7 @@
-"""The changes of a run that ``rrl top`` can request: their effects, which the user confirms, and their requests.
+"""The changes of a run that ``rrl top`` offers: a restart, a drain, and the injection of a fault.
 
-The requests are those of ``rrl restart``, ``rrl drain`` and ``rrl inject``: commands to the run's manager.
+The user confirms the effects of a change before it is requested. The request is the same command to the run's manager
+as that of ``rrl restart``, ``rrl drain`` or ``rrl inject``.
 """
 
 from __future__ import annotations
@@ -141,7 +142,14 @@ def can_change(state: State | None) -> bool:
 
 
 def is_possible(action: str, state: State | None, replica: ReplicaId | None, node: NodeName | None) -> bool:
-    """Return whether an action of a screen that shows this replica and node is possible now."""
+    """Return whether an action of a screen is possible now.
+
+    Args:
+        action: The action. An action that is not in :data:`CHANGES` is always possible.
+        state: The state of the run; None if it is not known.
+        replica: The replica that the action would restart; None if there is none.
+        node: The node that the action would drain; None if there is none.
+    """
     if action not in CHANGES:
         return True
     if state is None or not can_change(state):
@@ -152,10 +160,10 @@ def is_possible(action: str, state: State | None, replica: ReplicaId | None, nod
 
 
 class ChangeKeys:
-    """The keys of a screen's changes, which the footer shows only while they are possible.
+    """The keys with which a screen changes a run. The footer shows a key only while its change is possible.
 
     Args:
-        screen: The screen, which has the actions :data:`CHANGES`.
+        screen: The screen. It has the actions :data:`CHANGES`.
     """
 
     def __init__(self, screen: Screen[None]) -> None:
@@ -163,7 +171,10 @@ class ChangeKeys:
         self._offered: tuple[bool | None, ...] = ()
 
     def refresh(self) -> None:
-        """Draw the keys again only if other keys are possible now: drawing takes as long as all other updates."""
+        """Draw the keys again if other changes are possible now.
+
+        Otherwise do nothing, because drawing the keys takes as long as all other updates.
+        """
         offered = tuple(self._screen.check_action(change, ()) for change in CHANGES)
         if offered != self._offered:
             self._offered = offered

@@ -17,7 +17,8 @@ from ....core.types import OperationFailed
 from ..status import RunFiles, storage_trouble, waiting_text
 
 POLL_INTERVAL_S = 1.0
-"""Interval (s) of reading: times are shown in whole seconds."""
+"""Seconds between two readings of the runs. A shorter interval is not needed, because times are shown in whole
+seconds."""
 
 
 class OpenedRun(NamedTuple):

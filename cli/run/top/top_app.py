@@ -28,7 +28,7 @@ DARK_COLOURS = TerminalTheme(
     [(128, 134, 146), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
      (255, 255, 255)],
 )  # fmt: skip
-"""The colours of the views on a dark background, where the grey of Textual's own colours is hardly visible."""
+"""The colours of the views on a dark background, on which the grey of Textual's own colours would hardly be visible."""
 
 
 class TopApp(App[None]):

@@ -80,7 +80,10 @@ def _causes(site: SiteReport) -> list[dict[str, Any]]:
 
 
 def chart(days: list[Day]) -> dict[str, Any]:
-    """Return the shapes of a chart with one stacked bar for each day; no bars without failures."""
+    """Return the shapes of a chart of the failures by cause: one stacked bar for each day.
+
+    If there was no failure on any day, the chart is empty.
+    """
     max_failures = max((sum(day.failures.values()) for day in days), default=0)
     causes = sorted({cause for day in days for cause in day.failures})
     if not max_failures:

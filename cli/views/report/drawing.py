@@ -89,7 +89,10 @@ def _paths(spans: Sequence[Span], axis: Axis) -> list[tuple[str, str]]:
 
 
 def marks(report: RunReport, axis: Axis) -> dict[str, list[dict[str, Any]]]:
-    """Return the marks of injected ``faults`` and of ``decisions``: position, and title with the evidence."""
+    """Return the marks of the injected faults and of the other decisions, under the keys ``faults`` and ``decisions``.
+
+    A mark consists of its position ``x`` and its ``title``, which contains the evidence.
+    """
     found: dict[str, list[dict[str, Any]]] = {"faults": [], "decisions": []}
     for one in report.decisions:
         title = f"{one.what} {one.about}: {'; '.join(one.evidence)}"
@@ -125,7 +128,10 @@ def curve(
 
 
 def _rounded_up(value: float) -> float:
-    """Return the next number with two significant digits, as the end of an axis."""
+    """Return the end of an axis that reaches up to ``value``: ``value`` rounded up to two significant digits.
+
+    0 if ``value`` is not positive.
+    """
     if value <= 0:
         return 0.0
     digit = 10.0 ** (floor(log10(value)) - 1)

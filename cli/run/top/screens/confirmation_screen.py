@@ -50,7 +50,7 @@ class ConfirmationScreen(ModalScreen[str | None]):
                 yield Button("Cancel", variant="primary", id="cancel")
 
     def on_mount(self) -> None:
-        """Give the keyboard to the button that changes nothing."""
+        """Focus the button that changes nothing, so that it receives the keys."""
         self.query_one("#cancel", Button).focus()
 
     def action_cancel(self) -> None:

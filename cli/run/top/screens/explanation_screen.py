@@ -21,7 +21,8 @@ from ....results.explain import explanations, nothing_decided
 from ....views.explanation import explanation_view
 
 MAX_DECISIONS = 300
-"""Number of the newest decisions that are shown: rendering more would block the keyboard for a while."""
+"""Maximum number of decisions that are shown. If there are more, only the newest are shown, because rendering all of
+them would block the keyboard for a while."""
 
 
 class ExplanationScreen(Screen[None]):

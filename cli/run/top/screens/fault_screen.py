@@ -54,7 +54,7 @@ class FaultScreen(ModalScreen[None]):
                 yield Button("Cancel", variant="primary", id="cancel")
 
     def on_mount(self) -> None:
-        """Give the keyboard to the kind of the fault."""
+        """Focus the field for the kind of the fault, so that it receives the keys."""
         self.query_one("#kind").focus()
 
     @on(Button.Pressed, "#cancel")

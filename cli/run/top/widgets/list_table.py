@@ -82,7 +82,7 @@ class ListTable(Vertical):
         self._add_columns()
 
     def focus_table(self) -> None:
-        """Give the keyboard to the table."""
+        """Focus the table, so that it receives the keys."""
         self._table.focus()
 
     @property

@@ -23,8 +23,8 @@ FIRST_LINES = 200
 MAX_LINES = 2000
 """Maximum number of lines that are kept: older lines are in the file, for ``rrl logs``."""
 MAX_LINES_AT_ONCE = 500
-"""Maximum number of lines of one reading that are shown. Only the newest lines are kept, since people cannot read
-more."""
+"""Maximum number of lines that are added to the view at once. If one reading of the logs returns more lines, only the
+newest are shown, since people cannot read more."""
 
 
 class LogTail(RichLog):
