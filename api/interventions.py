@@ -82,7 +82,8 @@ def _check_keep_allowed(run: RunDir) -> None:
         raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
     if job is not None and job.manager.where == "pool":
         raise UsageError(
-            f'the manager of {run.id} runs in the pool ([manager] where = "pool"), so the pool ends with the manager'
+            f'the allocations of {run.id} cannot be kept: its manager runs in the pool ([manager] where = "pool"),'
+            " which ends with the manager"
         )
 
 

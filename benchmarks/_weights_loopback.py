@@ -162,7 +162,7 @@ async def _measure_gloo(results: Loopback, gloo: Gloo, nbytes: int, case: Case, 
         cpu = cpu_seconds(gloo.pids) - before
         finished = [each for each in reports if isinstance(each, BroadcastDone) and each.is_correct]
         if len(finished) != receivers:
-            raise RuntimeError(f"gloo failed without a fault: {reports}")
+            raise RuntimeError(f"gloo failed although no fault was injected: {reports}")
         received = max(each.received for each in finished) - began
         results.cpu[arm, case].append(cpu - sum(each.check_cpu_s for each in finished))
         if beside:

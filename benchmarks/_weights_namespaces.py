@@ -202,7 +202,8 @@ class _Fleet:
         run = _Run(began, done, *monitor.finish(began))
         if run.source_copies < 1:
             raise RuntimeError(
-                f"the source sent {run.source_copies:.2f} copies through its NIC: the rest took another path"
+                f"the source sent only {run.source_copies:.2f} copies of the weights through its NIC, but must send at"
+                " least 1: the rest took another path"
             )
         await self._check(version, chosen)
         self._results.seconds[arm].append(max(done.values()))
@@ -253,7 +254,7 @@ class _Fleet:
         began, reports = await gloo.broadcast(RECEIVERS, beside=True)
         finished = [each for each in reports if isinstance(each, BroadcastDone)]
         if len(finished) != RECEIVERS:
-            raise RuntimeError(f"gloo failed without a fault: {reports}")
+            raise RuntimeError(f"gloo failed although no fault was injected: {reports}")
         verified = max(each.received + each.digest_s for each in finished)
         self._results.seconds["gloo, digests beside"].append(verified - began)
 

@@ -51,7 +51,9 @@ def load_rules(path: Path | None = None) -> Rules:
         with named.open("rb") as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IWOTH:
-                raise RulesError(f"{named}: every user can write this file, and so drain nodes; run chmod o-w {named}")
+                raise RulesError(
+                    f"{named}: every user can write this file, and could drain nodes with it; run chmod o-w {named}"
+                )
             text = file.read(MAX_FILE_BYTES + 1).decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise RulesError(f"{named}: cannot be read: {error.strerror or error}") from None

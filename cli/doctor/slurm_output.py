@@ -79,14 +79,14 @@ def _lines(text: str, first: str) -> Iterator[dict[str, str]]:
             continue
         pairs = dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(\S*)", line))
         if first not in pairs:
-            raise Unreadable(f"no {first} in {line[:80]!r}")
+            raise Unreadable(f"a line of Slurm's output has no {first}: {line[:80]!r}")
         yield {name: "" if value == "(null)" else value for name, value in pairs.items()}
 
 
 def _count(line: dict[str, str], name: str) -> int:
     if (value := line.get(name, "")).isdigit():
         return int(value)
-    raise Unreadable(f"{line.get('NodeName', '?')}: {name}={value!r}")
+    raise Unreadable(f"{line.get('NodeName', '?')}: {name}={value!r} is not a number")
 
 
 def _time(text: str) -> float | None:

@@ -60,7 +60,9 @@ class Allowance:
         if self.files <= 0:
             raise RejectedFile(f"its user has more than {MAX_USER_FILES} files: only the newest are read")
         if size > self.bytes:
-            raise RejectedFile(f"its user has more than {MAX_USER_BYTES // 2**20} MiB: only the newest files are read")
+            raise RejectedFile(
+                f"the files of its user have more than {MAX_USER_BYTES // 2**20} MiB: only the newest are read"
+            )
         self.files -= 1
         self.bytes -= size
 

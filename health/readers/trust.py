@@ -46,7 +46,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
     if not owners:
         raise NotTrusted(f"no process listens on port {port} of 127.0.0.1")
     if strangers := owners - set(trusted):
-        raise NotTrusted(f"port {port} of 127.0.0.1 belongs to uid {min(strangers)}: ignored, it must"
+        raise NotTrusted(f"port {port} of 127.0.0.1 is ignored, because it belongs to uid {min(strangers)}; it must"
                          " belong to root or readers.dcgm_user")  # fmt: skip
 
 
@@ -59,8 +59,8 @@ def check_program(path: str, trusted: Collection[int]) -> None:
         while True:
             status = os.stat(place)
             if status.st_uid not in trusted:
-                raise NotTrusted(f"{place} belongs to uid {status.st_uid}: not run, it must belong to root or"
-                                 " readers.dcgm_user")  # fmt: skip
+                raise NotTrusted(f"{path} is not run, because {place} belongs to uid {status.st_uid}; it must belong to"
+                                 " root or readers.dcgm_user")  # fmt: skip
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
                 raise NotTrusted(f"{place} is writable by every user: {path} is not run")
             if place == os.sep:

@@ -327,13 +327,13 @@ class MessageHandler:
         known = self._context.state().replica(incarnation.replica)
         if known.step is not None and known.step != message.tag:
             conflict = f"{incarnation} runs in step {known.step}, not in {message.tag}"
-            _log.warning("%s: the other process is fenced", conflict)
+            _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return
         joined = known.status is Status.JOINED and known.pid is not None and incarnation not in self._departed
         if joined and (known.host, known.pid) != (message.host, message.pid):
             conflict = f"{incarnation} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
-            _log.warning("%s: the other process is fenced", conflict)
+            _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict), None)
             return
         self._departed.discard(incarnation)

@@ -219,8 +219,8 @@ class EventFollower:
                     yield stamped
             if end is not None and self._offset < end:
                 raise JournalError(
-                    f"{path}: cannot be read beyond byte {self._offset}, but the next segment needs the first {end}"
-                    " bytes of this file"
+                    f"{path}: cannot be read beyond byte {self._offset}, although its records end at byte {end}, where"
+                    " the next segment continues"
                 )
 
     def _unread(self) -> list[tuple[Path, int | None]]:
@@ -333,7 +333,7 @@ def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
         chain.append((run.journal / name, end))
         head = _head(run.journal / name)[0]
         if head is None:
-            raise JournalError(f"{run.journal / name}: its head is incomplete, but a later segment refers to it")
+            raise JournalError(f"{run.journal / name}: its header is incomplete, but a later segment refers to it")
         name, end = head.previous, head.previous_bytes
     return chain[::-1]
 

@@ -74,7 +74,10 @@ def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] =
     paths = sorted(files)
     folders = {path.parent for path in paths}
     if len(folders) != 1:
-        raise ValueError(f"the files of a checkpoint must be in one folder; these are in {len(folders)} folders")
+        raise ValueError(
+            f"the files of a checkpoint must be in one folder, but {len(paths)} files in {len(folders)} folders were"
+            " given"
+        )
     if not (folder := folders.pop()).is_relative_to(run_dir):
         raise ValueError(
             f"the files of a checkpoint must be in the run directory, and these are in {folder}: write them into the"

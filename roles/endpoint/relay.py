@@ -288,7 +288,8 @@ class Relay:
                             if event.startswith(_DONE):
                                 return
                 if begun and call.position is None:
-                    raise Abandoned("the endpoint did not report how many tokens the agent has")
+                    raise Abandoned("the endpoint did not report how much of its answer the agent has received, so"
+                                    " another replica cannot continue the answer")  # fmt: skip
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
             yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object

@@ -60,7 +60,7 @@ def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str,
 def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
     if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
         raise ValueError(
-            f"{spec.name}: a tensor of {spec.dtype} with the shape {spec.shape} does not take {spec.nbytes} bytes"
+            f"{spec.name}: {spec.nbytes} bytes are not the size of a tensor of {spec.dtype} with the shape {spec.shape}"
         )
     if not 0 <= spec.offset <= len(flat) - spec.nbytes:
         raise ValueError(

@@ -81,7 +81,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
         return TemplateTools(tokenizer, parser)
     for name in _candidates(tokenizer):
         if (renderer := _family_renderer(name, tokenizer)) is not None:
-            _log.info("tools are offered in the format of the family %s", name)
+            _log.info("tools are offered in the format of the model family %s", name)
             return FamilyTools(tokenizer, renderer)
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
     raise ToolsUnsupported(f"no parser for tool calls is known for the chat template of this model; set [model]"
@@ -109,7 +109,7 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
                    for probe in _PROBES):  # fmt: skip
                 return renderer
         except Exception:  # the model is of another family: tokens are missing, or a conversation is refused
-            _log.debug("tools are not in the format of the family %s", name, exc_info=True)
+            _log.debug("tools are not in the format of the model family %s", name, exc_info=True)
     return None
 
 

@@ -173,7 +173,7 @@ class SnapshotClient:
         self.wait_until_sealed()
         with self._lock:
             if self._sealed is None:
-                raise SnapshotError("no snapshot is sealed yet")
+                raise SnapshotError("this process has not completed a snapshot yet, so there is none to copy")
             mapped, head = self._sealed
             sending = Sending()
             mapped.sendings.add(sending)
@@ -182,7 +182,8 @@ class SnapshotClient:
         except SnapshotError:
             if sending.cancelled:
                 raise SnapshotError(
-                    f"the copy of step {head.step} was aborted: the next snapshot needs its memory"
+                    f"the copy of the snapshot of step {head.step} was aborted, because the next snapshot needs its"
+                    " memory"
                 ) from None
             raise
         finally:
@@ -264,7 +265,7 @@ class SnapshotClient:
         async with remote_agent(address, self._secret) as connection:
             answer = await send_request(connection, msg.Download(self._member, snapshot))
             if not isinstance(answer, msg.SnapshotFound) or answer.meta > MAX_META_BYTES:
-                raise TransportError(f"unexpected answer: {answer}")
+                raise TransportError(f"the agent sent an unexpected answer: {answer}")
             meta, payload = bytearray(answer.meta), anonymous_memory(snapshot.nbytes)
             await receive_bulk(connection, memoryview(meta), lambda chunk: None)
             digest = Digest(meta)

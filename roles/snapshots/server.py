@@ -241,7 +241,9 @@ class _RequestHandler:
         ):
             raise SnapshotError(f"{snapshot} does not belong to the member that sent it")
         if upload.meta > MAX_META_BYTES:
-            raise SnapshotError(f"meta has {upload.meta} bytes, but at most {MAX_META_BYTES} are allowed")
+            raise SnapshotError(
+                f"the metadata of {snapshot} has {upload.meta} bytes, but at most {MAX_META_BYTES} are allowed"
+            )
         buffer, sequence = self._buffers.allocate_copy(upload.member, snapshot)
         with buffer.in_use(writing=True) as fd:
             await send_message(connection, msg.ReadyForUpload())

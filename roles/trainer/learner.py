@@ -208,7 +208,7 @@ class Learner:
             RuntimeError: ``[roles.trainer] kl`` is above 0, and the learner has no reference model.
         """
         if number != self.number + 1:
-            raise ValueError(f"expected step {self.number + 1}, got step {number}")
+            raise ValueError(f"cannot open step {number} of the learner: the next step is {self.number + 1}")
         if self._settings.kl and self.reference is None:
             raise RuntimeError(
                 "[roles.trainer] kl is above 0, but this run has no reference model, because it was started with kl = 0"
@@ -225,8 +225,8 @@ class Learner:
         """
         step = self._open
         if step is None or step.complete or (part.number, part.index) != (step.number, step.parts):
-            expected = "none" if step is None or step.complete else f"part {step.parts} of step {step.number}"
-            raise ValueError(f"expected {expected}, got part {part.index} of step {part.number}")
+            expected = "no part" if step is None or step.complete else f"part {step.parts} of step {step.number}"
+            raise ValueError(f"cannot add part {part.index} of step {part.number} to the learner: expected {expected}")
         self._backward(self._policy_losses(part, step.statistics))
         step.count(part)
 

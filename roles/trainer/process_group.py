@@ -108,8 +108,8 @@ class Gang:
         """
         if self._mesh is None:
             if any(parameter.dtype != compute_dtype for parameter in model.parameters()):
-                raise ValueError(f"without a process group a model computes in the dtype of its parameters, not in"
-                                 f" {compute_dtype}")  # fmt: skip
+                raise ValueError(f"without a process group every parameter must have the dtype {compute_dtype}, because"
+                                 " none is cast")  # fmt: skip
             return model
         policy = MixedPrecisionPolicy()
         if compute_dtype != torch.float32:

@@ -28,7 +28,9 @@ class NotLocal(Sequence[Any]):
         return self._length
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise LookupError("another member of the gang has the tokens of this trajectory")
+        raise LookupError(
+            "another member of the gang has the tokens of this trajectory; a member can read only those of its share"
+        )
 
 
 class _Versions(Sequence[Version]):

@@ -206,7 +206,9 @@ class EpisodeWork:
             if attempt.ended:
                 if attempt.overdue:
                     return False
-                raise Misuse(f"attempt {of.attempt} at episode {of.episode} was finished or failed before")
+                raise Misuse(
+                    f"attempt {of.attempt} at episode {of.episode} has already ended; call finish() or fail() only once"
+                )
             attempt.ended = True
         try:
             self._connection.call_store(request(self._connection.store))

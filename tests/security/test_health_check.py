@@ -78,7 +78,8 @@ def test_exporter_of_another_user_is_rejected(owner: PlainUser, attacker: PlainU
         for rules in (Rules(), theirs):
             (found,) = dcgm_findings(port, tmp_path, rules)
             assert found.verdict is Verdict.UNKNOWN
-            assert f"port {port} of 127.0.0.1 belongs to uid {attacker.uid}" in found.evidence[0].text
+            ignored = f"port {port} of 127.0.0.1 is ignored, because it belongs to uid {attacker.uid}"
+            assert ignored in found.evidence[0].text
 
 
 def test_foreign_exporter_cannot_report_a_gpu_that_does_not_exist(tmp_path: Path, owner: PlainUser) -> None:

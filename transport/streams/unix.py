@@ -114,7 +114,7 @@ class UnixConnection:
         if not byte or len(fds) != count:
             for fd in fds:
                 os.close(fd)
-            raise TransportError(f"received {len(fds)} descriptors instead of {count}")
+            raise TransportError(f"received {len(fds)} file descriptors instead of {count}")
         return list(fds)
 
     async def _wait_ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:

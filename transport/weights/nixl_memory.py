@@ -215,7 +215,7 @@ class NixlRuntime:
         self._sweep()
         with self._remotes_lock:
             if self._call(self._agent.loadRemoteMD, metadata) != name:
-                raise TransportError("the NIXL metadata belongs to another peer")
+                raise TransportError("the NIXL metadata that a peer sent names another peer")
             remote = self._remotes.setdefault(name, Remote(name))
             with self._lock:
                 remote.users += 1

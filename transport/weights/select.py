@@ -122,7 +122,9 @@ def open_transport(
             except (TransportError, ImportError) as error:
                 if kind == "ucx":
                     raise
-                _log.warning("weight transport: tcp; UCX over %s fails: %s", ", ".join(capabilities.rdma_ports), error)
+                _log.warning(
+                    "weight transport: tcp, because UCX over %s fails: %s", ", ".join(capabilities.rdma_ports), error
+                )
                 return TcpTransport(secret)
         case "nixl":
             from .nixl import NixlTransport  # imported here: it needs numpy, which comes with NIXL

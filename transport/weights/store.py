@@ -130,7 +130,9 @@ class WeightStore:
             ValueError: The buffer does not have the size in the manifest.
         """
         if flat.nbytes != manifest.nbytes:
-            raise ValueError(f"{manifest.version}: {flat.nbytes} bytes offered, but its manifest has {manifest.nbytes}")
+            raise ValueError(
+                f"{manifest.version}: the buffer has {flat.nbytes} bytes, but the manifest describes {manifest.nbytes}"
+            )
         with self._changing():
             self._add(StoredVersion(manifest, flat.toreadonly()))
 

@@ -100,7 +100,7 @@ def ucx_limits(
     interfaces = tuple(interfaces)
     own = next((interface.name for interface in interfaces if interface.address == trusted_host), None)
     if own is None:
-        raise ValueError(f"no interface has the address {trusted_host}")
+        raise ValueError(f"no interface of this machine has the address {trusted_host}")
     requested = [name.strip() for name in environment.get(NET_DEVICES, "all").split(",")]
     names = {interface.name for interface in interfaces}
     rdma = list(rdma_ports) if "all" in requested else [name for name in requested if name and name not in names]

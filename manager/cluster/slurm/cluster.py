@@ -299,7 +299,10 @@ class SlurmCluster:
         await self._nodes.shrink(job, nodes)
         await self._read_jobs()
         if set(nodes) & set((after := await self._running_job(tag)).nodes):
-            raise Unanswered(f"{tag} still has nodes {', '.join(after.nodes)}")
+            raise Unanswered(
+                f"Slurm accepted the release of {', '.join(nodes)}, but {tag} still has the nodes"
+                f" {', '.join(after.nodes)}"
+            )
         listed = {step.name for step in await self._read_steps()}
         lost = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in listed]
         if lost:

@@ -98,7 +98,9 @@ class SlurmNodes:
         """
         rest = [node for node in job.nodes if node not in nodes]
         if not rest:
-            raise Refused(f"no node of job {job.id} would be left: cancel the job instead")
+            raise Refused(
+                f"cannot release {', '.join(nodes)}: no node of job {job.id} would be left; cancel the job instead"
+            )
         if job.leader == job.id:
             raise Refused(
                 f"cannot release {', '.join(nodes)} alone: Slurm does not support shrinking the first component of a"

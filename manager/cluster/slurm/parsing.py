@@ -295,7 +295,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
             continue
         name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
         if name is None or state is None:
-            raise Unreadable(f"no node in {line[:80]!r}")
+            raise Unreadable(f"a line has no NodeName or no State: {line[:80]!r}")
         nodes[NodeName(name[1])] = node_status(state[1], _reason(line)[0])
     return nodes
 
@@ -309,7 +309,7 @@ def read_node_info(text: str) -> NodeInfo:
     """Parse the output of ``scontrol show node -o`` for one node."""
     state = re.search(r" State=(\S+)", text)
     if state is None:
-        raise Unreadable(f"no node in {text.strip()[:80]!r}")
+        raise Unreadable(f"the output has no State of a node: {text.strip()[:80]!r}")
     return NodeInfo(state[1], *_reason(text.strip()))
 
 

@@ -89,7 +89,7 @@ class Sruns:
         try:
             fd = os.open(stderr_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            raise Refused(f"nothing was started: {error}") from error
+            raise Refused(f"the step was not started: the file for srun's errors cannot be opened: {error}") from error
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command(job, step), stdin=subprocess.DEVNULL, stdout=fd, stderr=fd,

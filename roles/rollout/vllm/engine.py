@@ -49,7 +49,9 @@ class VllmEngine:
         self, config: Any, model: nn.Module, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int
     ) -> None:
         if sampling.greedy and sampling.temperature != 1.0:
-            raise ValueError("greedy sampling requires temperature 1; vLLM otherwise records other log-probabilities")
+            raise ValueError(
+                "greedy sampling requires temperature 1, at which vLLM records the log-probabilities of greedy tokens"
+            )
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._model = model
         self._is_single_process = config.parallel_config.world_size == 1

@@ -77,7 +77,9 @@ def read_frames(path: Path) -> Iterator[bytes]:
     if torn == 0:
         raise LogDamaged(f"{path}: unreadable from byte {at} on, though complete when written; restore it from a copy")
     if (later := _later_flush(rest, torn)) is not None:
-        raise LogDamaged(f"{path}: unreadable at byte {at}, but flush {later} follows; restore the file from a copy")
+        raise LogDamaged(
+            f"{path}: unreadable at byte {at}, but a later write (flush {later}) follows; restore the file from a copy"
+        )
 
 
 def _read_frame(file: BinaryIO) -> tuple[int, bytes] | None:
@@ -204,7 +206,8 @@ class Log:
     def _check_ours(self) -> None:
         if (self._folder / f"log.{self._number + 1}").exists() or not self._path.exists():
             raise Superseded(
-                f"{self._folder}: another process has opened this store after this process (opening {self._number})"
+                f"{self._folder}: a newer process has opened this store; this process must not write {self._path.name}"
+                " any more"
             )
 
     def close(self) -> None:

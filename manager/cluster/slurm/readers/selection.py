@@ -125,7 +125,10 @@ class SelectedReader:
             return await self._by_commands.jobs()
         jobs = await self._use(lambda reader: reader.jobs())
         if isinstance(self._chosen, PyslurmReader) and self._chosen.queue_length > LARGE_QUEUE_JOBS:
-            _log.info("the queue has %d jobs: they are read by squeue from now on", self._chosen.queue_length)
+            _log.info(
+                "the queue has %d jobs, more than %d: they are read by squeue instead of pyslurm from now on",
+                self._chosen.queue_length, LARGE_QUEUE_JOBS,
+            )  # fmt: skip
             self._jobs_by_commands = True
         return jobs
 
@@ -166,7 +169,10 @@ class SelectedReader:
             self._failures += 1
             _log.warning("%s (failure %d of %d)", error, self._failures, MAX_CHILD_FAILURES)
             if self._failures >= MAX_CHILD_FAILURES and self._chosen is not self._by_commands:
-                _log.warning("pyslurm has failed %d times: Slurm is read by its commands from now on", self._failures)
+                _log.warning(
+                    "pyslurm has failed %d times: Slurm is read by its commands (squeue, scontrol) from now on",
+                    self._failures,
+                )
                 self._chosen = self._by_commands
                 await reader.close()
             raise

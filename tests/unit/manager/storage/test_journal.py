@@ -287,7 +287,7 @@ def test_sealed_segment_that_lost_records_is_reported(run: RunDir) -> None:
     first = run.journal / segments(run)[0]
     whole = first.read_bytes()
     first.write_bytes(whole[:-1])
-    with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, .* needs the first {len(whole)} bytes"):
+    with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, .* records end at byte {len(whole)},"):
         list(replay(run))
     first.unlink()
     with pytest.raises(JournalError, match=r"000001-000001\.seg: the segment is missing"):

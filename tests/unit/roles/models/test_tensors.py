@@ -110,8 +110,8 @@ def test_read_only_memory_is_read_without_a_warning() -> None:
         (_spec("float32", (3,), 0, 12), "outside of the buffer of 8 bytes"),
         (_spec("float32", (1,), 5, 4), "outside of the buffer of 8 bytes"),
         (_spec("float32", (1,), -4, 4), "outside of the buffer of 8 bytes"),
-        (_spec("float32", (2,), 0, 4), "does not take 4"),
-        (_spec("float32", (-1, -1), 0, 4), "does not take 4"),
+        (_spec("float32", (2,), 0, 4), "4 bytes are not the size"),
+        (_spec("float32", (-1, -1), 0, 4), "4 bytes are not the size"),
     ],
 )
 def test_invalid_tensor_description_is_refused(spec: TensorSpec, why: str) -> None:

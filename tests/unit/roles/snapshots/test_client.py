@@ -398,7 +398,7 @@ def test_snapshot_that_exists_already_is_not_copied_again(
 
 
 def test_copy_without_a_snapshot_or_without_a_target_is_an_error(one: SnapshotClient, far: SnapshotServer) -> None:
-    with pytest.raises(SnapshotError, match="no snapshot is sealed yet"):
+    with pytest.raises(SnapshotError, match="has not completed a snapshot yet"):
         one.copy_to(far.address)
     keep(one, 1)
     far.close()
@@ -494,7 +494,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
         assert copying.is_alive(), "the copy was aborted, though it reads from the other buffer"
         keep(one, 3, BIG)
         copying.join(TIMEOUT_S)
-        assert failed == ["the copy of step 1 was aborted: the next snapshot needs its memory"]
+        assert failed == ["the copy of the snapshot of step 1 was aborted, because the next snapshot needs its memory"]
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 

@@ -230,7 +230,7 @@ def test_copy_of_another_incarnation_and_missing_snapshot_are_refused(keys: RunK
     with member(keys, 5) as client:
         with pytest.raises(SnapshotError, match="does not belong to the member that sent it"):
             client._call_remote(here.address, msg.Upload(msg.Member(GANG, 1, 5), _STORED, 0))
-        with pytest.raises(SnapshotError, match="meta has"):
+        with pytest.raises(SnapshotError, match=r"the metadata of .* has \d+ bytes"):
             client._call_remote(here.address, msg.Upload(_WHO, _STORED, 2**40))
         with pytest.raises(SnapshotError, match="does not fit"):
             client._call_remote(here.address, msg.Upload(_WHO, SnapshotInfo(GANG, 0, 1, 5, 2**50, bytes(16), True), 0))
@@ -266,7 +266,7 @@ def test_missing_descriptors_raise_an_error() -> None:
         left, right = (UnixConnection(end) for end in socket.socketpair(socket.AF_UNIX))
         await left.send_descriptors([0])
         before = descriptors()
-        with pytest.raises(TransportError, match="received 1 descriptors instead of 2"):
+        with pytest.raises(TransportError, match="received 1 file descriptors instead of 2"):
             await right.receive_descriptors(2)
         assert descriptors() == before
         await left.send(b"x")

@@ -152,7 +152,7 @@ def test_a_batch_of_another_step_is_refused() -> None:
     student = harness.learner()
     batch = _batch(1, student)
     student.step(batch)
-    with pytest.raises(ValueError, match="expected step 2, got step 1"):
+    with pytest.raises(ValueError, match="cannot open step 1 of the learner: the next step is 2"):
         student.step(batch)
 
 
@@ -406,25 +406,25 @@ def test_a_restored_learner_has_no_open_step() -> None:
     student.open(1)
     student.add(first)
     harness.restore(student, saved)
-    with pytest.raises(ValueError, match="expected none, got part 1 of step 1"):
+    with pytest.raises(ValueError, match="cannot add part 1 of step 1 to the learner: expected no part"):
         student.add(second)
 
 
 def test_parts_out_of_order_are_refused() -> None:
     batch, student = _batches()[0], harness.learner()
     first, second, third = harness.parts_of(batch, (2, 2, 4))
-    with pytest.raises(ValueError, match="expected none, got part 0 of step 1"):
+    with pytest.raises(ValueError, match="cannot add part 0 of step 1 to the learner: expected no part"):
         student.add(first)
     with pytest.raises(ValueError, match="no step is open"):
         student.close()
     student.open(1)
     student.add(first)
     for part in (first, third, msgspec.structs.replace(second, number=2)):
-        with pytest.raises(ValueError, match="expected part 1 of step 1, got part"):
+        with pytest.raises(ValueError, match="to the learner: expected part 1 of step 1"):
             student.add(part)
     student.add(second)
     student.add(third)
-    with pytest.raises(ValueError, match="expected none, got part 3 of step 1"):
+    with pytest.raises(ValueError, match="cannot add part 3 of step 1 to the learner: expected no part"):
         student.add(Part(1, 3, (), "", third.trajectories, last=True))
     student.close()
     assert student.number == 1

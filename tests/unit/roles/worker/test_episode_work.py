@@ -134,7 +134,7 @@ def test_episode_has_url_and_key_for_a_client_and_its_reward_is_recorded(scene: 
         await played.in_phase("wait_turn")
         sample(played.store, turn.trajectory, [5, 1])
         assert await played.tells() == ("item 0", 1, "3", True)
-        assert await played.tells() == "attempt 1 at episode 0 was finished or failed before"
+        assert await played.tells() == "attempt 1 at episode 0 has already ended; call finish() or fail() only once"
         await eventually(lambda: played.heartbeats[-1].done >= 2, "progress: the turn, and the end of the episode")
 
     play_program(scene, program, then)

@@ -129,7 +129,7 @@ def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
         await pipe.close()
 
     asyncio.run(test())
-    assert "weight transport: tcp; UCX over mlx5_0:1 fails" in caplog.text
+    assert "weight transport: tcp, because UCX over mlx5_0:1 fails" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,7 +60,7 @@ def test_a_trusted_ucx_gets_one_network_interface(
 
 
 def test_an_address_of_no_interface_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no interface has the address 10\.9\.9\.9"):
+    with pytest.raises(ValueError, match=r"no interface of this machine has the address 10\.9\.9\.9"):
         ucx_limits({}, (), INTERFACES, "10.9.9.9")
 
 

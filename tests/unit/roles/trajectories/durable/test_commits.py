@@ -77,5 +77,5 @@ def test_a_damaged_log_is_reported(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(LogDamaged, match="but flush"):
+    with pytest.raises(LogDamaged, match="but a later write"):
         read_commits(tmp_path)
