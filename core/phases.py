@@ -127,7 +127,7 @@ MAX_CLOCK_ENTRIES = 32
 
 
 class PhaseTime(Struct, frozen=True, array_like=True):
-    """The time of processes in one phase, while they worked or waited for one cause."""
+    """The time that processes spent in one phase, either at work or waiting for one cause."""
 
     phase: str
     idle_cause: str

@@ -207,8 +207,8 @@ class Recovery(Struct, frozen=True):
     backoff: float = 1.0
     """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """Number of failed starts of a replica that has never joined after which the job spec, not a node, counts as the
-    cause. The run also fails if this number of consecutive starts end in the same way: with one exception before the
+    """If a replica has never joined and this many starts have failed, the job spec counts as the cause, not a node.
+    The run also fails if this number of consecutive starts end in the same way: with one exception before the
     role has done any work, or with exit code 0 within ``window`` of the replica's join. The role's code is then the
     cause."""
     breaker: float = 0.2
@@ -280,7 +280,7 @@ class ModelSpec(Struct, frozen=True):
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """The library renderers' name of the format in which the model of ``path`` writes tool calls; None if its chat
+    """Format of the tool calls of the model in ``path``, as the library ``renderers`` names it; None if the chat
     template determines the format."""
 
 
@@ -437,7 +437,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps that complete the run; 0 if the end of its commands completes it (no trainer)."""
+    """Number of optimizer steps that complete the run; 0 without a trainer: the end of its commands completes it."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
@@ -448,7 +448,7 @@ class RunSpec(Struct, frozen=True):
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """Time (s) from the first request after which the run ends, if it still has too few nodes to start."""
+    """Form ``replica`` only: the run ends this time (s) after its first request if it has too few nodes to start."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     seed: int = 0

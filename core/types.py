@@ -259,8 +259,8 @@ class RaisedException(Struct, frozen=True):
     environmental: bool = False
     """True if storage, network or memory may have caused the exception, so that a later start may succeed."""
     dropped_groups: int = 0
-    """Number of groups that were dropped because of this and similar exceptions of the scorer, if the process ended
-    because there were so many. A restart would not help. 0 for any other exception."""
+    """Number of groups that exceptions of the scorer have dropped, if the process ended because there were so many: a
+    restart would not help. 0 for any other exception."""
     misuse: bool = False
     """True if rrl raised the exception because the role's code breaks a rule of the worker API."""
 

@@ -241,9 +241,9 @@ def _job_gpus(text: str) -> tuple[str, ...] | None:
 
 
 class HealthCheckResult(Struct, frozen=True):
-    """The output of ``rrl health check --json``. Times are s since 1970.
+    """The output of ``rrl health check --json``.
 
-    The monotonic clock of a node has no meaning on other machines.
+    Times are s since 1970, because a node's monotonic clock has no meaning on other machines.
     """
 
     node: NodeName

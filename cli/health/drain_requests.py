@@ -40,7 +40,7 @@ class OpenDrainRequest(Struct, frozen=True):
     owner: str
     """Who drained the node; empty if it is not drained."""
     accused: bool
-    """False if the records of one user other than root are the only evidence."""
+    """True if the evidence suffices for a drain; False if it comes from only one user, who is not root."""
     scontrol: str
     """Command that drains the node; empty if it should not be drained now."""
 

@@ -36,7 +36,7 @@ class UnstartedRun(Struct, frozen=True):
     outcome: Outcome | None
     """``rejected`` if it will never begin, else None."""
     why: str
-    """What it waits for, or why it will never begin."""
+    """What the run waits for, or why it will never begin."""
 
 
 class RequestedFault(Fault, frozen=True, kw_only=True):

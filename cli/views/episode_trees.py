@@ -29,7 +29,7 @@ class TurnNode(Struct, frozen=True):
     id: int
     """Number in the store."""
     parent: int | None
-    """``number`` of the turn whose path it continues; None if it begins a path."""
+    """``number`` of the turn whose path this turn continues; None if this turn begins a path."""
     offset: int
     """Number of tokens of the parent's path that the turn's own path keeps."""
     parent_length: int

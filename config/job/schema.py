@@ -178,8 +178,8 @@ class TaskTable(Table):
     size: Annotated[int, Field(ge=1)] = _TASK.size
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
-    """Factor: the training reward of a wrong answer of the right length is raised by this factor times its share of
-    right tokens (the reported reward is not raised)."""
+    """A wrong answer of the right length gets this value times its share of right tokens as additional training reward.
+    The reported reward does not change."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:

@@ -73,7 +73,7 @@ class NodeReport(Struct, frozen=True):
     runs: list[str]
     users: list[str]
     witnesses: list[str]
-    """Users whose runs report failed hardware on this node. Root, or two users, suffice for an accusation."""
+    """Users whose runs report failed hardware on this node. Two users, or root alone, suffice to accuse the node."""
     accused: bool
     """Whether there are enough witnesses for the verdict FAIL, a remedy or a drain, and for calling the node a
     lemon."""

@@ -179,9 +179,9 @@ class Fence(Struct, frozen=True, tag=True):
     """End an incarnation permanently: from then on nothing from it is accepted.
 
     This action only changes the recorded state, so it takes effect when its event is journaled. ``target_node`` is
-    where the replica is launched next. ``charged`` says whether the fence counts on the replica's budget. It is False
-    for a move without a failure, for a restart after the failure of another gang member, and for a restart that a user
-    requested.
+    where the replica is launched next. ``charged`` says whether the fence counts against the replica's budget. It is
+    False for a move without a failure, for a restart after the failure of another gang member, and for a restart that a
+    user requested.
     """
 
     incarnation: Incarnation

@@ -124,8 +124,8 @@ class Replica(Struct, frozen=True):
     weight_version: Version | None = None
     failures: tuple[FailedIncarnation, ...] = ()
     uncharged_restart: UnchargedRestart | None = None
-    """The newest restart that did not count on the replica's budget. In a gang, only the member that is stopped first
-    has it."""
+    """The newest restart that did not count against the replica's budget. When a gang restarts, it is recorded only for
+    the member that was stopped first."""
     preferred_node: NodeName | None = None
     """Node that the repair ladder chose for the next incarnation."""
     promoted_from: Incarnation | None = None
@@ -370,7 +370,7 @@ class State(Struct, frozen=True):
     episode_figures: EpisodeFigures = EpisodeFigures()
     training_time: TrainingTime = TrainingTime()
     gpu_use: dict[NodeName, GpuUse] = {}
-    """Use of the GPUs by node, from the newest record; nodes without a report since the record before are left out."""
+    """Use of the GPUs by node: the newest record, which has only nodes that reported since the record before it."""
     gpu_use_at: float = 0.0
     """Manager's time (s) of the record in ``gpu_use``."""
     replicas: dict[ReplicaId, Replica] = {}

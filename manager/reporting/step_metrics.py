@@ -44,7 +44,7 @@ class MarkKind(StrEnum):
 
 
 class Mark(Struct, frozen=True, omit_defaults=True):
-    """A failure, a restart, or another event of the run that its metrics may reflect."""
+    """A failure, a restart, or another event that may have affected the metrics of the run."""
 
     at: float
     """Manager's time (s since 1970)."""
@@ -79,8 +79,8 @@ class StepRow(Struct, frozen=True):
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
     phase_seconds: dict[str, float] = {}
-    """Seconds of the trainer by phase. Steps between two readings of its clock, which are at least 5 s apart, share
-    these seconds evenly."""
+    """Seconds of the trainer by phase. Its clock is read at most every 5 s, and the steps between two readings share
+    the seconds evenly."""
     token_age_p50: float | None = None
     """Median age of the tokens that the step trained on, in training steps (staleness); None if it was not reported."""
     token_age_max: float | None = None

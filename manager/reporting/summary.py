@@ -204,7 +204,7 @@ class Summary(Struct, frozen=True):
     """Number of injected faults that were performed, whether planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
-    """Number of failures that were not injected, and from which the run recovered or by which it ended."""
+    """Number of failures that were not injected, and after which a replica was fenced or the run ended."""
     ettr: float
     """Effective training time ratio as in RobustRL."""
     run_seconds: float
@@ -236,7 +236,7 @@ class Summary(Struct, frozen=True):
     branches: int = 0
     """Number of samples of the finished episodes: one for each leaf of an episode's tree of turns."""
     given_tokens: int = 0
-    """Tokens of the finished episodes' turns that were given, not sampled."""
+    """Tokens that were given, not sampled, in the turns of the finished episodes."""
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0

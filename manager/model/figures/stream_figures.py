@@ -42,7 +42,7 @@ class StreamFigures(Struct, frozen=True):
     steps: int = 0
     """Number of steps whose metrics contain ``parts``."""
     parts: int = 0
-    """Total number of parts of these steps."""
+    """Total number of parts of the steps that ``steps`` counts."""
     most_parts: int = 0
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
@@ -86,7 +86,7 @@ class EpisodeFigures(Struct, frozen=True):
     dropped: int = 0
     turns: int = 0
     branches: int = 0
-    """Samples: paths that are not the beginning of another path."""
+    """Number of samples: paths of turns that are not the beginning of another path."""
     given_tokens: int = 0
     untrained_turns: int = 0
     """Turns that were sampled from another policy than the one that is trained."""

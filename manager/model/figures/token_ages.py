@@ -35,11 +35,12 @@ class StepAge(Struct, frozen=True, array_like=True):
 
 
 class TokenAges(Struct, frozen=True):
-    """Token ages of the newest steps, and the step since which a warning about token ages stands.
+    """Token ages of the newest steps, and the step at which the warning about token ages began.
 
-    ``warned`` is the step at which the mean of the medians was above the usual age (``ahead + EXTRA_AGE``) and growing,
-    with the manager's time (s) of its commit. ``warned`` is None if there is no such step, or once the mean is at or
-    below the usual age again.
+    The medians of the newer half of the steps are compared with those of the older half, by their means. The warning
+    begins when the mean of the newer half is above both the usual age (``ahead + EXTRA_AGE``) and the mean of the older
+    half. It ends when the mean of the newer half is at or below the usual age. ``warned`` is the step at which it
+    began, with the manager's time (s) of the step's commit; None without a warning.
     """
 
     steps: tuple[StepAge, ...] = ()

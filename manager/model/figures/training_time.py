@@ -57,7 +57,8 @@ class TrainingTime(Struct, frozen=True):
     share: float = 0.0
     """Share of the time that counts as effective training since the last point."""
     points: tuple[Point, ...] = ()
-    """Effective training up to each change of the share in the last hour, and one earlier point; oldest first."""
+    """Effective training up to each change of the share in the last hour, and up to one earlier change; oldest first.
+    Of many changes in a short time, some are left out."""
     commits: tuple[Commit, ...] = ()
     """The newest commits, in the order of their steps."""
 

@@ -31,7 +31,7 @@ class CurvePoint(Struct, frozen=True, array_like=True):
 
 
 class Curves(Struct, frozen=True):
-    """The curves of a run; a curve without values is empty."""
+    """The curves of a run. A curve without values is an empty list."""
 
     reward: list[CurvePoint] = []
     """Mean reward of the steps."""

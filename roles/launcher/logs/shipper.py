@@ -139,6 +139,6 @@ class Shipper:
                 await self._ending.wait()
 
     def _on_connect(self) -> Sequence[LogLines]:
-        """Return the first message to a new manager: the lines that were sent last."""
+        """Return the first message on each new connection: the lines that were sent last."""
         sent = self._sent.all()
         return [LogLines(self._incarnation, sent, self._sent_stuck)] if sent else []
