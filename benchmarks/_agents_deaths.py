@@ -93,7 +93,7 @@ class Deaths(Struct, frozen=True):
     """Number of tokens that were sampled again for a call, although an earlier attempt, whose process died, had
     already got tokens for this call."""
     changed_tokens: int
-    """Number of tokens that an agent received and that no engine has recorded as the answer in this context."""
+    """Number of tokens in complete answers to agents for which no engine has recorded the same prompt and answer."""
     recorded_turns: int
     """Number of turns that were recorded in attempts whose process died. Only episodes that a later attempt has
     finished count."""
@@ -350,10 +350,10 @@ class StoreLog:
                 pass
 
     def resampled_tokens(self) -> int:
-        """Return the number of tokens that were sampled again for requests to which a dead attempt had got tokens.
+        """Return how many tokens were sampled again although a dead attempt had got tokens for the same request.
 
-        If an attempt failed because its tool had failed, the next attempt begins from the start. So turns of attempts
-        up to this failure are not compared with turns of later attempts.
+        If an attempt failed because its tool had failed, the next attempt begins from the start and may sample
+        everything again. So a turn before such a failure is not compared with a turn after it.
         """
         had = {self._question(created): turn for turn in self.orphaned if (created := self.turns[turn]) is not None}
         return sum(

@@ -46,7 +46,8 @@ class Drift(Struct, frozen=True):
 
     trained_tokens: int
     token_drift: int
-    """Number of trained tokens that no engine sampled in this context, with this log-probability and version."""
+    """Number of trained tokens that no engine sampled after the same tokens, with the same log-probability and
+    version."""
     max_logprob_error: float
     """Largest difference (nats) between a trained token's log-probability and torch's log-probability."""
     versions: int

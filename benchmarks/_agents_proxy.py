@@ -29,7 +29,7 @@ class Proxied(Struct, frozen=True):
     """Number of failed calls: broken streams, which the client does not repeat, and calls that also failed when
     repeated."""
     lost_tokens: int
-    """Number of tokens that these calls had received before they failed."""
+    """Number of tokens that the failed calls (:attr:`client_errors`) had received before they failed."""
     errors: list[str]
     load: tuple[float, float]
 

@@ -1,8 +1,8 @@
 """An agent that records each of its calls, in the run or outside of the run (``python -m``).
 
-Each episode is a conversation of some turns, of which every other one is a stream. The agent's questions depend only on
-the item and the answers, so that a replay makes the same requests. ``tool`` is a tool that fails once each time the
-benchmark creates the file :data:`TOOL_GONE`.
+Each episode is a conversation of some turns. If the agent streams, every other answer is a stream. The agent's
+questions depend only on the item and the answers, so that a replay makes the same requests. In the run, the agent acts
+as if it had a tool that fails: once each time the benchmark creates the file :data:`TOOL_GONE`.
 """
 
 from __future__ import annotations

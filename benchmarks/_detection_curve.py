@@ -43,7 +43,7 @@ class MatchedDelay(Struct, frozen=True):
     factor: float
     """Factor of rrl's limits at which the comparison is made."""
     reached: bool
-    """Whether rrl raises no more false alarms than RobustRL at this factor."""
+    """Whether rrl raises at most as many false alarms at this factor as RobustRL does."""
 
 
 def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
@@ -57,7 +57,8 @@ def match_delay(own_points: Mapping[float, Sequence[Played]], baseline: Sequence
 
     RobustRL's limits stay as published: longer limits hardly reduce its false alarms, because much of what RobustRL
     mistakes for a failure never ends. rrl's limits are shortened if it raises fewer false alarms than RobustRL, else
-    they are lengthened. Between two factors the ratio is interpolated.
+    they are lengthened. If rrl's rate passes RobustRL's rate between two factors, the factor and the ratio of the
+    delays are interpolated between these two.
     """
     aim = _false(baseline)
     points = {factor: (_false(each), ratio(each, baseline)) for factor, each in own_points.items()}

@@ -23,10 +23,16 @@ STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
 
 
 def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return delays (s) of rrl and of RobustRL for the hangs that both find: role → answer time of RobustRL → delays.
+    """Compare the delays (s) of rrl and of RobustRL for the hangs that both find.
 
-    ``both``, ``ours_alone``, ``robustrl_alone`` are numbers of hangs. Each statistic has the values of both methods and
-    their ratio. ``ranges`` has the smallest and the largest delay of each method.
+    Returns:
+        Figures by role and by variant of RobustRL (:data:`ROBUSTRL`). The variants differ in the time that a suspected
+            rollout has for its answer. The figures:
+
+            - ``both``, ``ours_alone``, ``robustrl_alone``: numbers of hangs that both methods or only one of them
+              found.
+            - ``median``, ``mean``, ``p95``: the value of each method, and the ratio of the two values.
+            - ``ranges``: the smallest and the largest delay of each method.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     own_roles = hang_roles(plays[OURS])
@@ -69,7 +75,7 @@ def _suite(play: Played) -> str:
 
 
 def counts(plays: Sequence[Played]) -> dict[str, Any]:
-    """Return how many failures (by expected verdict), false alarms and warnings these plays of one method have."""
+    """Return how many failures (by expected verdict) one method found and missed, its false alarms and its warnings."""
     counted = score(plays)
     expected = [one for play in plays for one in play.outcomes if one.verdict == "WARN"]
     return {

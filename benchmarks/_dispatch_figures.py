@@ -1,8 +1,8 @@
 """Computes the figures of benchmarks/dispatch.py, with their standard errors.
 
 A figure is computed from the steps of several seeds. Its standard error is computed by the jackknife: from the values
-that the figure has when one seed is left out at a time. With one seed, all arms have answers of the same lengths. So
-the ratio of two arms compares equal work.
+that the figure has when one seed is left out at a time. Each ratio compares equal work, because the same seed gives an
+arm and its baseline "first come, first served" answers of the same lengths.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Trace(Struct):
         return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
 
     def share(self, arm: str, seeds: Seeds | None = None) -> float:
-        """Return the gain of an arm over first come, first served, divided by the oracle's gain."""
+        """Return an arm's gain divided by the oracle's gain; both gains are relative to "first come, first served"."""
         return (1 - self.over_fifo(arm, seeds)) / (1 - self.oracle(kind(arm), seeds))
 
     def share_of_attainable(self, arm: str, seeds: Seeds | None = None) -> float:

@@ -139,7 +139,7 @@ class Product(FirstCome):
         return length_class(math.exp(self._expected[answer.group].mean))
 
     def _observe(self, engine: Engine) -> None:
-        """Record the time that the engine's tokens took since its last append."""
+        """Record the engine's mean time per token since the engine last appended tokens."""
         clock, tokens = self._last.get(engine.number, (0.0, 0.0))
         if engine.running and engine.tokens - tokens >= SEGMENT_TOKENS / 2:
             times = self._times.setdefault(engine.number, TokenTimes())

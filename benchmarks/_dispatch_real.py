@@ -3,8 +3,8 @@
 The rollouts' engines are vLLM with a small model, whose time per token rises steeply with the number of running answers
 (benchmarks/_pace.py). Two engines have places for half of the answers of a step. The lengths of the answers have a long
 tail that the prompts explain in part (benchmarks/_stream_task.py). Both arms run at the same time with the same
-prompts. Steps are on-policy and trained as whole batches, and the pace gives training no time. So the time of a step is
-the time of its generation. The first steps, in which the store learns lengths, are left out.
+prompts. Steps are on-policy and trained as whole batches, and training is not slowed down to any pace. So the time of a
+step is the time of its generation. The first steps, in which the store learns lengths, are left out.
 """
 
 from __future__ import annotations

@@ -55,10 +55,11 @@ class Prompt(Struct, frozen=True):
 
 
 def synthetic(count: int, seed: int) -> list[Prompt]:
-    """Return prompts from one template, in which one token shows the mean length with an error.
+    """Return prompts from one template, of which one token approximately shows the mean length of the answers.
 
-    Two other tokens differ between prompts without any relation to the length. Mean and error are of the logarithm of
-    the length; the standard deviation of the error is 0.8 times that of the means.
+    This token encodes the mean logarithm of the length plus a random error. The standard deviation of the error is 0.8
+    times that of the mean logarithms of all prompts. Two other tokens differ between prompts without any relation to
+    the length.
     """
     rng = random.Random(seed)
     prompts = []

@@ -61,7 +61,8 @@ class Engine:
         """For each running answer, its start: ``tokens`` minus this value is the number of tokens that the answer
         has."""
         self.reading: list[tuple[float, int]] = []
-        """The answers that read their prefix now: the time at which each has read it, and the answer's number."""
+        """For each answer whose prefix the engine reads now: the time at which it will have read the prefix, and the
+        number of the answer."""
         self.requested_back: set[int] = set()
         self.tokens = self.clock = 0.0
         self.next_append = float(SEGMENT_TOKENS)
@@ -94,7 +95,8 @@ class Engine:
     def _next_end(self) -> tuple[float, int]:
         """Return the value of ``tokens`` at which the next answer ends, and the answer's number.
 
-        (inf, -1) means that no answer runs. Entries of moved answers are dropped.
+        (inf, -1) means that no answer runs. This method first removes the entries at the beginning of ``_ends`` whose
+        answers this engine has handed back.
         """
         while self._ends and self._ends[0][1] not in self.running:
             heapq.heappop(self._ends)

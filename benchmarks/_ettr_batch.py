@@ -38,7 +38,7 @@ STEPS = 1000
 """Number of steps of the job, which the run never reaches."""
 TIMEOUT_S = 600.0
 WATCH_TIMEOUT_S = 120.0
-"""Seconds within which Slurm ends a requeued job."""
+"""A job that has requested to be requeued waits at most this time (s) until Slurm ends it."""
 IN_JOB = Arm("in one job", faults=True, protected=False, spares=0, full_restarts=0)
 KINDS = ("requeue", "submitit")
 

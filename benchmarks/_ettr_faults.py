@@ -1,7 +1,7 @@
 """Draws the faults of benchmarks/ettr.py, and injects them from outside of the run.
 
-``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. With one seed, all
-arms have the same faults, after the same steps and at the same fractions of a step.
+``rrl inject`` and ``[faults]`` are not used, because the escalation rules exempt injected failures. With the same
+seed, all arms have the same faults, after the same steps and at the same fractions of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ REPLICA_OF: Mapping[Target, ReplicaId] = {
     Target.STORE: ReplicaId("trajectories/0"),
     Target.NODE: ReplicaId("rollout/0"),
 }
-"""The replica that a fault hits: by SIGKILL, by SIGSTOP, or by a crash of its node."""
+"""The replica that each target names. ``HANG`` stops it by SIGSTOP, ``NODE`` crashes its node, and the other targets
+kill it by SIGKILL."""
 MIXED = (Target.HANG, Target.ROLLOUT, Target.STORE, Target.NODE, Target.MANAGER)
 """The targets of the mixed plan. Each is hit once, in an order that is drawn with the seed."""
 
@@ -62,7 +63,7 @@ class Kill(Struct, frozen=True):
 
     at: float
     step: int
-    """Newest step that was finished (``reached_step``)."""
+    """Newest step that the trainer had finished when the fault was injected (``reached_step``)."""
     incarnation: Incarnation | None
     """The incarnation that was hit; None if the manager was hit."""
     target: Target = Target.TRAINER

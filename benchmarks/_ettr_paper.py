@@ -44,13 +44,16 @@ def workloads(runs: Runs) -> None:
 
 
 def sensitivity(runs: Runs) -> None:
-    """Run Figure 14: the trainer fails in 2 to 10 % of 50 steps, and ``job`` checkpoints every fifth step."""
+    """Run the experiment of Figure 14: the trainer fails in 2 to 10 % of 50 steps.
+
+    The arm ``job`` writes a checkpoint in every fifth step only.
+    """
     for plan in SENSITIVITY:
         runs.measure_all(plan, (ROLE, checkpointed(JOB, PAPER_CHECKPOINT_EVERY)))
 
 
 def checkpoints(runs: Runs) -> None:
-    """Run Figure 22: the arms write a checkpoint in every step, in every third step or in every fifth step."""
+    """Run the experiment of Figure 22: the arms write a checkpoint in every, every third or every fifth step."""
     for every in (1, 3, PAPER_CHECKPOINT_EVERY):
         runs.measure_all(SENSITIVITY[-1], [arm if every == 1 else checkpointed(arm, every) for arm in (ROLE, JOB)])
 

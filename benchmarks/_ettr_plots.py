@@ -50,7 +50,7 @@ def draw_arms(axes: Axes, samples: Sequence[Sample], _: float) -> None:
 
 
 def draw_sliding(axes: Axes, samples: Sequence[Sample], _: float) -> None:
-    """Draw the sliding estimate of the runs with the first seed."""
+    """Draw the strict ETTR as it is estimated over a sliding window, for the first run of each arm."""
     for arm in ("role", "role_cold", "job"):
         sample = run_of(samples, RATES.name, arm)
         if sample is not None:

@@ -58,7 +58,7 @@ class Runs:
     requeue_s: dict[str, list[float]] = field(default_factory=dict)
     """Outages (s) of the arms in which Slurm restarts the job."""
     raw: Path | None = None
-    """File of the samples, once there are any."""
+    """File of the samples; None before they are saved for the first time."""
     _model: Path | None = None
 
     def load(self, earlier: Path) -> None:

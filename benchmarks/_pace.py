@@ -83,7 +83,7 @@ class Pace:
 
     @contextmanager
     def lasting(self, seconds: Callable[[], float]) -> Iterator[None]:
-        """Let the block take at least ``seconds()`` seconds; this function is called at the end of the block."""
+        """Let the block take at least ``seconds()`` seconds; ``seconds`` is called at the end of the block."""
         begun = time.monotonic()
         yield
         computed, due = time.monotonic() - begun, seconds()
@@ -221,7 +221,7 @@ def lease_first_come() -> None:
 
 
 def main() -> None:
-    """Run the built-in trainer or rollout at a pace, or the store with leases first come, first served."""
+    """Run the built-in trainer or rollout at a pace, or a store that leases answers in the order of their prompts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("trainer", "rollout", "trajectories"))
     parser.add_argument("--record", type=Path, required=True, help="folder of the records")

@@ -59,7 +59,7 @@ class ThinkingTask:
         return f"{kind_of(i)}{self._symbols(i)}="
 
     def answer(self, i: int) -> str:
-        """Return the answer of the warm start to item ``i``, which is not always right."""
+        """Return the answer to item ``i`` for the warm start. Most of these answers are wrong on purpose."""
         rng, mean = random.Random(f"answer {self._seed} {i}"), MEAN_POINTS[kind_of(i)]
         points = int(math.log(1.0 - rng.random()) / math.log(mean / (mean + 1)))
         symbols = self._solution(i) if rng.random() < EXCHANGED_SHARE else self._symbols(i)
@@ -82,8 +82,8 @@ MODEL = ModelSpec(
     tokenizer=TokenizerSpec(pieces=tuple(PIECES)),
 )  # fmt: skip
 WARM_STEPS = 300
-"""Number of supervised steps. After them 95 % of the model's answers have the right form, with lengths like those of
-the warm start, and a quarter of its answers is right (measured). The warm start takes 25 s of processor time."""
+"""Number of supervised steps of the warm start, which takes 25 s of processor time. Afterwards (measured) 95 % of the
+model's answers have the right form, their lengths are like those in the examples, and a quarter of them is right."""
 WARM_BATCH = 64
 WARM_LEARNING_RATE = 4e-3
 _SEED_OFFSET = 10_000

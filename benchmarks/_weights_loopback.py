@@ -1,8 +1,9 @@
 """Compares a weight version's transfer on one machine (without a NIC) with a broadcast and a memcpy of the same bytes.
 
 The measured time begins when the receivers get the message about a published version (gloo: the command to broadcast),
-and ends when the last receiver has verified the last byte. Publishing happens before it: a copy into one buffer, in
-parallel with digests. Only the arms ``publish + pull`` include the publishing.
+and ends when the last receiver has verified the last byte. The source has published the version before this time: it
+copied the tensors into one buffer, and computed the digests in parallel. Only the arms ``publish + pull`` include the
+publishing.
 
 gloo verifies nothing. ``gloo`` is the broadcast alone. In the other two arms of gloo, the receivers also compute the
 digests that a user would need for a verification, in as many threads as rrl. In ``gloo, digests after`` they do so when
@@ -10,8 +11,8 @@ all bytes have arrived, in ``gloo, digests beside`` while later pieces arrive, a
 faster of these two arms, which do not include the digests at the source: rrl computes those when it publishes.
 
 All connections exist before the measured time begins. A receiver of rrl writes to memory that it already had, as in
-every version after the second; gloo's buffer is written before as well. After the measurement, every byte is compared
-with what was sent.
+every version after the second. gloo's buffer has also been written before the measured time. After the measurement,
+every byte is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -229,7 +230,10 @@ def _faster_verified(results: Loopback, case: Case) -> str:
 def _highest_ratio(
     results: Loopback, arms: Sequence[str], receivers: int, baseline: Callable[[Case], str]
 ) -> tuple[float, list[float]]:
-    """Return the highest ratio of an arm's median to its baseline's over all layouts, and its range over the rounds."""
+    """Return the highest ratio of an arm's median to the median of its baseline, over all arms and layouts.
+
+    The second value is the range of this ratio over the rounds: its lowest and its highest value.
+    """
     found = []
     for arm in arms:
         for case in [(receivers, layout) for layout in LAYOUTS]:

@@ -8,10 +8,10 @@ nearly all of its bytes of this transfer. This counter also shows how many copie
 
 The five nodes share the cores of this machine, where real nodes have their own. So the NICs must be slow enough that
 the cores do not limit the transfer. The table shows the CPU time of all processes and how many cores were busy. The
-last line shows how many cores the chain takes at this rate. NICs of 2 Gbit/s, as in earlier versions of this benchmark,
-would have needed 2.4 (tcp) to 2.8 cores (ucx), but the machine had two. Deadlines of chunks then expired because no
-core was free. The chain took 1.33 to 2.7 times as long as one copy, depending on the speed of the cores and on other
-processes.
+last line shows how many cores the chain takes at this rate. In earlier versions of this benchmark the NICs had 2
+Gbit/s. At that rate the chain needed 2.4 (tcp) to 2.8 cores (ucx), but the machine had two. So deadlines of chunks
+expired, because no core was free. The chain took 1.33 to 2.7 times as long as one copy; this ratio depended on the
+speed of the cores and on other processes.
 
 In the arm ``fault``, one receiver is killed and another one is stopped as soon as both have half of their copy, and no
 process is informed of the fault. The pair of receivers differs from round to round; some pairs include the first
@@ -43,7 +43,8 @@ from rrl.tests.support.weights.members import Member, Nursery
 
 BITS_PER_S = 0.5e9
 """Bits per second that a NIC sends, and as many that it receives. A node needs 0.6 s (tcp) to 0.75 s (ucx) of CPU time
-to receive, verify and forward 256 MiB on a shared virtual machine. So the chain takes 0.6 to 0.7 cores."""
+to receive, verify and forward one copy (256 MiB) on a shared virtual machine. At this rate the copy takes 4.3 s. So the
+four receivers of the chain take 0.6 to 0.7 cores together."""
 SHAPED_RATE = "500mbit"
 NODES = ("n1", "n2", "n3", "n4", "n5")
 RECEIVERS = len(NODES) - 1
@@ -86,7 +87,7 @@ class Nics(Struct):
 class _Run(Struct):
     began: float
     receiver_seconds: dict[int, float]
-    """Seconds until each receiver had finished, by its index."""
+    """Seconds until a receiver had finished, by the index of the receiver."""
     source_free_s: float
     source_copies: float
 

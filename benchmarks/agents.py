@@ -14,18 +14,24 @@ Everything is real: the openai client, the endpoint, the store, the roles, vLLM 
   comparison, the same agents work behind a plain round-robin proxy over two of vLLM's servers, one of which is killed
   (benchmarks/_agents_proxy.py).
 
-These figures and bars were chosen before the first measurement. ``found_last10`` is the smallest mean share of found
-digits over the last ten steps, among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the parts
-``learning`` and ``drift`` that no engine sampled in this context with this log-probability and version (bar: 0).
-``max_logprob_error`` is the largest difference from torch's log-probabilities (nats; bar: 1e-3). ``text_would_change``
-is the share of SmolLM2's complete answers that have other tokens after they were decoded and encoded again.
-``added_p50_share_1`` and ``_32`` are the ratio of the median times of a turn with all 64 tokens (endpoint over vLLM's
-server), minus 1 (bar: 0.05). ``throughput_over_direct`` is the ratio of tokens per second with 32 calls at once, over
-all rounds (bar: 0.9). ``client_errors`` counts the failed calls that a client did not repeat any more (bar: 0).
-``resampled_tokens`` counts the tokens that were sampled again although the dead attempt had received them, and the
-tokens that agents received and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the
-turns of dead attempts that the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` count the
-calls that failed behind the proxy, and the tokens that these calls had received.
+These figures and bars were chosen before the first measurement:
+
+- ``found_last10``: smallest mean share of found digits over the last ten steps, among the seeds (bar: 0.5).
+- ``token_drift``: number of trained tokens of the parts ``learning`` and ``drift`` that no engine sampled after the
+  same tokens, with the same log-probability and version (bar: 0).
+- ``max_logprob_error``: largest difference from torch's log-probabilities (nats; bar: 1e-3).
+- ``text_would_change``: share of SmolLM2's complete answers that have other tokens after they were decoded and encoded
+  again.
+- ``added_p50_share_1``, ``added_p50_share_32``: median time of a turn with all 64 tokens at the endpoint, divided by
+  that at vLLM's server, minus 1; with 1 and with 32 calls at once (bar: 0.05).
+- ``throughput_over_direct``: tokens per second at the endpoint divided by those at vLLM's server, with 32 calls at
+  once, over all rounds (bar: 0.9).
+- ``client_errors``: number of failed calls that a client did not repeat any more (bar: 0).
+- ``resampled_tokens``: number of tokens that were sampled again although the dead attempt had received them, plus the
+  number of tokens in complete answers for which no engine has recorded the same prompt and answer (bar: 0).
+- ``replayed_share``: share of the turns of dead attempts that the next attempt took over.
+- ``proxy_client_errors``: number of calls that failed behind the proxy.
+- ``proxy_lost_tokens``: number of tokens that these calls had received.
 
 Prints tables, and one JSON object with all samples as its last line. The figures of a part that was not run are null.
 All parts except ``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.

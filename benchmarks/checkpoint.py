@@ -154,7 +154,7 @@ class Samples(Struct):
 
     memcpy: list[float] = []
     blocks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
-    """Times that a step waits for its copy."""
+    """Time (s) that a step waits for the copy of its state, for each copy."""
     writes: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ARMS})
     """Times from the end of a copy until its checkpoint is committed, while no step is computed."""
     steps: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in (WITHOUT, *ARMS)})

@@ -11,10 +11,9 @@ the engines beforehand; StreamRL's two pools; and the production functions with 
 - ``unseen`` and ``seen`` have learned 1,000 groups of the source. The prompts of the steps are new to ``unseen``, and
   ``seen`` has learned them.
 - ``perfect`` knows every length. The *oracle* is the better of this arm and of a schedule made from all true lengths.
-
 - ``true mean`` knows the mean logarithm of each prompt's lengths, and nothing else. No ranker of prompts can know more,
-  so this arm's gain is the most that a ranker can attain with the production rules. Beside the shares of the oracle's
-  gain that the other rankers have, the tables show the share of this arm.
+  so this arm's gain is the most that a ranker can attain with the production rules. The tables show this arm's share of
+  the oracle's gain beside the shares of the rankers.
 
 Seconds of a step are noisy: in some traces the ratio of one step to first come, first served has a standard deviation
 of 0.05. The mean of three steps then says little about a bar of 1.02, and the largest of 120 such means exceeds it by
@@ -23,16 +22,21 @@ chance. All arms of a seed have the same lengths, so ratios are paired, and each
 three standard errors away from its bar, it gets 8 more seeds, up to ``--most-seeds``. When this rule was chosen, 9 of
 the 24 traces had been measured, with 8 seeds each.
 
-These figures and bars were chosen before the first measurement. ``worst_over_fifo`` is the largest ratio of a trace's
-summed seconds to those of first come, first served, over all traces and the rankers from none to perfect (bar: 1.02).
-``share_of_oracle`` is the smallest share of the oracle's gain that ``seen`` and ``unseen`` have, over all traces in
-which the oracle gains at least 5 % (bar: 0.25). Two figures were added later, over the same traces:
-``attainable_share_of_oracle`` is the smallest share of the oracle's gain that ``true mean`` has, and
-``share_of_attainable`` the smallest share of the gain of ``true mean`` that ``seen`` and ``unseen`` have.
-``recall20_unseen`` is a share of the longest 20 % of the recorded prompts that are new to the ranker: those that the
-ranker also expects among the longest 20 % (bar: 0.7 after 1,000 groups). ``decision_us`` is the median time of a
-decision with 10,000 answers waiting and free places everywhere (bar: 1,000). ``real_over_fifo`` is the ratio of the
-seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py). It is null if vLLM is not installed.
+These figures and bars were chosen before the first measurement, except the two that are marked as added later:
+
+- ``worst_over_fifo``: largest ratio of a trace's summed seconds to those of first come, first served, over all traces
+  and the rankers from none to perfect (bar: 1.02).
+- ``share_of_oracle``: smallest share of the oracle's gain that ``seen`` and ``unseen`` have, over all traces in which
+  the oracle gains at least 5 % (bar: 0.25).
+- ``attainable_share_of_oracle`` (added later): smallest share of the oracle's gain that ``true mean`` has, over the
+  same traces.
+- ``share_of_attainable`` (added later): smallest share of the gain of ``true mean`` that ``seen`` and ``unseen`` have,
+  over the same traces.
+- ``recall20_unseen``: how many of the longest 20 % of the recorded prompts the ranker also expects among the longest 20
+  %, as a share; only prompts that are new to the ranker count (bar: 0.7 after 1,000 groups).
+- ``decision_us``: median time of a decision with 10,000 answers waiting and free places everywhere (bar: 1,000).
+- ``real_over_fifo``: seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py) with leases by expected
+  length, divided by those with first come, first served. It is null if vLLM is not installed.
 
 Prints tables, and one JSON object with all samples as its last line.
 """
@@ -90,7 +94,8 @@ ENGINES: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {
     "4 x 128, half empty": (32, ((128, 1.0),) * 4),
     "3 + 1 half as fast": (32, ((64, 1.0),) * 3 + ((64, 2.0),)),
 }
-"""For each set of engines: the number of prompts of a step, and each engine's number of places and factor on τ."""
+"""For each set of engines: the number of prompts of a step, and (places, factor) for each engine. An engine runs at
+most ``places`` answers at once; ``factor`` multiplies its τ(b), the seconds of a token with b answers running."""
 
 
 class Source:
@@ -146,7 +151,11 @@ def arms(
 
 
 def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int) -> Trace:
-    """Play a trace with ``seeds`` seeds, and then up to ``most_seeds`` while it is undecided; return its outcomes."""
+    """Play a trace and return its outcomes.
+
+    The trace is played with ``seeds`` seeds. Until it is decided (:meth:`Trace.decided`), it gets further seeds, up to
+    ``most_seeds`` in all.
+    """
     count, shape = ENGINES[engines]
     scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
     trace = Trace(source.name, tau, engines, count * GROUP_SIZE)

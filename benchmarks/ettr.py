@@ -8,10 +8,10 @@ outside. Step and moment are drawn with the seed (benchmarks/_ettr_faults.py). A
   and only one checkpoint, at the end. In ``clean_ft`` every protection is on.
 - ``role``: rrl as shipped.
 - ``role_cold``: ``role`` without standby processes and snapshots, which shows the effect of isolation alone.
-- ``job``: with the policy ``job``, every role restarts in place from the last checkpoint, as RobustRL ran ByteRobust.
-- ``requeue``, ``submitit``: Slurm restarts the job (benchmarks/_ettr_batch.py). The time in the queue cannot be
-  shortened as steps are. So only the outage of a kill is measured, and the ETTR is computed from it for the step of
-  RobustRL's experiment (42 s).
+- ``job``: the policy ``job``. Every role restarts in place from the last checkpoint. RobustRL ran ByteRobust like this.
+- ``requeue``, ``submitit``: Slurm restarts the job (benchmarks/_ettr_batch.py). These arms do not run to the end,
+  because the job waits in Slurm's queue after each kill, and this wait cannot be shortened in proportion to the steps.
+  Only the outage of a kill is measured. From it, the ETTR is computed for steps of 42 s, as in RobustRL's experiment.
 
 The clock of a run covers all of the time from its first training to the commit of its last step. The *strict ETTR* of a
 run is the clock of ``clean`` with the same seed divided by the run's own clock. So repeated work, waiting and
@@ -24,12 +24,18 @@ Beside the headline (part ``rates``: 10 faults in 100 steps) there are compariso
 10 %, checkpoints in every first, third and fifth step, and a mixed plan of faults. On two otherwise idle cores, part
 ``rates`` takes about 40 minutes, and all parts take twice as long.
 
-These figures were chosen before the first measurement. ``real_*_strict`` are medians over the seeds. ``outage_ratio``
-is the median outage of ``role`` divided by that of ``job``. ``outage_over_slowest_start`` divides by the median outage
-of ``role_cold``, in which only one process starts; in ``job`` all roles start on the same two cores, where a cluster
-has a node for each. ``time_saved`` is 1 - clock of ``role`` / clock of ``job``. ``ft_overhead`` is clock of
-``clean_ft`` / clock of ``clean`` - 1. ``estimate_error`` is the largest difference between the strict ETTR of a run and
-its estimate from that run alone (``rrl report``). An outage is the time from the kill until the trainer trains again.
+An outage is the time from the kill until the trainer trains again. These figures were chosen before the first
+measurement:
+
+- ``real_*_strict``: median of the strict ETTR of the arm over the seeds.
+- ``outage_ratio``: median outage of ``role`` divided by that of ``job``. In ``job`` all roles start on the same two
+  cores; a cluster has a node for each of them.
+- ``outage_over_slowest_start``: median outage of ``role`` divided by that of ``role_cold``, in which only one process
+  starts.
+- ``time_saved``: 1 - clock of ``role`` / clock of ``job``.
+- ``ft_overhead``: clock of ``clean_ft`` / clock of ``clean`` - 1.
+- ``estimate_error``: largest difference between the strict ETTR of a run and the estimate from that run alone
+  (``rrl report``).
 
 Prints tables, and one JSON object as its last line. The object names a file with the samples of all runs, which is
 written after each run. A benchmark that was stopped continues with ``--continue FILE``.
@@ -68,10 +74,11 @@ PARTS = ("rates", *EXPERIMENTS, "batch")
 
 
 def measure_batch(lab: SlurmLab) -> dict[str, list[float]]:
-    """Return the outages (s) of the arms in which Slurm restarts the job, in turn.
+    """Measure in turn the arms in which Slurm restarts the job; return the outages (s) by arm.
 
     Slurm holds a requeued job, for about 120 s by default. From version 25.11 on, ``SchedulerParameters=requeue_delay``
-    sets this time. So ``requeue`` is measured once more if that version is available.
+    sets this time. If Slurm :data:`REQUEUE_DELAY_VERSION` is available, ``requeue`` is also measured with a delay of
+    :data:`REQUEUE_DELAY_S`.
     """
     found = _outages(lab, dict.fromkeys(batch.KINDS, REQUEUES))
     try:

@@ -1,12 +1,15 @@
 """Measures the cost of ``rrl status``, ``rrl explain`` and ``rrl top``, and the bytes that ``--live`` sends.
 
-``status_s`` and ``explain_s`` are medians of whole processes for a run of 10,000 steps, whose journal this program
-writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sends to a pseudo-terminal of 200 columns
-and 60 lines after its first drawing, for real runs on the local cluster. ``live_idle_Bps`` is measured while five
-processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while a run with five replicas commits steps (bar: 5
-kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for the
-screen of a run with 64 replicas and for the table of 20 runs. The last line is one JSON object
-(benchmarks/_provenance.py); the range of a rate of bytes is the one over tenths of the measurement.
+- ``status_s``, ``explain_s``: median time of a whole process for a run of 10,000 steps, whose journal this program
+  writes (bars: 0.2 s and 1 s).
+- ``live_idle_Bps``: bytes/s that ``rrl status --live`` sends while five processes of a run are at rest (bar: 2 kB/s).
+- ``live_busy_Bps``: the same while a run with five replicas commits steps (bar: 5 kB/s).
+- ``top_64_replicas_cpu``, ``top_20_runs_cpu``: share of a core that ``rrl top`` takes at rest, for the screen of a run
+  with 64 replicas and for the table of 20 runs.
+
+``rrl status --live`` writes to a pseudo-terminal of 200 columns and 60 lines, for real runs on the local cluster. The
+bytes of its first drawing do not count. The last line is one JSON object (benchmarks/_provenance.py). The range of
+``live_*_Bps`` is taken over tenths of the measurement.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ def main() -> None:
 
 
 def time_commands() -> dict[str, list[float]]:
-    """Return the seconds of each call of the commands, which take turns, for a run of 10,000 steps."""
+    """Run the commands in turn for a run of 10,000 steps; return by figure the seconds of each call."""
     taken: dict[str, list[float]] = {"status_s": [], "explain_s": []}
     with tempfile.TemporaryDirectory() as root:
         write_long_run(Path(root))

@@ -51,8 +51,8 @@ AWAY_FROM_STEP = 30
 later, without a manager."""
 STOPPED_S = 60.0
 LAST_STEPS = 20
-"""Number of steps at the end of a run whose mean reward is the reward at the end. The standard deviation of one step is
-0.005 to 0.022."""
+"""Number of last steps over which the reward at the end of a run is averaged. The reward of one step has a standard
+deviation of 0.005 to 0.022."""
 STALENESS = 4
 NODES = 5
 RUN_TIMEOUT_S = 900.0
@@ -109,7 +109,7 @@ def signal_manager(run: TestRun, number: signal.Signals) -> None:
 
 
 def disturb(site: LaunchSite, run: TestRun, arm: str) -> None:
-    """Disturb the manager in the way of ``arm``. A temporary disturbance is over when this function returns."""
+    """Disturb the manager as ``arm`` demands. A temporary disturbance is over when this function returns."""
     if arm == "stopped":
         signal_manager(run, signal.SIGSTOP)
         try:

@@ -80,7 +80,7 @@ class BenchmarkArm:
         self.times = Times()
 
     def run_steps(self, batches: Iterator[Batch], count: int) -> None:
-        """Train ``count`` steps, and then let the publishing thread finish, whose time counts for no arm."""
+        """Train ``count`` steps, and then wait for the publishing thread. The step times do not include this wait."""
         begun, ended_at = time.perf_counter(), dict[int, float]()
         for _ in range(count):
             self._learner.step(next(batches))

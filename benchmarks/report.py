@@ -56,7 +56,7 @@ REPLICAS = 64
 STEP_S = 42.0
 """Seconds of a step, about as in RobustRL's runs (docs/sources.md)."""
 RESTART_S = 173.0
-"""Seconds until a failed replica works again, as for RobustRL's trainer (docs/sources.md)."""
+"""Seconds until a failed replica works again. RobustRL's trainer takes this time (docs/sources.md)."""
 ROLLOUT_FAILS_EVERY, TRAINER_FAILS_EVERY = 100, 500
 ROUNDS = 3
 BARS = {"table_s": 5.0, "page_s": 5.0, "json_s": 5.0, "page_MB": 3.0}
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure(root: Path) -> dict[str, list[float]]:
-    """Return the seconds of each call of the commands, which take turns, and the size of the page (MB)."""
+    """Run the commands in turn; return by figure the seconds of each call, and the size of the page (MB)."""
     html = root / "report.html"
     argv = {"table_s": [], "page_s": ["--html", str(html)], "json_s": ["--json"]}
     taken: dict[str, list[float]] = {name: [] for name in argv}

@@ -136,9 +136,10 @@ class Restart(Struct):
 
 
 def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Restart:
-    """Add the times of the recovery to ``restart``, from the events of its run, and return it.
+    """Add the times of the recovery to ``restart``, from the events of its run; return ``restart``.
 
-    The commit of a step that was restored from a snapshot does not end the recovery, because the kill did not undo it.
+    The commit of a step that was restored from a snapshot does not end the recovery, because this step was trained
+    before the kill.
     """
     step, restored = 0, 0
     for stamped in events:

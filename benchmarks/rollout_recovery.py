@@ -172,7 +172,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def measure(rounds: int) -> tuple[list[Recovery], list[Rest], list[float]]:
-    """Return the recoveries of all runs, and the preloaded processes' use at rest and times (s) until ready."""
+    """Run all arms, and return three lists for all runs.
+
+    The lists are the recoveries, what each preloaded process used at rest, and the time (s) that each preloaded process
+    took until it was ready.
+    """
     recoveries: list[Recovery] = []
     rests: list[Rest] = []
     ready: list[float] = []

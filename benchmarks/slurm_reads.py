@@ -2,10 +2,13 @@
 
 A poll (called look in options and figures) reads the jobs and steps of a user and five nodes by name, as a manager
 does. Both readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this
-Slurm (docs/sites.md), only the commands are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a
-poll in this process and its children. ``commands_ms`` and ``pyslurm_ms`` are median latencies.
-``commands_slurmctld_ms`` and ``pyslurm_slurmctld_ms`` are the CPU time of slurmctld for a poll. ``loop_gap_s`` is the
-longest time for which the event loop was blocked while the reader by pyslurm polled a stopped slurmctld (bar: 0.5 s).
+Slurm (docs/sites.md), only the commands are measured. Figures:
+
+- ``commands_cpu_ms``, ``pyslurm_cpu_ms``: CPU time of a poll in this process and its children.
+- ``commands_ms``, ``pyslurm_ms``: median latency of a poll.
+- ``commands_slurmctld_ms``, ``pyslurm_slurmctld_ms``: CPU time of slurmctld for a poll.
+- ``loop_gap_s``: longest time that the event loop was blocked while pyslurm polled a stopped slurmctld (bar: 0.5 s).
+
 The last line is one JSON object (benchmarks/_provenance.py), with ranges over the blocks.
 """
 
@@ -89,7 +92,10 @@ def main() -> None:
 async def measure(
     lab: SlurmLab, names: Sequence[str], count: int, stopped_s: float
 ) -> tuple[list[Block], float | None]:
-    """Return the blocks of the readers, which take turns, and the largest gap of the event loop with pyslurm."""
+    """Let the readers poll in turn, and return their blocks.
+
+    The second value is the largest gap (s) of the event loop with pyslurm; None if pyslurm is not measured.
+    """
     limits, child = SlurmLimits(), PyslurmChild()
     readers: dict[str, SlurmReader] = {
         "commands": CommandReader.with_limits(limits), "pyslurm": PyslurmReader(child, limits),

@@ -2,9 +2,9 @@
 
 Four times are measured: the copy that a step waits for (compared with a memcpy of the same bytes), the digest in the
 background, the copy to another node, and the read of the snapshot after a restart. Two real agents run on this machine
-and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: the default of 600 MB is one
-of two ranks' half of the state of 100 M parameters with AdamW in fp32. It takes 3 GB of memory here. Prints a table,
-and one JSON object as its last line.
+and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: MB is the size of the state
+of one rank. The default is 600, as for each of two ranks that share the state of 100 M parameters with AdamW in fp32.
+With the default, the benchmark takes 3 GB of memory. Prints a table, and one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
 
 
 def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict[str, float]:
-    """Return the figures. Up to five copies of the bytes are in memory at once: three here, two in the other agent."""
+    """Return the figures.
+
+    Up to five copies of the state are in memory at once: three of this process and its own agent, and two of the other
+    agent (``buddy``).
+    """
     source, own = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     own.copy_(source)
     prepare = _timed(lambda: client.prepare(size))

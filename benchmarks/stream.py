@@ -18,17 +18,25 @@ The time of a step is the time between two commits in the journal. It includes l
 optimizer, the copy for the checkpoint, and the transfer of weights. The first steps are left out (:data:`FIRST_STEP`).
 Idle shares are those that ``rrl status`` shows, over the same steps.
 
-These figures and bars were chosen before the first measurement. ``barrier_over_stream`` is the ratio of the mean times
-of a step in the two arms, over all seeds (bar: at least 1.45). Each arm learns from its own samples, and lengths change
-with the policy. ``barrier_over_stream_per_token`` therefore compares the seconds per trained token (added after the
-first figures). ``trainer_idle_*`` are means over the seeds (bars: stream at most 0.25, where barrier has about 0.45).
-``steps_to_reward_*`` is the mean number of steps until the mean reward of five steps reaches 0.8 (bar: within 10 %).
-``dropped_*`` is the share of groups that were dropped for their age: for ``wait`` the largest share of all runs (bar:
-0), for ``drop`` the mean. ``length_bias_*`` is the ratio of the mean length of trained answers to that of all requested
-answers, as a mean over the runs (bar for ``wait``: 0.97 to 1.03). Both arms take the mean length by kind of prompts
-from ``wait``, where all answers are finished. ``wait_over_drop`` is the ratio of the seconds per trained token.
-``max_age_over_n`` is the largest ratio of the age of a trained token to the limit (bar: 1). ``overrun_*`` is the time
-by which roles exceeded their pace, as a share of the time that the pace demands.
+These figures and bars were chosen before the first measurement, except ``barrier_over_stream_per_token``, which was
+added later:
+
+- ``barrier_over_stream``: mean time of a step with ``barrier`` divided by that with ``stream``, over all seeds (bar: at
+  least 1.45).
+- ``barrier_over_stream_per_token``: the same ratio of the seconds per trained token. Each arm learns from its own
+  samples and lengths change with the policy, so the steps of the two arms have different numbers of tokens.
+- ``trainer_idle_*``: idle share of the trainer, as a mean over the seeds (bar for ``stream``: at most 0.25; ``barrier``
+  has about 0.45).
+- ``steps_to_reward_*``: mean number of steps until the mean reward of five steps reaches 0.8 (bar: the arms differ by
+  at most 10 %).
+- ``dropped_*``: share of the groups that were dropped for their age. For ``wait`` it is the largest share of all runs
+  (bar: 0), for ``drop`` the mean.
+- ``length_bias_*``: mean length of trained answers divided by the mean length of all requested answers, as a mean over
+  the runs (bar for ``wait``: 0.97 to 1.03). For both arms, the mean length of requested answers is computed from the
+  lengths in ``wait``, by kind of prompt, because all answers are finished there.
+- ``wait_over_drop``: seconds per trained token with ``wait`` divided by those with ``drop``.
+- ``max_age_over_n``: largest ratio of the age of a trained token to the limit (bar: 1).
+- ``overrun_*``: time by which roles exceeded their pace, as a share of the time that the pace demands.
 
 Prints tables, and one JSON object with all samples as its last line. The figures of a part that was not run are null.
 """
@@ -74,8 +82,9 @@ TAU = Tau(50e-3, 0.1e-3)
 as a token takes on a busy core (3 to 10 ms)."""
 TOKEN_S = 3.3e-3
 """Seconds in which the trainer trains a token in the part ``on-policy``. A step of 32 groups of 4 has 1,200 to 1,800
-tokens, so training takes about as long as generation, whose longest answer has 50 to 80 tokens. With 2.7 ms, a trainer
-that waits for whole batches was idle for 0.52 of its time in the first runs, instead of 0.45."""
+tokens, so training takes about as long as generation, whose longest answer has 50 to 80 tokens. It is not 2.7 ms,
+because a trainer that waits for whole batches was then idle for 0.52 of its time (first runs). The bar for streaming
+assumes that such a trainer is idle for about 0.45."""
 LATE_TOKEN_S = 2.7e-3
 """Seconds in which the trainer trains a token in the part ``late``, where generation is the bottleneck."""
 MAX_NEW_TOKENS = 80
@@ -154,7 +163,7 @@ class Sample(Struct):
 
     @property
     def steps_to_reward(self) -> float | None:
-        """Return the step (interpolated) at which the mean reward of several steps reaches the target, or None."""
+        """Interpolated step at which the mean reward of several steps rises to the target; None if it never does."""
         means = [statistics.mean(self.rewards[end - REWARD_STEPS : end])
                  for end in range(REWARD_STEPS, len(self.rewards) + 1)]  # fmt: skip
         for place, (before, after) in enumerate(pairwise(means), start=REWARD_STEPS):
@@ -286,7 +295,11 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
 
 
 def _idle(events: Sequence[ev.Stamped], since: float, until: float) -> dict[str, dict[str, float]]:
-    """Return the idle shares by role and cause, between the records of clocks that are nearest to these times (s)."""
+    """Return the idle shares by role and cause between two times (s).
+
+    The shares are computed between the last records of clocks up to ``since`` and up to ``until``. If there is no
+    record up to ``since``, the first record is taken.
+    """
     times, before = idle_times.IdleTimes(), idle_times.START
     now = before
     for stamped in events:

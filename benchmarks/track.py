@@ -1,12 +1,19 @@
 """Measures whether trackers get each step once, whether a hanging tracker slows a run, and the time of ``rrl metrics``.
 
-There are three parts. *once*: in a light run with TensorBoard, wandb (offline) and MLflow (files), the tracker
-processes are killed three times and the manager once, and the run is resumed once. ``missing`` and ``doubled`` count
-the steps that any of the three trackers has not at all or twice (bars: 0 and 0). *hang*: light runs without a tracker
-are interleaved with runs that log to MLflow at a server that accepts connections and never answers. ``step_time_ratio``
-is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its standard error over the pairs.
-*metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps, as a whole process (bar: 1 s).
-The last line is one JSON object (benchmarks/_provenance.py), with ranges over the trackers, the pairs and the calls.
+There are three parts:
+
+- *once*: in a light run with TensorBoard, wandb (offline) and MLflow (files), the tracker processes are killed three
+  times and the manager once, and the run is resumed once. ``missing`` is the number of steps that a tracker lacks.
+  ``doubled`` is the number of further copies of steps that a tracker has. Both are summed over the three trackers (bars:
+  0 and 0).
+- *hang*: light runs without a tracker are interleaved with runs that log to MLflow at a server that accepts connections
+  and never answers. ``step_time_ratio`` is the median time of a step with the server divided by that without a tracker
+  (bar: 1.02). ``step_time_error`` is the standard error of this ratio, computed from the ratios of the pairs of runs.
+- *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` as a whole process, for a run of 10,000 steps
+  (bar: 1 s).
+
+The last line is one JSON object (benchmarks/_provenance.py). It also has ranges of the figures: over the trackers,
+over the pairs, and over the calls of ``rrl metrics``.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ FIGURES = {
     "hang": ("step_time_ratio", "step_time_error"),
     "metrics": ("metrics_s",),
 }
-"""The figures of each part, in the last line."""
+"""For each part, the names of its figures in the last line that the benchmark prints."""
 Samples = dict[str, list[float]]
 
 
