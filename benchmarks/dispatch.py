@@ -32,8 +32,8 @@ These figures and bars were chosen before the first measurement, except the two 
   same traces.
 - ``share_of_attainable`` (added later): smallest share of the gain of ``true mean`` that ``seen`` and ``unseen`` have,
   over the same traces.
-- ``recall20_unseen``: how many of the longest 20 % of the recorded prompts the ranker also expects among the longest 20
-  %, as a share; only prompts that are new to the ranker count (bar: 0.7 after 1,000 groups).
+- ``recall20_unseen``: how many of the longest 20 % of the recorded prompts the ranker also expects among the
+  longest 20 %, as a share; only prompts that are new to the ranker count (bar: 0.7 after 1,000 groups).
 - ``decision_us``: median time of a decision with 10,000 answers waiting and free places everywhere (bar: 1,000).
 - ``real_over_fifo``: seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py) with leases by expected
   length, divided by those with first come, first served. It is null if vLLM is not installed.

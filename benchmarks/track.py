@@ -4,8 +4,8 @@ There are three parts:
 
 - *once*: in a light run with TensorBoard, wandb (offline) and MLflow (files), the tracker processes are killed three
   times and the manager once, and the run is resumed once. ``missing`` is the number of steps that a tracker lacks.
-  ``doubled`` is the number of further copies of steps that a tracker has. Both are summed over the three trackers (bars:
-  0 and 0).
+  ``doubled`` is the number of further copies of steps that a tracker has. Both are summed over the three trackers
+  (bars: 0 and 0).
 - *hang*: light runs without a tracker are interleaved with runs that log to MLflow at a server that accepts connections
   and never answers. ``step_time_ratio`` is the median time of a step with the server divided by that without a tracker
   (bar: 1.02). ``step_time_error`` is the standard error of this ratio, computed from the ratios of the pairs of runs.
