@@ -27,8 +27,8 @@ Beside the headline (part ``rates``: 10 faults in 100 steps) there are compariso
 An outage is the time from the kill until the trainer trains again. These figures were chosen before the first
 measurement:
 
-- ``real_*_strict``: median of the strict ETTR of the arm over the seeds. For ``requeue`` and ``submitit`` it is computed
-  from the median outage.
+- ``real_*_strict``: median of the strict ETTR of the arm over the seeds. For ``requeue`` and ``submitit`` it is
+  computed from the median outage.
 - ``outage_ratio``: median outage of ``role`` divided by that of ``job``. In ``job`` all roles start on the same two
   cores; a cluster has a node for each of them.
 - ``outage_over_slowest_start``: median outage of ``role`` divided by that of ``role_cold``, in which only one process
