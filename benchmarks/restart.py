@@ -1,4 +1,4 @@
-"""Measures the time from a kill of the trainer to the commit of its next optimizer step, with three ways to restart.
+"""Measures the time from a kill of the trainer to the commit of its next optimizer step, with four arms.
 
 The arms take turns, run by run. They have the same machine, cluster and job (the quickstart's real torch roles, with a
 trainer of one or more ranks), and kills at equal moments:
@@ -12,7 +12,7 @@ trainer of one or more ranks), and kills at equal moments:
 This program kills the trainer's rank 0 by SIGKILL; nothing informs the run of the kill. The seed draws the moment of a
 kill from the ``KILL_WINDOW_S`` that begin when all roles work and the trainer has committed a step. The kill does not
 wait for a ready standby process. A trainer without a ready standby process starts as a new process, and also counts in
-``warm``. It was chosen before the first measurement that ``warm`` is the main result; ``warm_ready`` shows its best
+``warm``. The main result, ``warm``, was chosen before the first measurement; ``warm_ready`` shows its best
 case.
 
 The measured time includes everything from the signal until the commit of the first step that the next incarnation

@@ -1,4 +1,4 @@
-"""Measures what a poll of Slurm costs by its commands and by pyslurm: CPU time, latency, and slurmctld's CPU time.
+"""Measures what a poll costs with Slurm's commands and with pyslurm: CPU time, latency, and slurmctld's CPU time.
 
 A poll (called look in options and figures) reads the jobs and steps of a user and five nodes by name, as a manager
 does. Both readers take turns, in blocks of polls, on a lab with a real slurmctld. Without a pyslurm that matches this

@@ -36,6 +36,8 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 def sleeper(started: list[subprocess.Popen[bytes]], *argv: str, **env: str) -> Process:
     child = subprocess.Popen(argv or ("sleep", "1000"), env={"PATH": "/usr/bin:/bin", **env}, start_new_session=True)
     started.append(child)
+    # Popen returns while the kernel may still be loading the program, and its arguments are not yet readable
+    wait_until(lambda: Path(f"/proc/{child.pid}/cmdline").read_bytes() != b"")
     process = read_process(child.pid)
     assert process is not None
     return with_marks(process)
