@@ -66,7 +66,7 @@ class Paced(Struct, frozen=True):
     due: float
     """The time that the work should take."""
     computed: float
-    """The time that the computation took here."""
+    """The time that the computation took on this machine, without the sleep."""
     took: float
     """The time that the work took, including the sleep."""
 

@@ -1,10 +1,10 @@
 """Measures what a checkpoint in each step costs the trainer, with 100 million parameters in one process.
 
 There are two results. One is the time that a step waits for the copy of the state, compared with a memcpy of the same
-bytes. The other is how much longer whole steps with a fixed batch take than without checkpoints. The state is copied
-into memory of an agent (snapshots on, the default) or into the trainer's own memory (snapshots off), and is then
+bytes. The other is how much longer whole steps with a fixed batch take with checkpoints than without. The state is
+copied into memory of an agent (snapshots on, the default) or into the trainer's own memory (snapshots off), and is then
 written by torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step
-waits until the checkpoint of the previous step is committed (``uncommitted = 1``). The arms take turns within one run.
+waits until the checkpoint of the previous step is committed (``uncommitted = 1``). The two ways to copy take turns.
 
 With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``). Other steps only copy
 the state. The default is 1, as in a job.

@@ -38,7 +38,7 @@ def second_text(second: int) -> bytes:
 
 
 def stamp(micros: int) -> bytes:
-    """Return the time stamp of ``micros``, in µs since the epoch."""
+    """Return the time stamp of a log line of the time ``micros``, which is given in µs since 1970."""
     second, rest = divmod(micros, _MICROS)
     return b"%s%06dZ" % (second_text(second), rest)
 

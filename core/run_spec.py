@@ -437,7 +437,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps that complete the run; 0 without a trainer: the end of its commands completes it."""
+    """Number of optimizer steps after which the run is complete; 0 in a run that is complete when its commands end."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]

@@ -160,7 +160,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _check_owner(folder: Path) -> None:
     """Raise PermissionError if another user owns the folder or may write to it.
 
-    Whoever writes the memory can cause checks to be skipped.
+    The folder stores the results of earlier checks. Whoever can write to it can cause checks to be skipped.
     """
     about = os.stat(folder)
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:

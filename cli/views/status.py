@@ -362,7 +362,7 @@ def _nodes(state: State) -> Text:
 
 
 def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each node that a user drains, or that the run left and no open finding explains."""
+    """Yield (label, text) for each node that a user drains, and for each that the run left without an open finding."""
     for name, (command, by) in list(state.node_commands.items())[:MAX_LISTED]:
         if command == DRAIN:
             yield "drain", f"{name}, requested by {by}"

@@ -58,10 +58,10 @@ class Allowance:
     def admit(self, size: int) -> None:
         """Count a file of ``size`` bytes. Raises RejectedFile if the user has too many files or bytes."""
         if self.files <= 0:
-            raise RejectedFile(f"its user has more than {MAX_USER_FILES} files: only the newest are read")
+            raise RejectedFile(f"the user who owns it has more than {MAX_USER_FILES} files: only the newest are read")
         if size > self.bytes:
             raise RejectedFile(
-                f"the files of its user have more than {MAX_USER_BYTES // 2**20} MiB: only the newest are read"
+                f"the files of the user who owns it exceed {MAX_USER_BYTES // 2**20} MiB: only the newest are read"
             )
         self.files -= 1
         self.bytes -= size

@@ -228,7 +228,7 @@ class StepControl:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("cannot end the launch command of a step that has started: %s", task.exception())
+            _log.error("the command that launched a step (such as srun) cannot be ended: %s", task.exception())
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:

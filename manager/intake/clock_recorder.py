@@ -50,7 +50,7 @@ class ClockRecorder:
             self.record()
 
     def on_commit(self) -> None:
-        """Record the unrecorded readings with a commit, unless the last record is too recent."""
+        """Record the unrecorded readings when a step is committed, unless the last record is too recent."""
         pause = max(COMMIT_RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_REPLICA_S)
         if self._context.now() - self._recorded_at >= pause:
             self.record()

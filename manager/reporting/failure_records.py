@@ -101,7 +101,7 @@ class Changes(Struct):
     """What one event changed in the timeline."""
 
     failures: list[Failure] = []
-    """Failures that the event shows, and failures whose incarnation it fences."""
+    """Failures that the event reports, and earlier failures of an incarnation that the event fences."""
     raised: Finding | None = None
     """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []

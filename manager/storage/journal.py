@@ -103,7 +103,7 @@ class Journal:
         """State of the journal when this epoch took it over; None for a new run."""
         if torn := follower.torn_bytes:
             position = follower.position[0]
-            _log.warning("%s: ignored %d bytes of an unfinished record; no action was taken on it", position, torn)
+            _log.warning("%s: ignored %d bytes of an unfinished record, which nothing has acted on yet", position, torn)
         before, accepted = follower.position
         if before:
             sync(run.journal / before)  # its writer may have died before it synced what was read

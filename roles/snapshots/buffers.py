@@ -262,7 +262,7 @@ class SnapshotBuffers:
         pair = self.attached(member)
         if pair is None or pair.member != member or slot not in SLOTS:
             rank = f"rank {member.rank} of {member.gang}#{member.incarnation}"
-            raise SnapshotError(f"the agent of this node has no snapshot buffer {slot} of {rank}")
+            raise SnapshotError(f"the agent of this node has no snapshot buffer for {rank}, slot {slot}")
         return self._allocate(pair, slot, nbytes)
 
     def allocate_copy(self, member: Member, snapshot: SnapshotInfo) -> tuple[Buffer, int]:

@@ -114,7 +114,7 @@ class LocalAgentClient:
     async def _call(self, request: msg.Request) -> tuple[msg.Answer, list[int]]:
         if time.monotonic() < self._not_before:
             raise TransportError(
-                f"no answer to the last request, so the next request is sent after a pause of {RETRY_DELAY_S:g} s"
+                f"not requested, because the last request got no answer less than {RETRY_DELAY_S:g} s ago"
             )
         connection = await self._connect()
         try:

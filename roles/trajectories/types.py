@@ -168,7 +168,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The ``runs`` that are trained, as (token count, training step). Each entry of ``masked`` is one whole run."""
+        """The ``runs`` without those that ``masked`` excludes (only whole entries), as (token count, training step)."""
         masked, runs, at = dict(self.masked), [], 0
         for count, step, _ in self.runs:
             if at not in masked:

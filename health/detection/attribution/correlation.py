@@ -46,8 +46,8 @@ MOST_SHARE = 0.5
 """If equal findings occur on more than this share of the run's nodes (on at least two nodes), even findings with proof
 are held back."""
 SHARED_CAUSE_LIFETIME_S = 600.0
-"""Time (s) for which a shared cause remains active after at least ``CORRELATED_SHARE`` of the nodes last reported its
-findings."""
+"""Time (s) for which a shared cause remains active. It counts from the last moment at which ``CORRELATED_SHARE`` or
+more of the nodes reported findings of this cause."""
 STALL_GRACE_S = 120.0
 """Time (s) for which findings about stalled rollouts are held back if all rollouts stall at the same time. After this
 time the rollouts are repaired."""

@@ -80,8 +80,8 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
 def _is_healthy(node: Node) -> bool:
     """Return whether the cluster reports the node as healthy, apart from this run's own drain.
 
-    The status of a node that has left the run is unknown. Such a node counts as healthy if it was excluded without
-    proof and this run has not drained it, because the cluster does not grant nodes that are down.
+    The status of a node that has left the run is unknown. If it was excluded without proof and this run has not drained
+    it, it is assumed to be healthy. This is safe: while the node is down, the cluster does not grant it to the run.
     """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)

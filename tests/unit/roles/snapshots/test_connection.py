@@ -212,8 +212,8 @@ _STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
     ("request_", "why"),
     [
         (msg.MapSnapshot(_WHO, _STORED), "step 1 of trainer/0#5, rank 0 is not stored on this node"),
-        (msg.Resize(_WHO, 0, 10), "no snapshot buffer 0 of rank 0 of trainer/0#5"),
-        (msg.Resize(_WHO, 7, 10), "no snapshot buffer 7 of rank 0"),
+        (msg.Resize(_WHO, 0, 10), "no snapshot buffer for rank 0 of trainer/0#5, slot 0"),
+        (msg.Resize(_WHO, 7, 10), "no snapshot buffer for rank 0 of trainer/0#5, slot 7"),
     ],
 )
 def test_invalid_request_is_refused_and_the_connection_continues(
