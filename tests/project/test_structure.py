@@ -1,4 +1,4 @@
-"""The product has no import circles, small folders, one idea per file, and no repeated module name without a reason.
+"""The product has no import circles, one idea per file, and no repeated module name without a reason.
 
 The tests parse files and do not import them. ``lint-imports`` (test_layers.py) checks the direction of imports between
 packages, and does not find a circle within one package.
@@ -18,10 +18,7 @@ from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
-NOT_ENTRIES = ("__init__.py", "__pycache__")
-MAX_ENTRIES = 12
-"""Largest number of files and folders in a folder, so that a reader can survey it."""
-MAX_LINES = 500
+MAX_LINES = 700
 """Largest number of lines of a file. A longer file probably has more than one idea."""
 SHORT_LINES = 60
 """A file with fewer lines is short. A helper that is this short belongs in the module that uses it."""
@@ -202,18 +199,7 @@ def _member(module: str, package: str) -> str:
     return f"{package}.{module.removeprefix(f'{package}.').partition('.')[0]}"
 
 
-# ── folders, files and names ─────────────────────────────────────────────────────────────────────────────────────────
-def crowded_folders(root: Path) -> list[str]:
-    found = []
-    for folder in (folder for name in PACKAGES for folder in [root / name, *(root / name).rglob("*")]):
-        if folder.is_dir() and folder.name != "__pycache__":
-            entries = sorted(path.name for path in folder.iterdir() if path.name not in NOT_ENTRIES)
-            if len(entries) > MAX_ENTRIES:
-                found.append(f"{folder.relative_to(root)} has {len(entries)} entries, but at most {MAX_ENTRIES} are"
-                             f" allowed: move some into a folder, or merge them: {', '.join(entries)}")  # fmt: skip
-    return found
-
-
+# ── files and names ─────────────────────────────────────────────────────────────────────────────────────────
 def _lengths(product: Product) -> dict[Path, int]:
     """Return the number of lines of each file that has code; an ``__init__.py`` with only a docstring has none."""
     texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
@@ -284,10 +270,6 @@ def test_no_sub_package_is_in_an_import_circle(product: Product) -> None:
     assert not (found := package_circles(product)), "\n".join(found)
 
 
-def test_no_folder_of_the_product_has_too_many_entries() -> None:
-    assert not (found := crowded_folders(ROOT)), "\n".join(found)
-
-
 def test_no_file_of_the_product_is_too_long(product: Product) -> None:
     assert not (found := long_files(product)), "\n".join(found)
 
@@ -344,19 +326,10 @@ def test_a_circle_of_sub_packages_is_found_without_one_of_modules(tmp_path: Path
     assert "health/y/c.py:1 imports health.x.d" in found
 
 
-def test_a_thirteenth_entry_of_a_folder_is_found(tmp_path: Path) -> None:
-    full = {f"core/m{number}.py": "" for number in range(MAX_ENTRIES - 1)} | {"core/sub/m.py": ""}
-    planted(tmp_path, full)
-    assert crowded_folders(tmp_path) == []
-    planted(tmp_path, {"core/table.csv": ""})
-    [found] = crowded_folders(tmp_path)
-    assert found.startswith("core has 13 entries")
-
-
 def test_a_file_that_is_one_line_too_long_is_found(tmp_path: Path) -> None:
     product = planted(tmp_path, {"core/a.py": "pass\n" * MAX_LINES, "core/b.py": "pass\n" * (MAX_LINES + 1)})
     [found] = long_files(product)
-    assert found.startswith("core/b.py has 501 lines")
+    assert found.startswith("core/b.py has 701 lines")
 
 
 def test_short_file_is_found_if_one_in_ten_is_short_not_counting_empty_ones(tmp_path: Path) -> None:
