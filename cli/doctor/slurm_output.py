@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 
 from ...core.units import seconds
-from ...manager.cluster.slurm.parsing import Unreadable, node_state
+from ...manager.cluster.base import NodeState
+from ...manager.cluster.slurm.node_states import node_state, takes_jobs
+from ...manager.cluster.slurm.parsing import Unreadable
 from ...manager.cluster.slurm.requests import gpus_by_type
 from .facts import Accounts, Node, Nodes, Partition, Partitions
 
@@ -48,8 +50,10 @@ def read_nodes(text: str) -> Nodes:
     found = []
     for line in _lines(text, "NodeName"):
         partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
+        state = line.get("State", "")
         found.append(Node(
-            line["NodeName"], partitions, node_state(line.get("State", "")), cpus=_count(line, "CPUTot"),
+            line["NodeName"], partitions, NodeState.UP if takes_jobs(state) else node_state(state),
+            cpus=_count(line, "CPUTot"),
             memory=_count(line, "RealMemory") * 2**20, gpus=gpus_by_type(line.get("Gres", "")),
         ))  # fmt: skip
     return Nodes(tuple(found))

@@ -21,6 +21,7 @@ from ...health.report.model import DrainState
 from ...manager.cluster.base import NodeState, Refused, Unanswered
 from ...manager.cluster.slurm import parsing as text
 from ...manager.cluster.slurm.commands import SlurmLimits, execute, lacks_node
+from ...manager.cluster.slurm.node_states import node_state, takes_jobs
 from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.readers.command_reader import CommandReader
 from ...manager.cluster.slurm.requests import gpus_by_type
@@ -232,8 +233,7 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
 
 def _is_unavailable(state: str) -> bool:
     """Return whether the node is down or drained. A node that is powered down to save power counts as available."""
-    asleep = "~" in state or "power" in state.lower()
-    return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
+    return node_state(state) in (NodeState.DOWN, NodeState.DRAINING) and not takes_jobs(state)
 
 
 async def _node_states() -> dict[str, str]:

@@ -420,6 +420,6 @@ def node_trouble(node: Node) -> str:
     """Return in a word why the run does not use a node, or which problem the cluster reports for it; else empty."""
     if node.excluded is not None:
         return "drained" if node.drain_reason else "excluded"
-    if node.status is not None and node.status.state in (NodeState.DOWN, NodeState.DRAINING):
+    if node.status is not None and node.status.state not in (NodeState.UP, NodeState.UNKNOWN):
         return node.status.state.value
     return ""

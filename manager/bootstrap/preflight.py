@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
 from ...config.job.schema import Job
@@ -19,6 +20,7 @@ from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
 from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
 from ..cluster.slurm.parsing import Unreadable, estimated_start, fields
+from ..cluster.slurm.refusals import is_final
 from ..cluster.slurm.requests import (
     SHAPES_FORMAT,
     Partition,
@@ -42,12 +44,12 @@ _KEYS = (
 )  # fmt: skip
 """Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If a
 pattern has an empty text instead, the pattern captures the name of the option."""
-_PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
-"""Pattern of messages about impossible requests. Slurm prints the same messages if nodes are only down or drained."""
-
-
-_NARROWING = ("gres", "constraint", "nodelist", "exclude")
-"""sbatch options that restrict the nodes on which a job may run."""
+_UNAVAILABLE = re.compile(r"node configuration (is )?not available", re.IGNORECASE)
+"""Message about a request that no node can meet. ``sbatch --test-only`` prints the same if nodes are down, drained or
+reserved."""
+_AFTER_RESERVATIONS = "now+800days"
+"""Start (sbatch's ``begin``) after the end of every reservation: one without an end lasts a year (scontrol(1)). For
+such a start, Slurm tests reserved nodes too, which it otherwise leaves out (measured on 22.05)."""
 
 
 class Problem(Struct, frozen=True):
@@ -160,7 +162,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Return whether enough nodes are up for each component.
+    """Return whether Slurm starts jobs on enough nodes for each component.
 
     If so, nodes that are down cannot be the reason for which Slurm rejects the request.
     """
@@ -180,8 +182,7 @@ async def _test_only(
 
     ``request`` is None for the manager's own job.
 
-    ``nodes_suffice`` is True if enough nodes are up. In this case a rejection is certain, whatever Slurm's message
-    says.
+    ``nodes_suffice`` is True if enough nodes are up. In this case a rejection for their configuration is certain.
     """
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
@@ -192,14 +193,43 @@ async def _test_only(
     if not rejects_job(ended):
         return [_unreachable(failure("sbatch", ended))], None
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
-    certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
     name = next(
         (key or match[1] for pattern, key in _KEYS if (match := re.search(pattern, message, re.IGNORECASE))), ""
     )
-    note = "" if certain else " (fewer nodes are up at present; the job would wait for them)"
+    certain, note = is_final(ended.err), "for now; the job may be accepted later"
+    if _UNAVAILABLE.search(message):
+        if request is not None and await _accepts(request):
+            return [], None  # it only waits for the end of a reservation
+        certain, note = nodes_suffice, "fewer nodes are up at present; the job would wait for them"
+        if request is not None and certain and request.sbatch:
+            name = await _narrowing_option(request)
     key = _key(job, spec, request, name) if certain else ()
     subject = "the manager's job" if request is None else _subject(request)
-    return [Problem(key, f"Slurm says for {subject}: {message}{note}", certain)], None
+    return [Problem(key, f"Slurm says for {subject}: {message}{'' if certain else f' ({note})'}", certain)], None
+
+
+async def _narrowing_option(request: AllocationRequest) -> str:
+    """Return the sbatch option without which Slurm would accept the request; empty if it is no single option."""
+    components = (request, *request.further_components)
+    for option in dict.fromkeys(option for component in components for option in component.sbatch):
+        if await _accepts(request, without=option):
+            return option
+    return ""
+
+
+async def _accepts(request: AllocationRequest, without: str = "") -> bool:
+    """Return whether Slurm would accept the request after all reservations, and without one of its sbatch options."""
+    first, *more = (
+        msgspec.structs.replace(component, further_components=(), sbatch={
+            name: value for name, value in component.sbatch.items() if name != without
+        } | {"begin": _AFTER_RESERVATIONS})
+        for component in (request, *request.further_components)
+    )  # fmt: skip
+    script = batch_script(msgspec.structs.replace(first, further_components=tuple(more)))
+    try:
+        return not (await execute(("sbatch", "--test-only"), _SLURM_LIMITS.write_timeout_s, script)).code
+    except (Refused, Unanswered):
+        return False
 
 
 def _subject(request: AllocationRequest) -> str:
@@ -240,18 +270,13 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 
 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
-    """Return the key under which the job spec sets the sbatch option ``name`` for this request; empty if it is not set.
-
-    For ``cpus``, the options that restrict the nodes (``_NARROWING``) are searched too, because they may leave only
-    nodes with too few CPUs.
-    """
+    """Return the key under which the job spec sets the sbatch option ``name`` for this request; empty if unset."""
     for component in (request, *request.further_components):
         own = {role: job.every_role()[role].slurm for role in spec.node_group(component.node_group).roles}
-        for option in (name, *(_NARROWING if name == "cpus" else ())):
-            if owner := next((role for role, options in own.items() if option in options), ""):
-                return (*job.table_of(owner), "slurm", option)
-            if option in job.slurm:
-                return ("slurm", option)
+        if owner := next((role for role, options in own.items() if name in options), ""):
+            return (*job.table_of(owner), "slurm", name)
+        if name in job.slurm:
+            return ("slurm", name)
     return ()
 
 

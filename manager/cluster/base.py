@@ -26,7 +26,9 @@ class RejectReason(StrEnum):
     """The reason why a request to the cluster was certainly not carried out."""
 
     REFUSED = "refused"
-    """The cluster rejected the request."""
+    """The cluster rejected the request, and would reject it again."""
+    REFUSED_FOR_NOW = "refused_for_now"
+    """The cluster rejected the request, but other jobs, an administrator or time may lift the reason."""
     ALLOCATION_NOT_RUNNING = "allocation_not_running"
     """The cluster does not list the allocation as running."""
     NEVER_APPEARED = "never_appeared"
@@ -48,6 +50,12 @@ class Refused(Exception):
     """
 
     reason = RejectReason.REFUSED
+
+
+class RefusedForNow(Refused):
+    """A request that the cluster rejected for a reason that other jobs, an administrator or time may lift."""
+
+    reason = RejectReason.REFUSED_FOR_NOW
 
 
 class AllocationNotRunning(Refused):
@@ -129,6 +137,8 @@ class NodeState(StrEnum):
     """The usability of a node, as the cluster reports it."""
 
     UP = "up"
+    LEAVING = "leaving"
+    """Its processes run on, but the cluster will reboot it or switch it off as soon as it is idle."""
     DRAINING = "draining"
     DOWN = "down"
     UNKNOWN = "unknown"
@@ -137,6 +147,8 @@ class NodeState(StrEnum):
 class AllocationState(StrEnum):
     """The stage of an allocation's life cycle, as the cluster reports it."""
 
+    REFUSED = "refused"
+    """The cluster refused the request for now. It is made again, and waits like a pending one until then."""
     PENDING = "pending"
     RUNNING = "running"
     SUSPENDED = "suspended"
@@ -155,6 +167,8 @@ class NodeStatus(Struct, frozen=True):
     reason: str = ""
     """Reason text of the node's drain; empty if no reason is recorded. If it equals the reason that this run gives for
     its drains, this run drained the node."""
+    unknown: tuple[str, ...] = ()
+    """Words of the cluster's state that rrl does not know; the node then counts as UNKNOWN at best."""
 
 
 class AllocationStatus(Struct, frozen=True):

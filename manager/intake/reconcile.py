@@ -82,7 +82,7 @@ def reconcile(
                 )
                 if not is_salloc_attempt and _changed(allocation, status, now):
                     events.append(AllocationChanged(tag, status))
-            elif tag not in unsettled:
+            elif tag not in unsettled and not allocation.refused:
                 min_absence_s = 0.0 if allocation.releasing or allocation.orphan else state.job.limits.quiet
                 if absences.is_gone(tag, False, now, min_absence_s):
                     events.append(AllocationChanged(tag, None))

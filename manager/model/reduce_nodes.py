@@ -7,10 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.types import NodeName, Resources, Verdict, is_support
-from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
+from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
-from .reduce_replicas import with_replica, without
+from .reduce_replicas import RETRY_PAUSE_S, with_replica, without
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
 
 CANCELLATION_WINDOW_S = 3600.0
@@ -22,19 +22,22 @@ nodes ever reported. This limits how often the run repeats the request."""
 END_TOLERANCE_S = 60.0
 """An allocation that ends at most this many seconds before its expected end has used up its walltime. The tolerance is
 needed because the start is observed up to one poll late and Slurm counts whole minutes."""
+MAX_REQUEST_PAUSE_S = 60.0
+"""Upper limit (s) of the pause before a request that was refused for now is made again."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
 
 
 def on_request_intended(state: State, at: float, request: AllocationRequest) -> State:
-    """Record an allocation request, with one allocation for each component."""
-    requests = (request, *request.further_components)
-    requests_made = dict(state.requests_made)
-    for component in requests:
-        requests_made[component.node_group] = requests_made.get(component.node_group, 0) + 1
-    allocations = state.allocations | {
-        component.tag: Allocation(component.tag, component, at) for component in requests
-    }
+    """Record an allocation request, with one allocation for each component.
+
+    A request that is made again after a refusal keeps the time of its first attempt, from which its deadline counts.
+    """
+    requests_made, allocations = dict(state.requests_made), dict(state.allocations)
+    for component in (request, *request.further_components):
+        known = allocations.get(component.tag)
+        requests_made[component.node_group] = requests_made.get(component.node_group, 0) + (known is None)
+        allocations[component.tag] = Allocation(component.tag, component, at if known is None else known.requested_at)
     since = at if state.requested_since is None else state.requested_since
     return replace(state, allocations=allocations, requests_made=requests_made, requested_since=since)
 
@@ -65,11 +68,25 @@ def on_release_rejected(state: State, tag: str, until: float) -> State:
     return _with_allocation(state, tag, releasing=False, not_before=until)
 
 
-def on_request_rejected(state: State, at: float, request: AllocationRequest, detail: str, undelivered: bool) -> State:
-    """Record a request that was certainly not granted, and remove its allocations."""
-    state = _add_rejected_request(state, RejectedRequest(request.tag, at, detail, undelivered, request.node_group))
+def on_request_rejected(state: State, at: float, request: AllocationRequest, event: ev.IntentSettled) -> State:
+    """Record a request that was certainly not granted.
+
+    A request that was only refused for now keeps its allocations and is made again, after a pause that doubles. The
+    allocations of any other request are removed.
+    """
     tags = {component.tag for component in (request, *request.further_components)}
-    return replace(state, allocations=without(state.allocations, *tags))
+    if event.reason is RejectReason.REFUSED_FOR_NOW:
+        refused = AllocationStatus(AllocationState.REFUSED, "", detail=f"refused for now: {event.detail}")
+        for tag in tags & state.allocations.keys():
+            waited = at - state.allocations[tag].requested_at
+            again = at + min(MAX_REQUEST_PAUSE_S, max(RETRY_PAUSE_S, waited))
+            state = _with_allocation(state, tag, status=refused, status_at=at, not_before=again)
+        return state
+    rejected = RejectedRequest(
+        request.tag, at, event.detail, event.undelivered, request.node_group,
+        event.reason is RejectReason.NEVER_APPEARED,
+    )  # fmt: skip
+    return replace(_add_rejected_request(state, rejected), allocations=without(state.allocations, *tags))
 
 
 def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:

@@ -202,6 +202,7 @@ def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict
         "status": Status.WANTED,
         "since": at,
         "preferred_node": to or replica.preferred_node,
+        "returned": to is not None or replica.returned,
         "not_before": at,
         **budget,
     }
@@ -298,7 +299,7 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
     since = replica.since if replica.status is Status.JOINED else at
     return with_replica(
         state, replica.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
-        listen_address=event.listen_address, weight_address=event.weight_address, ever_joined=True,
+        listen_address=event.listen_address, weight_address=event.weight_address, ever_joined=True, returned=False,
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def _on_intent_settled(state: State, at: float, event: ev.IntentSettled) -> Stat
     if event.ok:
         return on_stop_done(state, action) if isinstance(action, StopStep) else state
     if isinstance(action, Request):
-        return on_request_rejected(state, at, action.request, event.detail, event.undelivered)
+        return on_request_rejected(state, at, action.request, event)
     if isinstance(action, Launch):
         return on_launch_rejected(state, at, action, event)
     if isinstance(action, Release):

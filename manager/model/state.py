@@ -128,6 +128,8 @@ class Replica(Struct, frozen=True):
     the member that was stopped first."""
     preferred_node: NodeName | None = None
     """Node that the repair ladder chose for the next incarnation."""
+    returned: bool = False
+    """True if the replica was sent back to its own node for lack of another, and has not joined since."""
     promoted_from: Incarnation | None = None
     """Incarnation of the standby process that was promoted to the newest incarnation."""
     commits: int = 0
@@ -232,7 +234,7 @@ class Allocation(Struct, frozen=True):
     status: AllocationStatus | None = None
     releasing: bool = False
     not_before: float = 0.0
-    """Manager's time (s) before which a refused release is not requested again."""
+    """Manager's time (s) before which a refused request or release is not made again."""
     orphan: bool = False
     """True if the run has given the allocation up, for example before it was granted. It is released, never used."""
     status_at: float = 0.0
@@ -261,6 +263,11 @@ class Allocation(Struct, frozen=True):
     def pending(self) -> bool:
         """Return whether the cluster may still grant the nodes of this allocation."""
         return not self.releasing and not self.orphan and not self.running and not self.ending
+
+    @property
+    def refused(self) -> bool:
+        """Return whether the cluster refused the request for now, so that it is made again."""
+        return self.pending and self.status is not None and self.status.state is AllocationState.REFUSED
 
     @property
     def running(self) -> bool:
@@ -306,7 +313,7 @@ class PendingIntent(Struct, frozen=True):
 
 
 class RejectedRequest(Struct, frozen=True):
-    """An allocation request that was certainly not granted."""
+    """An allocation request that was certainly not granted. One that is only refused for now stays an allocation."""
 
     tag: str
     at: float
@@ -316,6 +323,8 @@ class RejectedRequest(Struct, frozen=True):
     queue, or its allocation ended right after it began."""
     node_group: str = ""
     """Name of the job's node group whose nodes were requested."""
+    unanswered: bool = False
+    """True if the cluster never answered, which time may cure."""
 
 
 MAX_EVALUATIONS = 64

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from ....core.command_runner import MAX_OUTPUT_BYTES, CommandResult, run_async
-from ..base import Refused, Unanswered
+from ..base import Refused, RefusedForNow, Unanswered
+from .refusals import is_final
 
 MANAGER = "manager"
 """Last part of ``<run>.manager``, the name of the Slurm jobs of a run's managers."""
@@ -84,6 +85,8 @@ class SlurmLimits(Struct, frozen=True):
     step_queue_timeout_s: float = 60.0
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
+    step_retry_pause_s: float = 1.0
+    """Seconds before an srun that was refused for now is repeated."""
     min_poll_interval_s: float = 1.0
     """Seconds within which a second poll returns the snapshot of the first poll, unless this process has issued a
     changing command in between."""
@@ -139,7 +142,7 @@ def failure(command: str, result: CommandResult) -> Refused | Unanswered:
     if reports_no_cluster(result.err):
         return NoCluster(f"{command}: {text}")
     if _REFUSED.search(result.err) and not unanswered(result.err):
-        return Refused(f"{command}: {text}")
+        return (Refused if is_final(result.err) else RefusedForNow)(f"{command}: {text}")
     return Unanswered(f"{command}: {text}")
 
 

@@ -17,6 +17,8 @@ from ....core.types import NodeName
 from ....core.units import seconds
 from ..base import AllocationState, NodeState, NodeStatus
 from .commands import MANAGER, NODE_UNKNOWN
+from .node_states import DRAIN, RESERVATIONS, marks, node_state, unknown_words
+from .refusals import never_clears
 
 _RS, _US = "\x1e", "\x1f"
 JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%L", "%l", "%S", "%e", "%k"))
@@ -34,30 +36,7 @@ _ENDED = {
 }  # fmt: skip
 """Job states of squeue(1). A COMPLETING job counts as ended, because nothing can be started in it."""
 
-_DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"}
-_DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
-_UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
-_UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
-"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). The sets from ``_DOWN`` to ``_UP`` take
-precedence. A node with a pending reboot accepts no work and counts as down."""
 
-
-_NEVER_CLEARS = re.compile(
-    "|".join((
-        "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
-        "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
-        "PartitionTimeLimit", "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
-        r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than permitted
-        r"QOSMin\w+",  # or smaller
-        r"(Assoc|QOS)Grp\w*(?<!Run)Minutes(Limit)?|(Assoc|QOS)GrpWallLimit",  # a budget is used up
-        r"Job's (account|QOS) not (known|permitted).*",
-    ))
-)  # fmt: skip
-"""Reasons for which a job stays pending until somebody changes the job, an association or a QOS (squeue(1), JOB REASON
-CODES; the names are from libslurm 22.05.8). All other reasons may clear. Resources, Priority and limits on running jobs
-(AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …) clear when other jobs end. Nodes and partitions that are
-down may come back (reason ReqNodeNotAvail; measured: Slurm does not report PartitionNodeLimit for down or drained
-nodes). A hold may clear too, because the person who holds a job is expected to release it."""
 _HOLD_REASONS = {
     "JobHeldAdmin": "held by an administrator (scontrol release)",
     "JobHeldUser": "held by its user (scontrol release)",
@@ -72,10 +51,6 @@ _STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
 brackets and words such as ``Key=``.
 """
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
-_RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
-"""Flags of a node that is up but reserved for maintenance or other jobs."""
-
-
 UNKNOWN_NODE = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
 """Status of a node that Slurm does not know."""
 
@@ -169,14 +144,9 @@ class NodeInfo(Struct, frozen=True):
     """User who recorded the reason, and the time, as Slurm prints them."""
 
     @property
-    def flags(self) -> set[str]:
-        """Return the base state and the flags."""
-        return _flags(self.state)
-
-    @property
     def draining(self) -> bool:
         """Return whether the node is draining or drained."""
-        return bool(self.flags & {"DRAIN", "DRAINED", "DRAINING"})
+        return DRAIN in marks(self.state)
 
     @property
     def set_aside(self) -> bool:
@@ -184,7 +154,8 @@ class NodeInfo(Struct, frozen=True):
 
         A node that does not respond does not count as set aside.
         """
-        return bool(self.flags & (_DOWN | _DRAINING | _RESERVED))
+        reserved = bool(marks(self.state) & RESERVATIONS)
+        return reserved or node_state(self.state) not in (NodeState.UP, NodeState.UNKNOWN)
 
     @property
     def description(self) -> str:
@@ -255,11 +226,6 @@ def _time_left(times: JobTimes) -> tuple[float, bool]:
     return max(0.0, times.left_s - max(0.0, early)), early > PREEMPTED_EARLY_S
 
 
-def never_clears(reason: str) -> bool:
-    """Return whether a job that is pending for this reason can never start by itself."""
-    return _NEVER_CLEARS.fullmatch(reason) is not None
-
-
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
     """Return the ids of the runs that have a manager, from the jobs of their user.
 
@@ -302,7 +268,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
 
 def node_status(state: str, reason: str) -> NodeStatus:
     """Return the status of a node from its state with flags and the recorded reason, which may be empty."""
-    return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason)
+    return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason, unknown_words(state))
 
 
 def read_node_info(text: str) -> NodeInfo:
@@ -317,28 +283,6 @@ def _reason(line: str) -> tuple[str, str]:
     """Return (reason, who recorded it and when) from the line of a node; both are empty if there is no reason."""
     match = _STAMPED_REASON.search(line) or _REASON.search(line)
     return (match[1], match[2] or "") if match else ("", "")
-
-
-def node_state(text: str) -> NodeState:
-    """Return the worst state that a node's base state and flags (``MIXED+DRAIN``, ``DOWN*``, ``idle~``) indicate.
-
-    A node that does not respond is UNKNOWN unless another flag is worse, because Slurm waits for SlurmdTimeout before
-    it reports DOWN.
-    """
-    flags = _flags(text)
-    for state, names in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
-        if flags & names:
-            return state
-    return NodeState.UP if flags & _UP else NodeState.UNKNOWN
-
-
-def _flags(text: str) -> set[str]:
-    flags = {flag.rstrip("*~#!%$@^-+").upper() for flag in text.split("+")}
-    if "*" in text:
-        flags.add("NOT_RESPONDING")
-    if "~" in text:
-        flags.add("POWERED_DOWN")
-    return flags
 
 
 def inactive_limit(text: str) -> int:

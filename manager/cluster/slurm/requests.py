@@ -10,8 +10,9 @@ from msgspec import Struct
 from ....core.types import Resources
 from ....core.units import seconds
 from ....slurm_templates.render import allocation_options, allocation_script
-from ..base import AllocationRequest, NodeState
-from .parsing import Unreadable, node_state, records
+from ..base import AllocationRequest
+from .node_states import takes_jobs
+from .parsing import Unreadable, records
 
 SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s")
 """Fields for ``sinfo -e -h -o``: partition, number of nodes of one shape, CPUs, MiB, gres, state, time limit, nodes per
@@ -24,7 +25,7 @@ class Shape(Struct, frozen=True):
     count: int
     node: Resources
     usable: bool
-    """True if the nodes are up now: neither down nor drained."""
+    """True if Slurm starts jobs on the nodes, now or later, without a person's help."""
 
 
 class Partition(Struct, frozen=True):
@@ -41,7 +42,7 @@ class Partition(Struct, frozen=True):
     def fitting(self, node: Resources, usable: bool = False) -> int:
         """Return the number of nodes that have at least the resources in ``node``.
 
-        With ``usable``, only nodes that are up count.
+        With ``usable``, only nodes on which Slurm starts jobs count (:func:`.node_states.takes_jobs`).
         """
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
@@ -116,7 +117,7 @@ def resources_text(node: Resources) -> str:
 
 def _shape(count: str, cpus: str, mem: str, gres: str, state: str) -> Shape:
     node = Resources(int(cpus), sum(gpus_by_type(gres).values()), int(mem) * 2**20)
-    return Shape(int(count), node, node_state(state) is NodeState.UP)
+    return Shape(int(count), node, takes_jobs(state))
 
 
 def _fits(has: Resources, node: Resources) -> bool:

@@ -21,7 +21,7 @@ from ....core.command_runner import CommandResult, kill_session
 from ....core.processes import AGENT_MODULE, STEP_MODULE
 from ....core.text import last_lines, last_lines_of, shows_missing_command
 from ....core.units import slurm_mem
-from ..base import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
+from ..base import ExitedAtOnce, NotStarted, Refused, RefusedForNow, Step, Unanswered
 from .commands import SlurmLimits, environment, failure, task_exit_code
 
 
@@ -33,6 +33,8 @@ class _Srun(Struct):
     """File for srun's standard error, in the run directory. Unlike a pipe, a file needs no reader."""
     joined: asyncio.Event
     """Set once the step has connected to the manager, or once the srun has to be killed."""
+    watch_until: float
+    """Time (time.monotonic) until which its start is watched."""
 
 
 class Sruns:
@@ -84,14 +86,27 @@ class Sruns:
         )  # fmt: skip
 
     async def start(self, job: Sequence[str], step: Step) -> None:
-        """Start srun and watch it until the step runs, srun fails, or ``limits.launch_watch_s`` seconds have passed."""
+        """Start srun and watch it until the step runs, srun fails, or ``limits.launch_watch_s`` seconds have passed.
+
+        srun itself waits for cores, but not for memory that a dead step has not released yet, and not for a node that
+        slurmctld has not heard of since its own restart. So an srun that is refused for now is repeated for
+        ``limits.step_queue_timeout_s`` seconds.
+        """
         stderr_file = step.log_file.with_name(f"{step.log_file.name}.srun")
+        process, watch_until = await self._spawn(job, step, stderr_file), time.monotonic() + self._limits.launch_watch_s
+        srun = self._running[step.tag] = _Srun(process, stderr_file, asyncio.Event(), watch_until)
+        watcher = asyncio.create_task(self._watch(job, step, srun))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        await self._await_start(step, srun, watcher)
+
+    async def _spawn(self, job: Sequence[str], step: Step, stderr_file: Path) -> asyncio.subprocess.Process:
         try:
-            fd = os.open(stderr_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            fd = os.open(stderr_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600)
         except OSError as error:
             raise Refused(f"the step was not started: the file for srun's errors cannot be opened: {error}") from error
         try:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *self.command(job, step), stdin=subprocess.DEVNULL, stdout=fd, stderr=fd,
                 env=environment(os.environ), start_new_session=True,
             )  # fmt: skip
@@ -99,36 +114,42 @@ class Sruns:
             raise Refused(f"srun cannot be started: {error}") from error
         finally:
             os.close(fd)
-        srun = self._running[step.tag] = _Srun(process, stderr_file, asyncio.Event())
-        watcher = asyncio.create_task(self._watch(step.tag, srun))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
-        await self._await_start(step, srun)
 
-    async def _await_start(self, step: Step, srun: _Srun) -> None:
+    async def _await_start(self, step: Step, srun: _Srun, watcher: asyncio.Task[None]) -> None:
         """Wait until the step connects (:meth:`on_step_joined`), srun ends, or the step's output file appears.
 
         Once the output file appears, wait only ``limits.interpreter_watch_s`` seconds longer: if the interpreter is
         missing on the node, slurmstepd reports this at once.
         """
-        output = step.log_file.with_name(f"{step.log_file.name}.0")
-        deadline, opened = time.monotonic() + self._limits.launch_watch_s, False
-        while time.monotonic() < deadline and not srun.joined.is_set():
+        output, opened = _output_file(step), False
+        while time.monotonic() < srun.watch_until and not srun.joined.is_set():
             if not opened and await asyncio.to_thread(output.exists):  # in a thread, since the run directory may hang
-                deadline, opened = time.monotonic() + self._limits.interpreter_watch_s, True
-            if code := srun.process.returncode:
-                raise _early_failure(code, srun, output)
-            if code == 0:
+                srun.watch_until, opened = time.monotonic() + self._limits.interpreter_watch_s, True
+            if watcher.done():
+                if code := srun.process.returncode:
+                    raise _early_failure(code, srun, output)
                 return
             await asyncio.sleep(0.01)
 
-    async def _watch(self, tag: str, srun: _Srun) -> None:
-        """Reap an srun when it ends, and record its tag in :attr:`failed` if it failed."""
-        code = await srun.process.wait()
-        if self._running.get(tag) is srun:
-            del self._running[tag]
+    async def _watch(self, job: Sequence[str], step: Step, srun: _Srun) -> None:
+        """Reap an srun when it ends, repeat it if it was refused for now, and record a failure in :attr:`failed`."""
+        deadline = time.monotonic() + self._limits.step_queue_timeout_s
+        while (code := await srun.process.wait()) and not srun.joined.is_set() and time.monotonic() < deadline:
+            if not isinstance(_early_failure(code, srun, _output_file(step)), RefusedForNow):
+                break
+            pause = self._limits.step_retry_pause_s
+            srun.watch_until = time.monotonic() + pause + self._limits.launch_watch_s
+            await asyncio.sleep(pause)
+            if srun.joined.is_set():
+                break
+            with contextlib.suppress(Refused):  # the run directory cannot be written: this srun has failed
+                srun.process = await self._spawn(job, step, srun.stderr_file)
+            if srun.joined.is_set():  # killed in between
+                kill_session(srun.process.pid)
+        if self._running.get(step.tag) is srun:
+            del self._running[step.tag]
         if code and not srun.joined.is_set():
-            self._failed.add(tag)
+            self._failed.add(step.tag)
         with contextlib.suppress(OSError):
             if srun.stderr_file.stat().st_size == 0:
                 srun.stderr_file.unlink()
@@ -151,13 +172,18 @@ class Sruns:
         """Kill the srun of a tag. If srun has started the step, the step keeps running; otherwise it never starts."""
         if srun := self._running.get(tag):
             srun.joined.set()
-            kill_session(srun.process.pid)
+            if srun.process.returncode is None:
+                kill_session(srun.process.pid)
             await srun.process.wait()
 
     async def close(self) -> None:
         """Kill all sruns. Their steps keep running."""
         await asyncio.gather(*(self.kill(tag) for tag in list(self._running)))
         await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _output_file(step: Step) -> Path:
+    return step.log_file.with_name(f"{step.log_file.name}.0")
 
 
 def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:

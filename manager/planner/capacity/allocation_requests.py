@@ -68,6 +68,14 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
     return actions, deadline
 
 
+def refused_too_long(state: State, allocation: Allocation, now: float) -> Finish:
+    """Return the decision to end a run whose first request was refused for now until ``limits.allocation``."""
+    text = allocation.status.detail if allocation.status else ""
+    evidence = f"{allocation.tag}: {text}, for {now - allocation.requested_at:.0f} s"
+    lower = every_lower("a request that the cluster accepts in time")
+    return Finish(Outcome.FAILED, Why((evidence,), Rung.GIVE_UP, "everything is released", lower=lower))
+
+
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
     """Return the decision to end a run whose request can never be met."""
     text = allocation.status.unsatisfiable_reason if allocation.status else ""
@@ -80,12 +88,12 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
     """Return the decision to end the run because requests of this node group failed; None if the run continues.
 
     A rejection by the cluster ends the run at once, since the same request would be rejected again. A request that
-    failed without a rejection (``RejectedRequest.undelivered``) is repeated. The run ends if this occurs
-    :data:`MAX_REJECTIONS` times within the recovery window.
+    failed without a rejection (``RejectedRequest.undelivered``) is repeated, if the cluster never answered until
+    ``limits.allocation``, else :data:`MAX_REJECTIONS` times within the recovery window.
     """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
-    if not answered and len(recent) < MAX_REJECTIONS:
+    if not answered and not exhausted(state, recent, state.requested_since or 0.0, now):
         return None
     evidence, advice = ((answered or recent)[-1].detail,), "the run ends; correct the job spec and submit again"
     why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("a request that the cluster accepts"))
@@ -100,6 +108,38 @@ def rejections(state: State, node_group: NodeGroup, now: float) -> list[Rejected
         for rejected in state.rejected_requests
         if rejected.node_group == node_group.name and now < rejected.at + window
     ]
+
+
+def exhausted(state: State, recent: list[RejectedRequest], since: float, now: float) -> bool:
+    """Return whether nodes that are wanted ``since`` this time (manager's time, s) are not requested again."""
+    if any(rejected.unanswered for rejected in recent):
+        return now >= since + state.job.limits.allocation
+    return len(recent) >= MAX_REJECTIONS
+
+
+def requests_due_again(state: State, now: float) -> tuple[list[Action], float]:
+    """Return the requests that were refused for now and are made again, and the time of the next one."""
+    further = {component.tag for a in state.allocations.values() for component in a.request.further_components}
+    due: list[Action] = []
+    wake = NEVER
+    for allocation in state.allocations.values():
+        if not allocation.refused or allocation.status is None or allocation.tag in further:
+            continue
+        if now < allocation.not_before:
+            wake = min(wake, allocation.not_before)
+            continue
+        first, *more = (
+            _up_to_date(state, request, now) for request in (allocation.request, *allocation.request.further_components)
+        )
+        why = Why((f"{allocation.tag}: {allocation.status.detail}",), expects="nodes, once the cluster accepts it")
+        due.append(Request(msgspec.structs.replace(first, further_components=tuple(more)), why))
+    return due, wake
+
+
+def _up_to_date(state: State, request: AllocationRequest, now: float) -> AllocationRequest:
+    """Return the request with the walltime that is left now, and with the nodes that are excluded now."""
+    new = build_request(state, state.job.node_group(request.node_group), request.count, request.tag, now)
+    return msgspec.structs.replace(request, walltime=new.walltime, exclude=new.exclude)
 
 
 def new_requests(state: State, node_group: NodeGroup, count: int, now: float) -> list[AllocationRequest]:

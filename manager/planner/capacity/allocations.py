@@ -16,16 +16,20 @@ from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
 from .allocation_requests import (
     MAX_REJECTIONS,
     await_minimum,
+    exhausted,
     first_request,
     holds_nothing,
     new_requests,
+    refused_too_long,
     rejections,
+    requests_due_again,
     unsatisfiable,
 )
 from .node_fitness import HARDWARE_CAUSES, MAX_NAMED_NODES
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
+from .warm_pool import occupy
 
 REQUEST_BACKOFF_S = 10.0
 """Seconds before nodes are requested again after a rejection; doubles with each further rejection."""
@@ -39,14 +43,16 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
     if actions:
         return actions, wake
     releases, idle_wake = redundant_allocations(state, inventory, assigned, now)
-    wake = min(wake, idle_wake, inventory.next_change)
+    again, again_at = requests_due_again(state, now)
+    actions = [*releases] or again  # a released request is not made again
+    wake = min(wake, idle_wake, again_at, inventory.next_change)
     if not inventory.may_start:
-        actions, deadline = await_minimum(state, inventory, now)
-        return [*releases, *actions], min(wake, deadline)
+        requests, deadline = await_minimum(state, inventory, now)
+        return [*actions, *requests], min(wake, deadline)
     for node_group in state.job.node_groups:
         more, retry_at = _replacements(state, inventory, assigned, node_group, now)
         actions, wake = [*actions, *more], min(wake, retry_at)
-    return [*releases, *actions], wake
+    return actions, wake
 
 
 def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
@@ -74,7 +80,10 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         if state.running_since is None or not inventory.may_start or _is_idle(state):
             if unsatisfiable_reason:
                 return [unsatisfiable(state, allocation)], now
-            wake = min(wake, unsatisfiable_at(allocation))
+            give_up_at = allocation.requested_at + state.job.limits.allocation if allocation.refused else NEVER
+            if now >= give_up_at:
+                return [refused_too_long(state, allocation, now)], now
+            wake = min(wake, give_up_at, unsatisfiable_at(allocation))
             continue
         if _is_for_spares(state, inventory, assigned, allocation):
             continue
@@ -88,7 +97,7 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         evidence = (f"{allocation.tag}: {unsatisfiable_reason or text}",)
         node_group = state.job.node_group(allocation.request.node_group)
         expected = inventory.expected(node_group.name) - allocation.request.count
-        consequences = _handle_no_nodes(state, assigned, node_group, expected, evidence, now)
+        consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
         still_useful = (
             bool(consequences)
             and not unsatisfiable_reason
@@ -144,11 +153,11 @@ def _replacements(
     missing = nodes_for(state, lacking) + _missing_spares(state, inventory, assigned, node_group) - expected
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
-    if len(recent_rejections) >= MAX_REJECTIONS:
-        consequences = _handle_no_nodes(
-            state, assigned, node_group, expected, tuple(rejected.detail for rejected in recent_rejections), now
-        )
-        return consequences, recent_rejections[-MAX_REJECTIONS].at + window
+    since = min((replica.down_since for replica in lacking), default=now)
+    if recent_rejections and exhausted(state, recent_rejections, since, now):
+        evidence = tuple(rejected.detail for rejected in recent_rejections)
+        consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
+        return consequences, recent_rejections[-MAX_REJECTIONS:][0].at + window
     if recent_rejections:
         retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
         if now < retry_at:
@@ -242,15 +251,29 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
 
 
 def _handle_no_nodes(
-    state: State, assigned: Assignment, node_group: NodeGroup, expected: int, evidence: tuple[str, ...], now: float
-) -> list[Action]:
+    state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup, expected: int,
+    evidence: tuple[str, ...], now: float,
+) -> list[Action]:  # fmt: skip
     """Return the decisions that retire the gangs without nodes, or end the run if a role cannot spare them.
 
-    ``expected`` is the number of nodes that are still to come; the first gangs that lack nodes get these nodes.
+    A gang whose own nodes still work is tried there once more before that. ``expected`` is the number of nodes that are
+    still to come; the first gangs that lack nodes get these nodes.
     """
+    no_node = (
+        LowerRungs((Rung.SPARE,), "a free node in the run"),
+        LowerRungs((Rung.REPLACEMENT,), "nodes from the cluster in time"),
+    )
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     lacking = {id: list(members) for id, members in groupby(wanted, lambda member: gang_of(member.id))}
+    occupancy = inventory.occupancy()
+    for replica_id, candidate in assigned.targets.items():
+        occupy(occupancy, candidate.node, state.replica(replica_id))
+    for id, members in list(lacking.items()):
+        own = {member.id: node for member in members if (node := inventory.own_node(member, occupancy)) is not None}
+        for member in lacking.pop(id) if len(own) == len(members) else ():
+            why = Why(evidence, Rung.IN_PLACE, f"joins again on {own[member.id]}", now + state.job.limits.join, no_node)
+            actions.append(Fence(member.incarnation, Rung.IN_PLACE, why, own[member.id], charged=False))
     served: list[Replica] = []
     for members in list(lacking.values()):
         if nodes_for(state, [*served, *members]) > expected:
@@ -258,10 +281,6 @@ def _handle_no_nodes(
         served += members
         del lacking[gang_of(members[0].id)]
     unserved = [member for members in lacking.values() for member in members]
-    no_node = (
-        LowerRungs((Rung.SPARE,), "a free node in the run"),
-        LowerRungs((Rung.REPLACEMENT,), "nodes from the cluster in time"),
-    )
     for id, members in lacking.items():
         role = members[0].role
         remaining = _remaining(state, role, unserved)

@@ -36,14 +36,19 @@ def barred_nodes(state: State) -> set[NodeName]:
 
 
 def is_usable(state: State, node: Node, now: float) -> bool:
-    """Return whether new processes may be started on the node: it is up, not excluded, and in a running allocation."""
-    allocation = state.allocations.get(node.allocation)
+    """Return whether new processes may be started on the node: it is held and up."""
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
+    return fit and is_held(state, node, now)
+
+
+def is_held(state: State, node: Node, now: float) -> bool:
+    """Return whether the node is in a running allocation that does not end, and neither excluded nor released."""
+    allocation = state.allocations.get(node.allocation)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
         return False
     if now >= allocation.ends_at:  # the cluster may take the allocation back a little late
         return False
-    return node.excluded is None and fit and node.release_result is not ReleaseResult.RELEASED
+    return node.excluded is None and node.release_result is not ReleaseResult.RELEASED
 
 
 def needs_probe(state: State, node: Node) -> bool:

@@ -13,12 +13,13 @@ from msgspec import Struct
 
 from ....core.run_spec import RoleSpec
 from ....core.types import NodeName, ReplicaId, gang_of, is_preloaded, is_support, natural_sort_key, standby_role_of
+from ...cluster.base import NodeState
 from ...model.actions import Shrink
 from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, rotate_at
-from .node_fitness import agent_failed_last, barred_nodes, is_usable, needs_probe, probe_pending
+from .node_fitness import agent_failed_last, barred_nodes, is_held, is_usable, needs_probe, probe_pending
 from .warm_pool import (
     Occupancy,
     donors,
@@ -89,6 +90,13 @@ class NodeInventory:
                 self._candidates[node_group].append(candidate)
             elif probe_error is None and probe_pending(state, candidate.node, now):
                 self._unprobed[node_group] += 1
+        self._leaving = {
+            node.name: CandidateNode(node.name, node.allocation, True)
+            for node in state.nodes.values()
+            if node.status is not None and node.status.state is NodeState.LEAVING and is_held(state, node, now)
+            and node.name not in self.barred | shrinking
+        }  # fmt: skip
+        """Nodes that the cluster reboots once they are idle. Only a replica that ran there may return."""
         self.gangs = gangs(state)
         self._usable_names = {candidate.node for candidate in self.usable}
         self._by_node = {
@@ -201,9 +209,10 @@ class NodeInventory:
         """Return the node on which to launch a replica; None if no node fits.
 
         The order of preference is: the replica's preferred node; a node with a standby process for the replica; a node
-        with other members of its gang; the first node that fits and on which the replica has not failed too often. If
-        the replica's failures are not caused by nodes, any node that fits is chosen. On a preferred node or a node with
-        a standby process, a gang waits for steps that are still ending, which is faster than a start on another node.
+        with other members of its gang; the first node that fits and on which the replica has not failed too often; the
+        preferred node if it is leaving. If the replica's failures are not caused by nodes, any node that fits is
+        chosen. On a preferred node or a node with a standby process, a gang waits for steps that are still ending,
+        which is faster than a start on another node.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -228,7 +237,19 @@ class NodeInventory:
                 if candidate.node not in failed_nodes:
                     return candidate
                 fallback = fallback or candidate
+        if preferred in self._leaving and self._fits(replica, preferred, occupancy, waits_for_release(role)):
+            return self._leaving[preferred]
         return None if fallback is None or self.new_node_helps(replica) else fallback
+
+    def own_node(self, replica: Replica, occupancy: Occupancy) -> NodeName | None:
+        """Return the node on which a replica ran last, if it could run there again and was not sent back yet.
+
+        The node may be one on which the replica failed too often, or one that is leaving.
+        """
+        node, role = replica.node, self._state.job.role(replica.role)
+        if node is None or replica.returned or not (self.can_host(role, node) or node in self._leaving):
+            return None
+        return node if self._fits(replica, node, occupancy, waits_for_release(role)) else None
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to which a replica moves from an expiring node; None if no node fits."""

@@ -16,8 +16,6 @@ from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
     estimated_start,
     inactive_limit,
     managed_runs,
-    never_clears,
-    node_state,
     read_jobs,
     read_node_info,
     read_nodes,
@@ -68,30 +66,6 @@ def test_job_that_never_starts_by_itself_has_its_reason() -> None:
     assert jobs("jobs")["40"].unsatisfiable_reason == ""
     # PartitionNodeLimit, but the job is cancelled and so not pending
     assert jobs("jobs")["13"].unsatisfiable_reason == ""
-
-
-@pytest.mark.parametrize(
-    "reason",
-    ["AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
-     "JobHoldMaxRequeue", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed", "QOSMaxGRESPerJob",
-     "AssocMaxWallDurationPerJobLimit",
-     "QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes", "QOSGrpWallLimit",
-     "Job's account not known, so it can't use this partition (short allows foo)"],
-)  # fmt: skip
-def test_reasons_that_never_clear_are_recognised(reason: str) -> None:
-    assert never_clears(reason)
-
-
-@pytest.mark.parametrize(
-    "reason",
-    ["Resources", "Priority", "None", "Dependency", "BeginTime", "Licenses", "AssocGrpCpuLimit", "AssocGrpJobsLimit",
-     "AssocMaxJobsLimit", "AssocGrpCPURunMinutesLimit", "QOSGrpGRESRunMinutes", "QOSMaxJobsPerUserLimit",
-     "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "PartitionDown", "PartitionInactive", "PartitionConfig",
-     "ReqNodeNotAvail, UnavailableNodes:n[2-4]", "SomethingNew", "JobHeldAdmin", "JobHeldUser",
-     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"],
-)  # fmt: skip
-def test_reasons_that_may_clear_are_recognised(reason: str) -> None:
-    assert not never_clears(reason)
 
 
 def test_managed_runs_exclude_one_whose_first_manager_is_pending() -> None:
@@ -179,20 +153,6 @@ def test_node_that_does_not_respond_yet_is_unknown() -> None:
 
 def test_node_that_slurm_does_not_know_is_unknown() -> None:
     assert read_nodes(recorded("nodes-not-responding"))[NodeName("n9")].state is NodeState.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("IDLE", NodeState.UP), ("ALLOCATED+COMPLETING", NodeState.UP), ("MIXED+PLANNED", NodeState.UP),
-        ("idle*", NodeState.UNKNOWN), ("mixed*", NodeState.UNKNOWN), ("down*", NodeState.DOWN),
-        ("DOWN*+DRAIN", NodeState.DOWN), ("drained*", NodeState.DRAINING), ("idle~", NodeState.DOWN),
-        ("IDLE+CLOUD+POWERED_DOWN", NodeState.DOWN), ("IDLE+POWERING_UP", NodeState.UNKNOWN),
-        ("MIXED+REBOOT_REQUESTED", NodeState.DOWN), ("FUTURE", NodeState.UNKNOWN), ("NEWSTATE", NodeState.UNKNOWN),
-    ],
-)  # fmt: skip
-def test_node_state_accounts_for_suffixes_and_flags(text: str, state: NodeState) -> None:
-    assert node_state(text) is state
 
 
 @pytest.mark.parametrize(
