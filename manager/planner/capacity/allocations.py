@@ -161,7 +161,7 @@ def _replacements(
     if recent_rejections:
         retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
         if now < retry_at:
-            return [], retry_at
+            return [], min(retry_at, max(now, since + state.job.limits.allocation))
     names = ", ".join(replica.id for replica in lacking)
     only_moves = all(replica in assigned.unmovable for replica in lacking)
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"

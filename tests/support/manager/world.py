@@ -88,6 +88,8 @@ class World:
         self.over = False
         self.refuse = ""
         """Message with which every request is rejected."""
+        self.refuse_reason: RejectReason | None = None
+        """Why every request is rejected."""
         self.closed: dict[str, str] = {}
         """Node groups whose requests wait in the queue, with Slurm's reason."""
         self.hopeless: dict[str, str] = {}
@@ -130,6 +132,8 @@ class World:
         Numbers begin with 1; 0 means that the manager does not fail."""
         self.planned = 0
         """Number of decisions and intents that were planned so far."""
+        self.refused_for_now: dict[str, bool] = {}
+        """Requests that were rejected, and whether they may be made again under the same tag."""
         self._tags: set[str] = set()
         self._incarnations: set[Incarnation] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -368,10 +372,13 @@ class World:
             self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, True)))
 
     def _request(self, request: AllocationRequest) -> None:
-        assert request.tag not in self.requests, "a tag was requested twice"
+        again = self.refused_for_now.pop(request.tag, False)
+        assert again or request.tag not in self.requests, "a tag was requested twice"
         self.requests[request.tag] = request
         if self.refuse:
-            self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
+            self.refused_for_now[request.tag] = self.refuse_reason is RejectReason.REFUSED_FOR_NOW
+            refusal = ev.IntentSettled(request.tag, False, self.refuse, reason=self.refuse_reason)
+            self._later(0.1, lambda: self.record(refusal))
         elif not self.unanswered:
             components = (request, *request.further_components)
             fits = sum(component.count for component in components) <= len(self._free)

@@ -100,6 +100,15 @@ def test_missing_request_is_refused_after_the_quiet_period_and_two_polls() -> No
     assert [refusal.tag for refusal in looks.state.rejected_requests] == [POOL]
 
 
+def test_request_that_was_refused_for_now_is_not_missing_in_the_queue() -> None:
+    refused = ev.IntentSettled(POOL, False, "AssocMaxSubmitJobLimit", reason=RejectReason.REFUSED_FOR_NOW)
+    looks = Polls(REQUEST, refused)
+    for at in (1.0, QUIET + 1, 3 * QUIET, 9 * QUIET):
+        assert looks.poll(NOTHING, at=at) == []
+    assert looks.state is not None
+    assert looks.state.allocations[POOL].refused
+
+
 HET = ev.Intended(
     Request(
         AllocationRequest(

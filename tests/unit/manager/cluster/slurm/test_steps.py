@@ -1,11 +1,15 @@
-"""The exact srun command of a step."""
+"""The exact srun command of a step, and sruns that Slurm refuses."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from rrl.core.types import NodeName, Resources
-from rrl.manager.cluster.base import Step
+from rrl.manager.cluster.base import Refused, RefusedForNow, Step
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.manager.cluster.slurm.steps import Sruns
 
@@ -47,3 +51,76 @@ def test_container_options_and_interpreter_precede_the_launch_file() -> None:
         " --quiet --container-image=/i.sqsh --container-workdir=/job python3 -P -m rrl.roles.launcher.step"
         " /runs/r/steps/r.rollout-0.1.launch"
     )
+
+
+# ── refused steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+LIMITS = SlurmLimits(step_retry_pause_s=0.05, step_queue_timeout_s=1.0, interpreter_watch_s=0.05)
+MEMORY = "srun: error: Unable to create step for job 7: Memory required by task is not available"
+NO_GRES = "srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"
+
+
+class Refusing:
+    """An srun that is refused ``times`` times with ``text``, and then starts the step."""
+
+    def __init__(self, folder: Path, text: str, times: int) -> None:
+        self.calls, self.sruns = folder / "calls", Sruns("python", LIMITS)
+        log = folder / "step.log"
+        self.step = msgspec.structs.replace(step(Resources(1)), launch_file=folder / "launch", log_file=log)
+        (folder / "srun").write_text(
+            f"#!/bin/sh\necho x >> {self.calls}\n"
+            f"if [ $(wc -l < {self.calls}) -le {times} ]; then echo '{text}' >&2; exit 1; fi\n"
+            f"touch {log}.0\nexec sleep 60\n"
+        )
+        (folder / "srun").chmod(0o755)
+
+    async def start(self) -> bool:
+        """Return whether the step is being started."""
+        try:
+            await self.sruns.start(("--jobid=7",), self.step)
+            return self.step.tag in self.sruns and not self.sruns.failed
+        finally:
+            await self.sruns.close()
+
+    def called(self) -> int:
+        return len(self.calls.read_text().splitlines())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def test_step_that_is_refused_for_a_moment_is_started_under_the_same_tag(folder: Path) -> None:
+    refusing = Refusing(folder, MEMORY, 3)
+    assert asyncio.run(refusing.start())
+    assert refusing.called() == 4
+
+
+def test_step_that_stays_refused_for_now_fails_after_the_time_that_srun_waits(folder: Path) -> None:
+    refusing = Refusing(folder, MEMORY, 1000)
+    with pytest.raises(RefusedForNow, match="Memory required by task is not available"):
+        asyncio.run(refusing.start())
+    assert refusing.called() > 2
+
+
+def test_step_that_can_never_be_created_is_refused_at_once(folder: Path) -> None:
+    refusing = Refusing(folder, NO_GRES, 1000)
+    with pytest.raises(Refused) as refused:
+        asyncio.run(refusing.start())
+    assert not isinstance(refused.value, RefusedForNow)
+    assert refusing.called() == 1
+
+
+def test_step_that_is_stopped_while_it_is_refused_is_not_started_any_more(folder: Path) -> None:
+    refusing = Refusing(folder, MEMORY, 1000)
+
+    async def stop() -> int:
+        started = asyncio.create_task(refusing.start())
+        while not refusing.calls.exists() or refusing.called() < 2:
+            await asyncio.sleep(0.01)
+        await refusing.sruns.kill(refusing.step.tag)
+        await started
+        return refusing.called()
+
+    assert asyncio.run(stop()) == refusing.called()
