@@ -14,6 +14,7 @@ from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
 from rrl.tests.support.job_toml import JOB
+from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -138,6 +139,41 @@ def test_nodes_that_are_down_at_present_are_not_a_certain_problem(lab: SlurmLab)
         lab.clear()
     assert [problem.certain for problem in results] == [False]
     assert "fewer nodes are up at present; the job would wait for them" in results[0].text
+
+
+def narrowed(option: str, value: str) -> str:
+    return SLURM + f'[slurm]\naccount = "any"\n{option} = "{value}"\n'
+
+
+def test_option_that_leaves_no_node_is_named_whatever_others_wait_for(lab: SlurmLab) -> None:
+    """A pending job of somebody else keeps nodes planned, and one node is reserved."""
+    options = {"tmp": "1T", "mincpus": "99", "sockets-per-node": "9", "cores-per-socket": "99", "exclude": "n[1-5]"}
+    busy = lab.slurm("sbatch", "--parsable", "--exclusive", "-N1", "-wn1", "-t10", "--wrap=sleep 300").strip()
+    waiting = lab.slurm("sbatch", "--parsable", "--exclusive", "-N4", "-t10", "--wrap=sleep 300").strip()
+    lab.slurm("scontrol", "create", "reservation", "reservation=r", "starttime=now", "duration=infinite", "user=root",
+              "flags=ignore_jobs", "nodes=n5")  # fmt: skip
+    try:
+        lab.wait_for(lambda: {"plnd", "resv"} <= set(lab.states().values()), f"no node is planned: {lab.states()}")
+        results = problems_of(lab, {"fits": SLURM, **{name: narrowed(name, value) for name, value in options.items()}})
+    finally:
+        lab.slurm("scancel", busy, waiting)
+        lab.slurm("scontrol", "delete", "reservation=r")
+        lab.clear()
+    assert results.pop("fits") == [], "a job that only waits for others was refused"
+    reported = {name: [(problem.key, problem.certain) for problem in problems] for name, problems in results.items()}
+    assert reported == {name: [(("slurm", name), True)] for name in options}
+
+
+def test_refusal_that_may_be_lifted_is_not_a_certain_problem(accounting_lab: SlurmLab) -> None:
+    small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
+    small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
+    accounting.limit(accounting_lab, MaxSubmitJobs=0)
+    try:
+        (results,) = problems_of(accounting_lab, {"full": small}).values()
+    finally:
+        accounting.limit(accounting_lab, MaxSubmitJobs=-1)
+    assert {problem.certain for problem in results} == {False}
+    assert all("AssocMaxSubmitJobLimit" in problem.text and "for now" in problem.text for problem in results)
 
 
 def test_unanswered_check_is_not_a_certain_problem(lab: SlurmLab) -> None:
