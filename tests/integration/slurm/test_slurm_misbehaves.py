@@ -136,6 +136,20 @@ def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmL
     cancel(run)
 
 
+def test_step_that_is_refused_for_a_moment_costs_neither_its_node_nor_another_incarnation(lab: SlurmLab) -> None:
+    fake = FakeSlurm(lab, "memory")
+    run = submit_on(lab, "memory", light_job("slurm", 100_000, spares=1), fake.shell)
+    before = joined_incarnations(run)
+    calls = len(fake.calls("srun"))
+    with fake.doing("fail Unable to create step for job 1: Memory required by task is not available", "srun"):
+        kill(run, VICTIM)
+        lab.wait_for(lambda: len(fake.calls("srun")) >= calls + 4, "the refused step was not repeated")
+    after = run.wait_back_alone(before, VICTIM)
+    assert (after[VICTIM][0].number, after[VICTIM][2]) == (2, before[VICTIM][2])
+    assert run.state().replica(VICTIM).failures[1:] == ()
+    cancel(run)
+
+
 @pytest.mark.parametrize(("late", "in_time"), [(4, True), (25, False)])
 def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
     """A request that timed out and takes effect later is either used or released.
