@@ -150,7 +150,8 @@ class Limits(Struct, frozen=True):
     """Time (s) between the request that a step stops and its SIGKILL."""
     allocation: float = 900.0
     """Time (s) to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no
-    such limit."""
+    such limit while it is queued, but if the cluster refuses it for the moment (a full submit limit, a partition that
+    is drained) it is requested again for this time."""
     quiet: float = 60.0
     """Time (s) for which an intent without a reply stays open, since an sbatch that timed out can take effect later
     (measured)."""
