@@ -50,10 +50,9 @@ def read_nodes(text: str) -> Nodes:
     found = []
     for line in _lines(text, "NodeName"):
         partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
-        state = line.get("State", "")
+        state = NodeState.UP if takes_jobs(line.get("State", "")) else node_state(line.get("State", ""))
         found.append(Node(
-            line["NodeName"], partitions, NodeState.UP if takes_jobs(state) else node_state(state),
-            cpus=_count(line, "CPUTot"),
+            line["NodeName"], partitions, state, cpus=_count(line, "CPUTot"),
             memory=_count(line, "RealMemory") * 2**20, gpus=gpus_by_type(line.get("Gres", "")),
         ))  # fmt: skip
     return Nodes(tuple(found))

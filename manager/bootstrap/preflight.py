@@ -8,6 +8,7 @@ forever. rrl therefore also compares the requested sizes with the partitions.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -210,8 +211,7 @@ async def _test_only(
 
 async def _narrowing_option(request: AllocationRequest) -> str:
     """Return the sbatch option without which Slurm would accept the request; empty if it is no single option."""
-    components = (request, *request.further_components)
-    for option in dict.fromkeys(option for component in components for option in component.sbatch):
+    for option in dict.fromkeys(o for component in (request, *request.further_components) for o in component.sbatch):
         if await _accepts(request, without=option):
             return option
     return ""
@@ -219,17 +219,18 @@ async def _narrowing_option(request: AllocationRequest) -> str:
 
 async def _accepts(request: AllocationRequest, without: str = "") -> bool:
     """Return whether Slurm would accept the request after all reservations, and without one of its sbatch options."""
-    first, *more = (
-        msgspec.structs.replace(component, further_components=(), sbatch={
-            name: value for name, value in component.sbatch.items() if name != without
-        } | {"begin": _AFTER_RESERVATIONS})
-        for component in (request, *request.further_components)
-    )  # fmt: skip
-    script = batch_script(msgspec.structs.replace(first, further_components=tuple(more)))
-    try:
+
+    def changed(component: AllocationRequest) -> AllocationRequest:
+        sbatch = {name: value for name, value in component.sbatch.items() if name != without}
+        further = tuple(map(changed, component.further_components))
+        return msgspec.structs.replace(
+            component, sbatch=sbatch | {"begin": _AFTER_RESERVATIONS}, further_components=further
+        )
+
+    with contextlib.suppress(Refused, Unanswered):
+        script = batch_script(changed(request))
         return not (await execute(("sbatch", "--test-only"), _SLURM_LIMITS.write_timeout_s, script)).code
-    except (Refused, Unanswered):
-        return False
+    return False
 
 
 def _subject(request: AllocationRequest) -> str:

@@ -382,11 +382,11 @@ class SlurmCluster:
         if not self._known_nodes:
             return {"nodes": {}}
         nodes = await self._reader.nodes(sorted(self._known_nodes))
-        for name, word in ((name, word) for name, status in nodes.items() for word in status.unknown):
-            if word not in self._unknown_words:
-                self._unknown_words.add(word)
-                _log.warning("%s is %s: rrl does not know %s, and treats it as neither up nor down",
-                             name, nodes[name].detail, word)  # fmt: skip
+        for status in nodes.values():
+            if new := set(status.unknown) - self._unknown_words:
+                self._unknown_words |= new
+                _log.warning("a node is %s: %s is not known to rrl, so the node counts as neither up nor down",
+                             status.detail, ", ".join(sorted(new)))  # fmt: skip
         return {"nodes": nodes}
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:

@@ -68,20 +68,16 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
     return actions, deadline
 
 
-def refused_too_long(state: State, allocation: Allocation, now: float) -> Finish:
-    """Return the decision to end a run whose first request was refused for now until ``limits.allocation``."""
-    text = allocation.status.detail if allocation.status else ""
-    evidence = f"{allocation.tag}: {text}, for {now - allocation.requested_at:.0f} s"
-    lower = every_lower("a request that the cluster accepts in time")
-    return Finish(Outcome.FAILED, Why((evidence,), Rung.GIVE_UP, "everything is released", lower=lower))
-
-
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
-    """Return the decision to end a run whose request can never be met."""
-    text = allocation.status.unsatisfiable_reason if allocation.status else ""
-    evidence, advice = (f"{allocation.tag}: {text}",), "the run ends; correct the job spec and submit again"
-    why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant"))
-    return Finish(Outcome.REJECTED, why)
+    """Return the decision to end a run whose first request can never be met, or was refused for now for too long."""
+    status = allocation.status
+    text = status.unsatisfiable_reason or status.detail if status else ""
+    outcome = Outcome.FAILED if allocation.refused else Outcome.REJECTED
+    advice = "the run ends; correct the job spec and submit again"
+    why = Why(
+        (f"{allocation.tag}: {text}",), Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant")
+    )
+    return Finish(outcome, why)
 
 
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:

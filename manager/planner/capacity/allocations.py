@@ -20,7 +20,6 @@ from .allocation_requests import (
     first_request,
     holds_nothing,
     new_requests,
-    refused_too_long,
     rejections,
     requests_due_again,
     unsatisfiable,
@@ -78,11 +77,9 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
             allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
         )
         if state.running_since is None or not inventory.may_start or _is_idle(state):
-            if unsatisfiable_reason:
-                return [unsatisfiable(state, allocation)], now
             give_up_at = allocation.requested_at + state.job.limits.allocation if allocation.refused else NEVER
-            if now >= give_up_at:
-                return [refused_too_long(state, allocation, now)], now
+            if unsatisfiable_reason or now >= give_up_at:
+                return [unsatisfiable(state, allocation)], now
             wake = min(wake, give_up_at, unsatisfiable_at(allocation))
             continue
         if _is_for_spares(state, inventory, assigned, allocation):

@@ -33,5 +33,5 @@ def test_node_state_that_nobody_knows_is_reported_once_and_counts_as_unknown(
     with caplog.at_level(logging.WARNING, "rrl.manager"):
         asyncio.run(polls())
     assert [record.getMessage() for record in caplog.records] == [
-        "n1 is MIXED+TELEPORTING: rrl does not know TELEPORTING, and treats it as neither up nor down"
+        "a node is MIXED+TELEPORTING: TELEPORTING is not known to rrl, so the node counts as neither up nor down"
     ]

@@ -77,7 +77,7 @@ def test_first_request_that_is_refused_for_longer_than_the_limit_ends_the_run_wi
     assert world.decided(Finish) == []
     world.play()
     (end,) = world.decided(Finish)
-    assert (end.outcome, end.why.evidence) == (Outcome.FAILED, (f"{POOL}: refused for now: {LIMIT}, for 200 s",))
+    assert (end.outcome, end.why.evidence) == (Outcome.FAILED, (f"{POOL}: refused for now: {LIMIT}",))
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
