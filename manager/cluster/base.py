@@ -167,8 +167,6 @@ class NodeStatus(Struct, frozen=True):
     reason: str = ""
     """Reason text of the node's drain; empty if no reason is recorded. If it equals the reason that this run gives for
     its drains, this run drained the node."""
-    unknown: tuple[str, ...] = ()
-    """Words of the cluster's state that rrl does not know; the node then counts as UNKNOWN at best."""
 
 
 class AllocationStatus(Struct, frozen=True):

@@ -82,10 +82,11 @@ def on_request_rejected(state: State, at: float, request: AllocationRequest, eve
             again = at + min(MAX_REQUEST_PAUSE_S, max(RETRY_PAUSE_S, waited))
             state = _with_allocation(state, tag, status=refused, status_at=at, not_before=again)
         return state
-    rejected = RejectedRequest(
-        request.tag, at, event.detail, event.undelivered, request.node_group,
-        event.reason is RejectReason.NEVER_APPEARED,
-    )  # fmt: skip
+    since = None
+    if event.reason is RejectReason.NEVER_APPEARED:
+        earlier = [r.unanswered_since for r in state.rejected_requests if r.node_group == request.node_group]
+        since = at if not earlier or earlier[-1] is None else earlier[-1]
+    rejected = RejectedRequest(request.tag, at, event.detail, event.undelivered, request.node_group, since)
     return replace(_add_rejected_request(state, rejected), allocations=without(state.allocations, *tags))
 
 

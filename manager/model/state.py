@@ -323,8 +323,8 @@ class RejectedRequest(Struct, frozen=True):
     queue, or its allocation ended right after it began."""
     node_group: str = ""
     """Name of the job's node group whose nodes were requested."""
-    unanswered: bool = False
-    """True if the cluster never answered, which time may cure."""
+    unanswered_since: float | None = None
+    """Manager's time (s) since which the cluster answers no request of the node group; None if it answered this one."""
 
 
 MAX_EVALUATIONS = 64

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import time
 from collections.abc import Sequence
@@ -51,7 +50,6 @@ from .readers.selection import ReaderSetting, SelectedReader
 from .requests import request_options
 from .steps import Sruns
 
-_log = logging.getLogger("rrl.manager")
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line that salloc prints for a job that has to wait, with the job's id."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
@@ -96,8 +94,6 @@ class SlurmCluster:
         another job under the same tag."""
         self._known_nodes: set[NodeName] = set()
         """Nodes that are or were in an allocation of the run. All of these nodes are polled."""
-        self._unknown_words: set[str] = set()
-        """Words of node states that rrl does not know and has reported."""
         self._poll_lock = asyncio.Lock()
         self._last_snapshot = ClusterSnapshot(None, None, None, "the cluster has not been polled yet")
         self._polled_at = float("-inf")
@@ -381,13 +377,7 @@ class SlurmCluster:
     async def _poll_nodes(self) -> dict[str, dict[NodeName, NodeStatus]]:
         if not self._known_nodes:
             return {"nodes": {}}
-        nodes = await self._reader.nodes(sorted(self._known_nodes))
-        for status in nodes.values():
-            if new := set(status.unknown) - self._unknown_words:
-                self._unknown_words |= new
-                _log.warning("a node is %s: %s is not known to rrl, so the node counts as neither up nor down",
-                             status.detail, ", ".join(sorted(new)))  # fmt: skip
-        return {"nodes": nodes}
+        return {"nodes": await self._reader.nodes(sorted(self._known_nodes))}
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:
         """Return the status of an allocation from the jobs that carry its tag.

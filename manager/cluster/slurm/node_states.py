@@ -9,12 +9,16 @@ table into docs/sites.md.
 from __future__ import annotations
 
 import csv
+import functools
+import logging
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from ..base import NodeState
+
+_log = logging.getLogger("rrl.manager")
 
 
 class Mark(Struct, frozen=True):
@@ -55,7 +59,7 @@ def node_state(text: str) -> NodeState:
     """
     words = _words(text)
     used = not words.isdisjoint(_USED)
-    found = [_BY_NAME.get(word, Mark((word,), state=NodeState.UNKNOWN)) for word in words]
+    found = [_BY_NAME.get(word) or _unknown(word) for word in words]
     states = [(mark.while_used if used else None) or mark.state for mark in found]
     return max((state for state in states if state is not None), key=_SEVERITY.index, default=NodeState.UNKNOWN)
 
@@ -65,15 +69,17 @@ def marks(text: str) -> set[str]:
     return {_BY_NAME[word].names[0] for word in _words(text) if word in _BY_NAME}
 
 
-def unknown_words(text: str) -> tuple[str, ...]:
-    """Return the words in the state of a node that rrl does not know."""
-    return tuple(sorted(_words(text) - _BY_NAME.keys()))
-
-
 def takes_jobs(text: str) -> bool:
     """Return whether Slurm starts a job on such a node, now or later, without a person's help."""
     words = _words(text)
     return words <= _BY_NAME.keys() and all(_BY_NAME[word].takes_jobs for word in words)
+
+
+@functools.cache
+def _unknown(word: str) -> Mark:
+    """Say once that rrl does not know this word, and return what it means until then."""
+    _log.warning("Slurm reports the node state %s, which rrl does not know; it counts as neither up nor down", word)
+    return Mark((word,), state=NodeState.UNKNOWN)
 
 
 def _words(text: str) -> set[str]:

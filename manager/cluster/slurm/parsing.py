@@ -17,7 +17,7 @@ from ....core.types import NodeName
 from ....core.units import seconds
 from ..base import AllocationState, NodeState, NodeStatus
 from .commands import MANAGER, NODE_UNKNOWN
-from .node_states import DRAIN, RESERVATIONS, marks, node_state, unknown_words
+from .node_states import DRAIN, RESERVATIONS, marks, node_state
 from .refusals import never_clears
 
 _RS, _US = "\x1e", "\x1f"
@@ -268,7 +268,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
 
 def node_status(state: str, reason: str) -> NodeStatus:
     """Return the status of a node from its state with flags and the recorded reason, which may be empty."""
-    return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason, unknown_words(state))
+    return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason)
 
 
 def read_node_info(text: str) -> NodeInfo:

@@ -144,8 +144,6 @@ class Sruns:
                 break
             with contextlib.suppress(Refused):  # the run directory cannot be written: this srun has failed
                 srun.process = await self._spawn(job, step, srun.stderr_file)
-            if srun.joined.is_set():  # killed in between
-                kill_session(srun.process.pid)
         if self._running.get(step.tag) is srun:
             del self._running[step.tag]
         if code and not srun.joined.is_set():

@@ -89,7 +89,7 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
     """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
-    if not answered and not exhausted(state, recent, state.requested_since or 0.0, now):
+    if not answered and not exhausted(state, recent, now):
         return None
     evidence, advice = ((answered or recent)[-1].detail,), "the run ends; correct the job spec and submit again"
     why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("a request that the cluster accepts"))
@@ -106,36 +106,21 @@ def rejections(state: State, node_group: NodeGroup, now: float) -> list[Rejected
     ]
 
 
-def exhausted(state: State, recent: list[RejectedRequest], since: float, now: float) -> bool:
-    """Return whether nodes that are wanted ``since`` this time (manager's time, s) are not requested again."""
-    if any(rejected.unanswered for rejected in recent):
-        return now >= since + state.job.limits.allocation
-    return len(recent) >= MAX_REJECTIONS
+def exhausted(state: State, recent: list[RejectedRequest], now: float) -> bool:
+    """Return whether a request that failed like this recently is not repeated any more."""
+    since = recent[-1].unanswered_since if recent else None
+    return len(recent) >= MAX_REJECTIONS if since is None else now >= since + state.job.limits.allocation
 
 
 def requests_due_again(state: State, now: float) -> tuple[list[Action], float]:
     """Return the requests that were refused for now and are made again, and the time of the next one."""
     further = {component.tag for a in state.allocations.values() for component in a.request.further_components}
-    due: list[Action] = []
-    wake = NEVER
-    for allocation in state.allocations.values():
-        if not allocation.refused or allocation.status is None or allocation.tag in further:
-            continue
-        if now < allocation.not_before:
-            wake = min(wake, allocation.not_before)
-            continue
-        first, *more = (
-            _up_to_date(state, request, now) for request in (allocation.request, *allocation.request.further_components)
-        )
-        why = Why((f"{allocation.tag}: {allocation.status.detail}",), expects="nodes, once the cluster accepts it")
-        due.append(Request(msgspec.structs.replace(first, further_components=tuple(more)), why))
-    return due, wake
-
-
-def _up_to_date(state: State, request: AllocationRequest, now: float) -> AllocationRequest:
-    """Return the request with the walltime that is left now, and with the nodes that are excluded now."""
-    new = build_request(state, state.job.node_group(request.node_group), request.count, request.tag, now)
-    return msgspec.structs.replace(request, walltime=new.walltime, exclude=new.exclude)
+    refused = [a for a in state.allocations.values() if a.refused and a.tag not in further]
+    due: list[Action] = [
+        Request(a.request, Why((f"{a.tag}: {a.status.detail if a.status else ''}",), expects="nodes, once accepted"))
+        for a in refused if now >= a.not_before
+    ]  # fmt: skip
+    return due, min((a.not_before for a in refused if now < a.not_before), default=NEVER)
 
 
 def new_requests(state: State, node_group: NodeGroup, count: int, now: float) -> list[AllocationRequest]:

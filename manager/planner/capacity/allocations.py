@@ -150,15 +150,14 @@ def _replacements(
     missing = nodes_for(state, lacking) + _missing_spares(state, inventory, assigned, node_group) - expected
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
-    since = min((replica.down_since for replica in lacking), default=now)
-    if recent_rejections and exhausted(state, recent_rejections, since, now):
+    if exhausted(state, recent_rejections, now):
         evidence = tuple(rejected.detail for rejected in recent_rejections)
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
         return consequences, recent_rejections[-MAX_REJECTIONS:][0].at + window
     if recent_rejections:
         retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
         if now < retry_at:
-            return [], min(retry_at, max(now, since + state.job.limits.allocation))
+            return [], retry_at
     names = ", ".join(replica.id for replica in lacking)
     only_moves = all(replica in assigned.unmovable for replica in lacking)
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"

@@ -11,7 +11,7 @@ from rrl.core.types import NodeName
 from rrl.docs import make_node_states
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.node_states import MARKS, marks, node_state, takes_jobs, unknown_words
+from rrl.manager.cluster.slurm.node_states import MARKS, marks, node_state, takes_jobs
 from rrl.manager.cluster.slurm.parsing import read_nodes
 from rrl.manager.cluster.slurm.requests import read_partitions
 
@@ -58,14 +58,17 @@ def test_node_state_accounts_for_suffixes_and_flags(text: str, state: NodeState)
     assert node_state(text) is state
 
 
-def test_every_word_of_slurm_is_in_the_table_and_no_node_that_runs_jobs_is_down() -> None:
+def test_every_word_of_slurm_is_in_the_table_and_no_node_that_runs_jobs_is_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     suffixes = ("", *(mark.suffix for mark in MARKS if mark.suffix))
     words = [word + suffix for word in {*LONG.split(), *COMPACT.split()} for suffix in suffixes]
     flags = ["+".join((base, *two)) for base in BASES for two in itertools.combinations(FLAGS, 2)]
-    assert [text for text in (*words, *flags) if unknown_words(text)] == []
     used = ("alloc", "mix", "draining", "drng", "failing", "failg", "ALLOCATED+", "MIXED+")
     assert [text for text in (*words, *flags) if text.startswith(used) and node_state(text) is DOWN] == []
     assert all(node_state(text) is DOWN for text in flags if text.startswith(("DOWN+", "ERROR+")))
+    assert [node_state(text) for text in (*words, *flags)]
+    assert caplog.messages == [], "rrl does not know these words"
 
 
 def test_long_and_compact_word_mean_the_same() -> None:
@@ -87,10 +90,12 @@ def test_check_counts_the_nodes_on_which_slurm_starts_jobs_by_itself(state: str,
     assert takes_jobs(state) is partition.shapes[0].usable is usable
 
 
-def test_unknown_word_is_reported_with_the_status_and_is_no_proof() -> None:
-    line = "NodeName=n1 Arch=x86_64 State=MIXED+TELEPORTING ThreadsPerCore=1"
-    status = read_nodes(line)[NodeName("n1")]
-    assert (status.state, status.unknown) == (UNKNOWN, ("TELEPORTING",))
+def test_unknown_word_is_reported_once_and_is_no_proof(caplog: pytest.LogCaptureFixture) -> None:
+    lines = "".join(f"NodeName=n{i} Arch=x86_64 State=MIXED+TELEPORTING ThreadsPerCore=1\n" for i in range(3))
+    assert {status.state for status in (*read_nodes(lines).values(), *read_nodes(lines).values())} == {UNKNOWN}
+    assert caplog.messages == [
+        "Slurm reports the node state TELEPORTING, which rrl does not know; it counts as neither up nor down"
+    ]
 
 
 def test_node_that_reboots_once_it_is_idle_is_no_loss_and_no_flap() -> None:
