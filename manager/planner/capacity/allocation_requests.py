@@ -89,7 +89,7 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
     """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
-    if not answered and not exhausted(state, recent, now):
+    if not answered and now < exhausted_at(state, recent):
         return None
     evidence, advice = ((answered or recent)[-1].detail,), "the run ends; correct the job spec and submit again"
     why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("a request that the cluster accepts"))
@@ -106,10 +106,11 @@ def rejections(state: State, node_group: NodeGroup, now: float) -> list[Rejected
     ]
 
 
-def exhausted(state: State, recent: list[RejectedRequest], now: float) -> bool:
-    """Return whether a request that failed like this recently is not repeated any more."""
-    since = recent[-1].unanswered_since if recent else None
-    return len(recent) >= MAX_REJECTIONS if since is None else now >= since + state.job.limits.allocation
+def exhausted_at(state: State, recent: list[RejectedRequest]) -> float:
+    """Return the time (manager's time, s) from which a request that failed like this recently is not repeated."""
+    if recent and (since := recent[-1].unanswered_since) is not None:
+        return since + state.job.limits.allocation
+    return 0.0 if len(recent) >= MAX_REJECTIONS else NEVER
 
 
 def requests_due_again(state: State, now: float) -> tuple[list[Action], float]:

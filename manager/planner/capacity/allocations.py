@@ -16,7 +16,7 @@ from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
 from .allocation_requests import (
     MAX_REJECTIONS,
     await_minimum,
-    exhausted,
+    exhausted_at,
     first_request,
     holds_nothing,
     new_requests,
@@ -150,14 +150,14 @@ def _replacements(
     missing = nodes_for(state, lacking) + _missing_spares(state, inventory, assigned, node_group) - expected
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
-    if exhausted(state, recent_rejections, now):
+    if now >= (give_up_at := exhausted_at(state, recent_rejections)):
         evidence = tuple(rejected.detail for rejected in recent_rejections)
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
         return consequences, recent_rejections[-MAX_REJECTIONS:][0].at + window
     if recent_rejections:
         retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
         if now < retry_at:
-            return [], retry_at
+            return [], min(retry_at, give_up_at)
     names = ", ".join(replica.id for replica in lacking)
     only_moves = all(replica in assigned.unmovable for replica in lacking)
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"
