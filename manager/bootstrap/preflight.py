@@ -8,7 +8,6 @@ forever. rrl therefore also compares the requested sizes with the partitions.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 
@@ -84,35 +83,33 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     Raises:
         ValueError: an sbatch option cannot be passed on.
     """
-    # requests of one node group differ only by their tags
-    requests = {request.node_group: request for request in initial_requests(_RUN_ID, spec)}
-    try:
-        partitions = await _partitions()
-    except (Refused, Unanswered) as error:
-        return SlurmAnswer([_unreachable(error)])
     problems: list[Problem] = []
     starts: dict[str, str] = {}
-    for request in requests.values():
-        too_large = [
-            problem
-            for component in (request, *request.further_components)
-            for problem in _check_sizes(job, spec, component, partitions)
-        ]
-        if too_large:
+    try:
+        partitions = await _partitions()
+        # requests of one node group differ only by their tags
+        for request in {one.node_group: one for one in initial_requests(_RUN_ID, spec)}.values():
+            too_large = [
+                problem
+                for component in (request, *request.further_components)
+                for problem in _check_sizes(job, spec, component, partitions)
+            ]
             problems += too_large
-            continue
-        rejected, start = await _test_only(
-            job, spec, request, (), batch_script(request), _partition_fits(request, partitions)
-        )
-        problems += rejected
-        if start is not None:
-            starts[_subject(request)] = start
-    if spec.manager.where == "job" and not foreground:
-        script = "#!/bin/sh\nexec true\n"
-        rejected, start = await _test_only(job, spec, None, _manager_options(spec), script, nodes_suffice=True)
-        problems += rejected
-        if start is not None:
-            starts["manager"] = start
+            if too_large:
+                continue
+            fits = _partition_fits(request, partitions)
+            rejected, start = await _test_only(job, spec, request, (), batch_script(request), fits)
+            problems += rejected
+            if start is not None:
+                starts[_subject(request)] = start
+        if spec.manager.where == "job" and not foreground:
+            script = "#!/bin/sh\nexec true\n"
+            rejected, start = await _test_only(job, spec, None, _manager_options(spec), script, nodes_suffice=True)
+            problems += rejected
+            if start is not None:
+                starts["manager"] = start
+    except (Refused, Unanswered) as error:
+        problems.append(_unreachable(error))
     first_of_each = {(problem.key or problem.text, problem.certain): problem for problem in reversed(problems)}
     return SlurmAnswer(list(first_of_each.values())[::-1], starts)
 
@@ -185,10 +182,7 @@ async def _test_only(
 
     ``nodes_suffice`` is True if enough nodes are up. In this case a rejection for their configuration is certain.
     """
-    try:
-        ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
-    except (Refused, Unanswered) as error:
-        return [_unreachable(error)], None
+    ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
     if not ended.code:
         return [], estimated_start(ended.out + ended.err)
     if not rejects_job(ended):
@@ -227,10 +221,8 @@ async def _accepts(request: AllocationRequest, without: str = "") -> bool:
             component, sbatch=sbatch | {"begin": _AFTER_RESERVATIONS}, further_components=further
         )
 
-    with contextlib.suppress(Refused, Unanswered):
-        script = batch_script(changed(request))
-        return not (await execute(("sbatch", "--test-only"), _SLURM_LIMITS.write_timeout_s, script)).code
-    return False
+    script = batch_script(changed(request))
+    return not (await execute(("sbatch", "--test-only"), _SLURM_LIMITS.write_timeout_s, script)).code
 
 
 def _subject(request: AllocationRequest) -> str:

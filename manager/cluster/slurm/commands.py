@@ -29,17 +29,11 @@ _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
 _NO_CLUSTER = "Could not establish a configuration source"
 """Message of Slurm's commands on a machine where they are installed but no cluster is configured."""
 _REFUSED = re.compile(
-    "|".join((
-        # the command rejected its own arguments
-        r"(unrecognized|invalid) option|option .* requires an argument|option .* is ambiguous",
-        r"Invalid --\S+ specification|Invalid (generic resource|numeric value|time specification|argument)",
-        r"Expired or invalid job",
-        # slurmctld rejected the request
-        r"Batch job submission failed: |Job submit/allocate failed: |Unable to confirm allocation for job \d+: ",
-        r"Unable to create step for job \d+: |Access/permission denied|Invalid job id specified",
-    )),
+    r"Batch job submission failed: |Job submit/allocate failed: |Unable to confirm allocation for job \d+: |"
+    r"Unable to create step for job \d+: ",
     re.IGNORECASE,
-)  # fmt: skip
+)
+"""Beginnings of slurmctld's refusals. A command that rejects its own arguments says so in other words (`is_final`)."""
 _UNANSWERED = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
     r"Unspecified error|Unexpected message|I/O error|Protocol authentication|"
@@ -141,8 +135,9 @@ def failure(command: str, result: CommandResult) -> Refused | Unanswered:
     text = " / ".join(line for line in result.err.splitlines() if line.strip()) or f"exit code {result.code}"
     if reports_no_cluster(result.err):
         return NoCluster(f"{command}: {text}")
-    if _REFUSED.search(result.err) and not unanswered(result.err):
-        return (Refused if is_final(result.err) else RefusedForNow)(f"{command}: {text}")
+    final = is_final(result.err)
+    if (final or _REFUSED.search(result.err)) and not unanswered(result.err):
+        return (Refused if final else RefusedForNow)(f"{command}: {text}")
     return Unanswered(f"{command}: {text}")
 
 

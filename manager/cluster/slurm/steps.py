@@ -137,13 +137,11 @@ class Sruns:
         while (code := await srun.process.wait()) and not srun.joined.is_set() and time.monotonic() < deadline:
             if not isinstance(_early_failure(code, srun, _output_file(step)), RefusedForNow):
                 break
-            pause = self._limits.step_retry_pause_s
-            srun.watch_until = time.monotonic() + pause + self._limits.launch_watch_s
-            await asyncio.sleep(pause)
-            if srun.joined.is_set():
-                break
-            with contextlib.suppress(Refused):  # the run directory cannot be written: this srun has failed
-                srun.process = await self._spawn(job, step, srun.stderr_file)
+            srun.watch_until = time.monotonic() + self._limits.step_retry_pause_s + self._limits.launch_watch_s
+            await asyncio.sleep(self._limits.step_retry_pause_s)
+            if not srun.joined.is_set():
+                with contextlib.suppress(Refused):  # the run directory cannot be written: this srun stays the last one
+                    srun.process = await self._spawn(job, step, srun.stderr_file)
         if self._running.get(step.tag) is srun:
             del self._running[step.tag]
         if code and not srun.joined.is_set():

@@ -70,14 +70,10 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
 
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
     """Return the decision to end a run whose first request can never be met, or was refused for now for too long."""
-    status = allocation.status
-    text = status.unsatisfiable_reason or status.detail if status else ""
-    outcome = Outcome.FAILED if allocation.refused else Outcome.REJECTED
-    advice = "the run ends; correct the job spec and submit again"
-    why = Why(
-        (f"{allocation.tag}: {text}",), Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant")
-    )
-    return Finish(outcome, why)
+    text = allocation.status.unsatisfiable_reason or allocation.status.detail if allocation.status else ""
+    evidence, advice = (f"{allocation.tag}: {text}",), "the run ends; correct the job spec and submit again"
+    why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant"))
+    return Finish(Outcome.FAILED if allocation.refused else Outcome.REJECTED, why)
 
 
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:

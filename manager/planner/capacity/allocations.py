@@ -28,7 +28,6 @@ from .node_fitness import HARDWARE_CAUSES, MAX_NAMED_NODES
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
-from .warm_pool import occupy
 
 REQUEST_BACKOFF_S = 10.0
 """Seconds before nodes are requested again after a rejection; doubles with each further rejection."""
@@ -262,11 +261,10 @@ def _handle_no_nodes(
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     lacking = {id: list(members) for id, members in groupby(wanted, lambda member: gang_of(member.id))}
-    occupancy = inventory.occupancy()
-    for replica_id, candidate in assigned.targets.items():
-        occupy(occupancy, candidate.node, state.replica(replica_id))
+    for target, candidate in assigned.targets.items():
+        inventory.reserve(state.replica(target), candidate.node)
     for id, members in list(lacking.items()):
-        own = {member.id: node for member in members if (node := inventory.own_node(member, occupancy)) is not None}
+        own = {member.id: node for member in members if (node := inventory.own_node(member)) is not None}
         for member in lacking.pop(id) if len(own) == len(members) else ():
             why = Why(evidence, Rung.IN_PLACE, f"joins again on {own[member.id]}", now + state.job.limits.join, no_node)
             actions.append(Fence(member.incarnation, Rung.IN_PLACE, why, own[member.id], charged=False))

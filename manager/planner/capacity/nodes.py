@@ -90,12 +90,9 @@ class NodeInventory:
                 self._candidates[node_group].append(candidate)
             elif probe_error is None and probe_pending(state, candidate.node, now):
                 self._unprobed[node_group] += 1
-        self._leaving = {
-            node.name: CandidateNode(node.name, node.allocation, True)
-            for node in state.nodes.values()
-            if node.status is not None and node.status.state is NodeState.LEAVING and is_held(state, node, now)
-            and node.name not in self.barred | shrinking
-        }  # fmt: skip
+        leaving = (n for n in state.nodes.values() if n.status is not None and n.status.state is NodeState.LEAVING)
+        self._leaving = {n.name: CandidateNode(n.name, n.allocation, True) for n in leaving
+                         if is_held(state, n, now) and n.name not in self.barred}  # fmt: skip
         """Nodes that the cluster reboots once they are idle. Only a replica that ran there may return."""
         self.gangs = gangs(state)
         self._usable_names = {candidate.node for candidate in self.usable}
@@ -241,7 +238,7 @@ class NodeInventory:
             return self._leaving[preferred]
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
-    def own_node(self, replica: Replica, occupancy: Occupancy) -> NodeName | None:
+    def own_node(self, replica: Replica) -> NodeName | None:
         """Return the node on which a replica ran last, if it could run there again and was not sent back yet.
 
         The node may be one on which the replica failed too often, or one that is leaving.
@@ -249,7 +246,7 @@ class NodeInventory:
         node, role = replica.node, self._state.job.role(replica.role)
         if node is None or replica.returned or not (self.can_host(role, node) or node in self._leaving):
             return None
-        return node if self._fits(replica, node, occupancy, waits_for_release(role)) else None
+        return node if self._fits(replica, node, self._occupancy, waits_for_release(role)) else None
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to which a replica moves from an expiring node; None if no node fits."""
