@@ -82,10 +82,9 @@ def on_request_rejected(state: State, at: float, request: AllocationRequest, eve
             again = at + min(MAX_REQUEST_PAUSE_S, max(RETRY_PAUSE_S, waited))
             state = _with_allocation(state, tag, status=refused, status_at=at, not_before=again)
         return state
-    since = None
-    if event.reason is RejectReason.NEVER_APPEARED:
-        earlier = [r.unanswered_since for r in state.rejected_requests if r.node_group == request.node_group]
-        since = at if not earlier or earlier[-1] is None else earlier[-1]
+    since = at if event.reason is RejectReason.NEVER_APPEARED else None
+    for earlier in state.rejected_requests if since is not None else ():
+        since = (earlier.unanswered_since or at) if earlier.node_group == request.node_group else since
     rejected = RejectedRequest(request.tag, at, event.detail, event.undelivered, request.node_group, since)
     return replace(_add_rejected_request(state, rejected), allocations=without(state.allocations, *tags))
 

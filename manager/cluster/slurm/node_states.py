@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import logging
+import re
 from pathlib import Path
 
 import msgspec
@@ -83,11 +84,6 @@ def _unknown(word: str) -> Mark:
 
 
 def _words(text: str) -> set[str]:
-    """Split a state into its words; a suffix counts as the word that it stands for."""
-    words: set[str] = set()
-    for part in text.upper().split("+"):
-        word = part.rstrip("".join(_BY_SUFFIX))
-        words |= {word, *(_BY_SUFFIX[suffix].names[0] for suffix in part[len(word) :])}
-    if "" in words:  # sinfo's "alloc+"
-        words = words - {""} | {_BY_SUFFIX["+"].names[0]}
-    return words
+    """Split a state into its words; a suffix (``+`` only at the end) counts as the word that it stands for."""
+    parts = re.findall(r"\w+|[^\w+]|\+$", text.upper())
+    return {_BY_SUFFIX[part].names[0] if part in _BY_SUFFIX else part for part in parts}

@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 
 _NEVER_CLEARS = re.compile(
-    "|".join((
-        "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
-        "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
-        "PartitionTimeLimit", "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
-        r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than permitted
-        r"QOSMin\w+",  # or smaller
-        r"(Assoc|QOS)Grp\w*(?<!Run)Minutes(Limit)?|(Assoc|QOS)GrpWallLimit",  # a budget is used up
-        r"Job's (account|QOS) not (known|permitted).*",
-    ))
-)  # fmt: skip
+    "AccountNotAllowed|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS|JobHoldMaxRequeue|"
+    "MaxMemPerLimit|PartitionNodeLimit|PartitionTimeLimit|QOSNotAllowed|ReservationDeleted|"
+    r"launch failed requeued held|(Assoc|QOS)Max\w*Per(Job|Node)\w*|"  # the job itself is larger than permitted
+    r"QOSMin\w+|"  # or smaller
+    r"(Assoc|QOS)Grp\w*(?<!Run)Minutes(Limit)?|(Assoc|QOS)GrpWallLimit|"  # a budget is used up
+    r"Job's (account|QOS) not (known|permitted).*"
+)
 """Reasons for which a job stays pending until somebody changes the job, an association or a QOS (squeue(1), JOB REASON
 CODES; the names are from libslurm 22.05.8). All other reasons may clear. Resources, Priority and limits on running jobs
 (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …) clear when other jobs end. Nodes and partitions that are
