@@ -79,6 +79,9 @@ class SlurmLimits(Struct, frozen=True):
     step_queue_timeout_s: float = 60.0
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
+    step_retry_timeout_s: float = 15.0
+    """Seconds for which an srun that is refused for now is repeated: slurmctld frees the memory of a dead step within
+    3 s, and hears of all nodes within MessageTimeout (10 s by default) of its own restart."""
     step_retry_pause_s: float = 1.0
     """Seconds before an srun that was refused for now is repeated."""
     min_poll_interval_s: float = 1.0

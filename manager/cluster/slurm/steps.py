@@ -90,7 +90,7 @@ class Sruns:
 
         srun itself waits for cores, but not for memory that a dead step has not released yet, and not for a node that
         slurmctld has not heard of since its own restart. So an srun that is refused for now is repeated for
-        ``limits.step_queue_timeout_s`` seconds.
+        ``limits.step_retry_timeout_s`` seconds.
         """
         stderr_file = step.log_file.with_name(f"{step.log_file.name}.srun")
         process, watch_until = await self._spawn(job, step, stderr_file), time.monotonic() + self._limits.launch_watch_s
@@ -133,7 +133,7 @@ class Sruns:
 
     async def _watch(self, job: Sequence[str], step: Step, srun: _Srun) -> None:
         """Reap an srun when it ends, repeat it if it was refused for now, and record a failure in :attr:`failed`."""
-        deadline = time.monotonic() + self._limits.step_queue_timeout_s
+        deadline = time.monotonic() + self._limits.step_retry_timeout_s
         while (code := await srun.process.wait()) and not srun.joined.is_set() and time.monotonic() < deadline:
             if not isinstance(_early_failure(code, srun, _output_file(step)), RefusedForNow):
                 break
