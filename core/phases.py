@@ -62,6 +62,8 @@ class PhaseSpec(Struct, frozen=True):
     waits_for: str | None = None
 
 
+BETWEEN = "between"
+"""Phase of a replica outside of all phases that its role reports: usually short, but it may contain an evaluation."""
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
 WAIT_DATA = "wait_data"
@@ -72,8 +74,7 @@ _HOUR = 3600.0
 
 _ALL = (
     Phase("starting", uses_storage=True, longest=600.0, colour="cyan"),
-    # time outside of all phases that the role reports: usually short, but it may contain an evaluation
-    Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
+    Phase(BETWEEN, shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
     Phase(
         "loading_weights", waits_for="trainer", idle_cause="weights", own_work=True, uses_storage=True, colour="cyan"
     ),

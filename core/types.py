@@ -24,6 +24,8 @@ AGENT = "agent"
 """The role name of the agent: the process on each node that samples the node, witnesses the ends of steps and kills
 processes that a step left behind."""
 
+STORE = ReplicaId("trajectories/0")
+"""The trajectory store."""
 TRAINER = ReplicaId("trainer/0")
 """The trainer, or the first member of its gang."""
 
@@ -229,6 +231,39 @@ class ProbeResult(StrEnum):
     """The handler raised an exception."""
     NO_HANDLER = "no_handler"
     """The process runs, but its role has registered no probe handler."""
+
+
+class OutsideKind(StrEnum):
+    """What only somebody outside of the run can give."""
+
+    EPISODE = "episode"
+    """An outside agent must open an episode."""
+    AGENT = "agent"
+    """An outside agent must go on with an episode that it has opened, and for which no call of it is open."""
+    REWARD = "reward"
+    """The reward of a finished episode must be posted."""
+
+
+class OutsideWait(Struct, frozen=True):
+    """A wait of the whole run for somebody outside of it, according to the store."""
+
+    kind: OutsideKind
+    episode: int | None = None
+    """The episode that has been missing longest; None for ``EPISODE``."""
+    seconds: float = 0.0
+    """Time (s) since the agent opened or finished the episode; for ``EPISODE``, since the trainer waits."""
+
+
+class DataReport(Struct, frozen=True):
+    """What the store knows about the data that the trainer needs next."""
+
+    untaken: bool = False
+    """Whether the store has the data, and the trainer does not request them."""
+    outside: OutsideWait | None = None
+    """What the run waits for outside of itself: without it, the data cannot become complete. None if replicas of the
+    run can still complete the data."""
+    holders: frozenset[ReplicaId] | None = None
+    """Replicas that hold what the data lack, if nobody else can complete the data; None if this is not known."""
 
 
 STACKS = "stacks"

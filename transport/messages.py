@@ -13,9 +13,19 @@ from msgspec import Struct
 from ..core.faults import Fault
 from ..core.launch import ExitReason
 from ..core.phases import ClockReading
-from ..core.types import Finding, GpuUse, Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, Version
+from ..core.types import (  # fmt: skip
+    DataReport,
+    Finding,
+    GpuUse,
+    Incarnation,
+    NodeName,
+    ProbeResult,
+    RaisedException,
+    ReplicaId,
+    Version,
+)
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
 
 
@@ -57,8 +67,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     waits_for: ReplicaId | None = None
     note: str = ""
     """Text that `rrl status` shows beside the replica, for people only."""
-    data_untaken: bool = False
-    """In the store's heartbeat: whether the store holds data for the trainer and the trainer requests none."""
+    data: DataReport = DataReport()
+    """In the store's heartbeat: what it knows about the data that the trainer needs next."""
 
 
 class ClockReport(Struct, frozen=True, tag=True):

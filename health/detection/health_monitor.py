@@ -12,13 +12,24 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ...core.launch import ExitReason
 from ...core.run_spec import Limits
-from ...core.types import Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, gang_of, is_support
+from ...core.types import (  # fmt: skip
+    STORE,
+    DataReport,
+    Incarnation,
+    NodeName,
+    ProbeResult,
+    RaisedException,
+    ReplicaId,
+    gang_of,
+    is_support,
+)
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
-from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
+from .records import NodeView, ReplicaView, RunView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
 """Exit reasons whose exit records are ignored: the step was not admitted as its incarnation, or was fenced."""
+_NO_REPORT = DataReport()
 
 
 class HealthMonitor:
@@ -37,6 +48,8 @@ class HealthMonitor:
         self.memo: object = None
         """Results that ``detect`` keeps for its next call; no other code uses them."""
         self._progress = ProgressTracker(self.replicas, self.dirty)
+        self.run = RunView()
+        """What the store reports about the whole run."""
         self._removed: dict[ReplicaId, int] = {}
         """Highest incarnation number removed, by replica."""
         self._gangs: set[ReplicaId] = set()
@@ -155,11 +168,11 @@ class HealthMonitor:
 
     def on_heartbeat(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float,
-        data_untaken: bool = False,
+        data: DataReport = _NO_REPORT,
     ) -> None:  # fmt: skip
-        """Record a heartbeat. If the message that announced its phase was lost, the phase begins now.
+        """Record a heartbeat, in which ``data`` is a report of the store.
 
-        ``data_untaken`` is a report of the store: whether it has data for the trainer and the trainer requests none.
+        If the message that announced its phase was lost, the phase begins now.
         """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
@@ -174,10 +187,21 @@ class HealthMonitor:
             elif view.waits_for is None and waits_for is not None and view.declared.waits_for is None:
                 view.start_observed = False  # another replica caused part of this time, so it is not a usual duration
             set_blocked_by(view, waits_for, now)
-            if not data_untaken:
+            if not data.untaken:
                 view.data_untaken_since = None
             elif view.data_untaken_since is None:
                 view.data_untaken_since = now
+            if incarnation.replica == STORE:
+                self._on_data_report(data, now)
+
+    def _on_data_report(self, data: DataReport, now: float) -> None:
+        """Record what the run waits for outside of itself, and who holds what the data of the trainer lack."""
+        run = self.run
+        if data.outside is not None:
+            run.outside_until = now
+        if (run.outside is None) != (data.outside is None) or run.holders != data.holders:
+            self.dirty.update(self.nodes)  # the deadlines of all waits change
+        run.outside, run.holders = data.outside, data.holders
 
     def on_phase(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
@@ -373,7 +397,7 @@ class HealthMonitor:
         node_view = self._node(node)
         view = ReplicaView(incarnation, node_view, launched_at=now, last_message_at=now, done_changed_at=now)
         view.gang_suspended = gang_of(incarnation.replica) in self._suspended
-        view.role = self._progress.role_view(incarnation.replica)
+        view.role, view.run = self._progress.role_view(incarnation.replica), self.run
         self.replicas[incarnation.replica] = view
         self._link_gang(view)
         self._update_storage_stalls(view)

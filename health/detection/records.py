@@ -24,6 +24,7 @@ from ...core.types import (  # fmt: skip
     STANDBY_ROLE,
     Incarnation,
     NodeName,
+    OutsideWait,
     ProbeResult,
     RaisedException,
     ReplicaId,
@@ -288,6 +289,19 @@ class RoleView:
 
 
 @dataclass(slots=True, eq=False)
+class RunView:
+    """What the store reports about the whole run, shared by all replicas."""
+
+    outside: OutsideWait | None = None
+    """What the run waits for outside of itself; None if it waits for nobody outside."""
+    outside_until: float = -inf
+    """Time (s) of the newest report that the run waits for somebody outside. Until then nobody in the run was at fault
+    for a wait."""
+    holders: frozenset[ReplicaId] | None = None
+    """The only replicas whose work can complete the data that the trainer needs next; None if this is not known."""
+
+
+@dataclass(slots=True, eq=False)
 class ReplicaView:
     """The last observed state of one incarnation of a replica; agents are replicas too."""
 
@@ -361,6 +375,8 @@ class ReplicaView:
     """Samples of the gang's stacks in this pass."""
     role: RoleView = field(default_factory=RoleView, repr=False)
     """View of the role, shared by all its replicas."""
+    run: RunView = field(default_factory=RunView, repr=False)
+    """View of the run, shared by all replicas."""
     throughput: Throughput = field(default_factory=Throughput, repr=False)
 
     @property

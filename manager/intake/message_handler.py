@@ -396,7 +396,7 @@ class MessageHandler:
         """Record the changes that a message of a current incarnation reports, and update the health monitor."""
         incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
         if isinstance(message, msg.Heartbeat):
-            monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data_untaken)
+            monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data)
             self._update_phase(message)
             if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._context.state().replica(
                 incarnation.replica

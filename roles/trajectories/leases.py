@@ -118,6 +118,10 @@ class ScoringQueue:
                 tracks.append(track)
         return tracks
 
+    def holder(self, trajectory: int) -> Incarnation | None:
+        """Return the reward replica that a trajectory is leased to; None without a lease."""
+        return self._leases.holder(trajectory)
+
     def release(self, trajectory: int) -> None:
         """End the lease of a trajectory, if there is one."""
         self._leases.release(trajectory)

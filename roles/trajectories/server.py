@@ -18,7 +18,7 @@ import rrl
 
 from ...core.run_dir import write_atomically
 from ...core.run_spec import RunSpec
-from ...core.types import Incarnation
+from ...core.types import DataReport, Incarnation
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
@@ -116,6 +116,9 @@ NOTE_INTERVAL_S = 30.0
 because each call adds a record to the manager's journal."""
 REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
+REPORT_INTERVAL_S = 1.0
+"""Minimum time (s) between two reports on the data that the trainer needs: a report looks at all groups that are not
+complete."""
 UNTAKEN_AFTER_S = 10.0
 """Seconds without a request for data after which the trainer is considered to request no data. A trainer that waits
 repeats its request at once. Each request waits for 1 s (5 s by default in :class:`TrajectoryClient`)."""
@@ -170,6 +173,8 @@ class Server:
         self._stopping = False
         self._data_requested_at = -math.inf
         """Loop time (s) of the newest round in which a request of the current trainer for data was open."""
+        self._unbound_since = 0.0
+        """Loop time (s) since which the trainer has waited for it."""
         self._weights_missing_since: float | None = None
         """Loop time (s) since which trainer and rollouts wait only for newer weights. It is inf once a warning has
         reported this wait, and None if they do not wait."""
@@ -186,10 +191,15 @@ class Server:
         self._stopping = True
         self._woken.set()
 
-    def data_is_untaken(self) -> bool:
-        """Return whether there are data that the trainer has not requested for ``UNTAKEN_AFTER_S`` seconds."""
+    def data_report(self) -> DataReport:
+        """Return what the store knows about the data that the trainer needs next."""
         now = asyncio.get_running_loop().time()
-        return now - self._data_requested_at >= UNTAKEN_AFTER_S and self._store.has_data()
+        if now - self._data_requested_at >= UNTAKEN_AFTER_S and self._store.has_data():
+            return DataReport(untaken=True)
+        if self._unbound is None or now < self._unbound_since + NOTE_AFTER_S:
+            return DataReport()
+        opens = any(isinstance(parked.incoming.message, OpenEpisode) for parked in self._parked)
+        return self._store.data_report(*self._unbound, now, now - self._unbound_since, opens)
 
     async def run(self) -> None:
         """Serve until stopped.
@@ -277,7 +287,8 @@ class Server:
             self._data_requested_at = now
         if rejection is not None:
             if isinstance(rejection, NotReady) and self._unbound != wanted:
-                self._unbound, self._note_at = wanted, max(now + NOTE_AFTER_S, self._next_note_at)
+                self._unbound, self._unbound_since = wanted, now
+                self._note_at = max(now + NOTE_AFTER_S, self._next_note_at)
             return rejection
         if self._unbound is not None and request.number >= self._unbound[0]:
             self._unbound = None
@@ -421,8 +432,9 @@ def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
     if settings is None:
         return None
     episodes = EpisodeSettings(
-        settings.retries, "replay" if job.agents is None else job.agents.on_death, settings.timeout
-    )
+        settings.retries, "replay" if job.agents is None else job.agents.on_death, settings.timeout,
+        job.agents is not None,
+    )  # fmt: skip
     if settings.reward_timeout is None:
         return episodes
     return msgspec.structs.replace(episodes, reward_timeout=settings.reward_timeout)
@@ -441,13 +453,15 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
             loop.call_soon_threadsafe(server.update_membership, _current_incarnations(peers))
 
     async def watch() -> None:
+        report_at = 0.0
         while not me.stopping.is_set():
             await asyncio.sleep(_STOP_POLL_S)
             me.answer_probe()
             if me.peers is not None:
                 reports.send(me.peers.evaluated, loop.time())
-            if server.data_is_untaken():
-                me.confirm_untaken_data()
+            if loop.time() >= report_at:
+                report_at = loop.time() + REPORT_INTERVAL_S
+                me.report_data(server.data_report())
         server.stop()
 
     me.on_probe(lambda: store.warning() or "the store's loop is running")  # called in its thread

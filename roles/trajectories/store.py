@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.types import TRAINER, Incarnation
+from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
-from .durable.groups import Group, as_item, as_to_score, new_segments
+from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
 from .durable.log import DurableState
 from .durable.records import (
     DropCause,
@@ -479,6 +479,47 @@ class Store:
         if published and (reason := self.evaluations.wait_reason(number - 1)):
             return reason
         return self._bindings.wait_reason(number, index, self._work.leases.holder, self.newest_weights, published)
+
+    def data_report(self, number: int, index: int | None, now: float, waited_s: float, opens: bool) -> DataReport:
+        """Return who holds what batch ``number``, or a part of it, lacks.
+
+        A group that lacks anything from outside of the run can only be completed outside.
+
+        Args:
+            number: Step that the trainer requests.
+            index: Part that it requests; None for the batch.
+            now: Time (s) of the clock of :meth:`Episodes.expire`.
+            waited_s: Seconds for which the trainer has waited for the data.
+            opens: True if the request of an outside agent for an episode waits, so that the run holds it up.
+        """
+        if self.newest_version is None or self.evaluations.awaited(number - 1, self._state.fences.get(TRAINER, -1)):
+            return DataReport()
+        groups, lacking = self._bindings.incomplete(index)
+        missing = [[track for track in group.trajectories if track.score is None] for group in groups]
+        waits = [[one for track in tracks if (one := self._held_outside(track, now, opens))] for tracks in missing]
+        if waits.count([]) < lacking and (len(groups) >= lacking or not self._begins_groups(opens)):
+            begun = [wait for each in waits for wait in each if wait.episode is not None]
+            free = OutsideWait(OutsideKind.EPISODE, seconds=waited_s)
+            return DataReport(outside=max(begun, key=lambda wait: wait.seconds, default=free))
+        holders = {holder for tracks in missing for track in tracks for holder in self._holders(track)}
+        if not 0 < lacking <= len(groups) or None in holders:
+            return DataReport()
+        return DataReport(holders=frozenset(holder.replica for holder in holders if holder is not None))
+
+    def _begins_groups(self, opens: bool) -> bool:
+        """Return whether the run can begin a group now; ``opens`` as in :meth:`data_report`."""
+        own = not self._has_agents or self.episodes.own_agents or opens
+        return own and self._may_create_group and self._staleness.allows(None, self.newest_weights)
+
+    def _held_outside(self, track: TrajectoryState, now: float, opens: bool) -> OutsideWait | None:
+        outside = None if track.episode is None else self.episodes.held_outside(track, now)
+        return None if opens and outside is not None and outside.kind is OutsideKind.EPISODE else outside
+
+    def _holders(self, track: TrajectoryState) -> list[Incarnation | None]:
+        """Return who extends or scores a trajectory; None stands for work that nobody has taken."""
+        if track.finished:
+            return [self._scoring.holder(track.id)]
+        return [self._work.leases.holder(track.id)] if track.episode is None else self.episodes.holders(track)
 
     def has_data(self) -> bool:
         """Return whether a trainer that requests data would get data (:meth:`.steps.bindings.Bindings.has_data`)."""

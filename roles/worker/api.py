@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
+from ...core.phases import BETWEEN
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import exit_invalid_config
-from ...core.types import NodeName, ReplicaId, Version
+from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Evaluated, Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
@@ -135,7 +136,7 @@ class Worker:
         self._connection.probes.answer()
         before = self._connection.status.phase
         if before.name == "starting":
-            before = CurrentPhase("between")  # a role that has entered a phase has finished starting
+            before = CurrentPhase(BETWEEN)  # a role that has entered a phase has finished starting
         self._connection.set_phase(*entered_phase(self.job, name, waits_for))
         try:
             yield
@@ -183,9 +184,9 @@ class Worker:
         """Report the result of evaluating a step's weights; may be repeated. Only the store calls this method."""
         self._connection.send(Evaluated(self.launch.incarnation, step, metrics))
 
-    def confirm_untaken_data(self) -> None:
-        """Report for 5 s that the store has data that the trainer does not request. Only the store calls this."""
-        self._connection.status.confirm_untaken_data()
+    def report_data(self, report: DataReport) -> None:
+        """Report for 5 s what the store knows about the data that the trainer needs next. Only the store calls this."""
+        self._connection.status.report_data(report)
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.

@@ -2,11 +2,12 @@
 
 A wait counts only if the whole run stalls. A replica explains why others wait if it is starting, works within its
 deadlines, or has another finding. Only its own detectors judge such a replica. For example, a reward replica waits
-during a long training step, and a trainer waits while a rollout is replaced.
+during a long training step, and a trainer waits while a rollout is replaced. While the store reports that the run waits
+for somebody outside of it, no time counts as a wait (:func:`..detectors.progress.stalled_since`).
 
-A busy service explains a wait only for a limited time. If replicas wait for each other for longer (``wait_endless``),
-one of them is blamed even while the store still serves another replica. A replica that was replaced begins a new wait,
-which postpones the blame.
+A busy service explains a wait only for a limited time. If replicas wait for each other for longer (``wait_endless``)
+and nobody works who may end the waits, one of them is blamed even while the store still serves another replica. A
+replica that was replaced begins a new wait, which postpones the blame.
 
 Of replicas that wait for each other, the first in this order is blamed (``_blame_order``):
 
@@ -24,15 +25,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from math import inf
 
-from ....core.phases import WAIT_EXTERNAL
+from ....core.phases import BETWEEN
 from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of, role_of
-from ..detectors.base import is_waiting
+from ..detectors.base import is_service, is_waiting
 from ..detectors.pass_deadlines import is_delayed_by_storage
-from ..detectors.progress import ENDLESS_WAIT_FACTOR
+from ..detectors.progress import ENDLESS_WAIT_FACTOR, stalled_since
 from ..health_monitor import HealthMonitor
-from ..records import ReplicaView, is_polling
+from ..records import ReplicaView
 
 _ENDLESS_WAIT = "wait_endless"
 _STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")
@@ -101,80 +101,55 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: replicas that wait for each other}, or an empty dict if no replica is to blame.
 
-    Of at least two replicas that wait for each other, the first in ``_blame_order`` is blamed. All of these conditions
-    must hold:
+    Of at least two replicas that wait, the first in ``_blame_order`` is blamed. All of these conditions must hold:
 
     - This replica has a finding ``wait_endless``.
-    - Each of the other replicas that polls and began to wait much later has a finding ``wait_endless`` too, because a
-      replica that was replaced recently may still end the waits.
+    - Every replica for which one of them waits is known.
     - No other finding is a FAIL, because a failure of any replica or node explains the waits.
-    - No replica can still end the waits by its work (``_may_be_awaited``).
+    - No replica can still end the waits (``_may_end_waits``).
 
-    A busy service does not explain endless waits.
+    If the store reports which replicas hold what the trainer's data lack, only they can end the waits, and only they
+    can be blamed: the store has the trainer's request. A busy service does not explain endless waits.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
+    views = {view.incarnation.replica: view for view in monitor.workers() if view.left_at is None}
+    waiting = [replica for replica in sorted(stalled) if stalled[replica].detector in _WAIT_DETECTORS]
     by_role: dict[str, list[ReplicaId]] = {}
-    for view in monitor.workers():
-        if view.left_at is None:
-            by_role.setdefault(role_of(view.incarnation.replica), []).append(view.incarnation.replica)
-    for replica in _blame_order(monitor, stalled, stalled):
-        if (
-            stalled[replica].detector == _ENDLESS_WAIT
-            and len(waiting := _waiting_with(monitor, replica, stalled, by_role)) > 1
-        ):
-            culprit = monitor.replicas[_blame_order(monitor, waiting, stalled)[0]]
-            latest = culprit.last_change_at + (ENDLESS_WAIT_FACTOR - 1) * culprit.declared.longest
-            views = [monitor.replicas[one] for one in waiting]
-            since = max(view.last_change_at for view in views)
-            younger = [view.incarnation.replica for view in views if is_polling(view) and view.last_change_at > latest]
-            if any(stalled[one].detector != _ENDLESS_WAIT for one in (culprit.incarnation.replica, *younger)):
-                return {}
-            explained = any(_may_be_awaited(view, since) for view in monitor.workers())
-            return {} if explained else {culprit.incarnation.replica: sorted(waiting)}
-    return {}
+    for replica in views:
+        by_role.setdefault(role_of(replica), []).append(replica)
+    awaited = [_awaited(views[replica], by_role) for replica in waiting if replica in views]
+    if len(waiting) < 2 or any(not each or not views.keys() >= {*each} for each in awaited):
+        return {}
+    holders = monitor.run.holders
+    suspects = [replica for replica in waiting if holders is None or replica in holders]
+    if not suspects or stalled[first := _blame_order(monitor, suspects, stalled)[0]].detector != _ENDLESS_WAIT:
+        return {}
+    overdue = {
+        finding.incarnation.replica
+        for finding in others
+        if finding.incarnation is not None and finding.detector == "phase_overdue"
+    }
+    latest = stalled_since(views[first]) + (ENDLESS_WAIT_FACTOR - 1) * views[first].declared.longest
+    for replica in views if holders is None else holders & views.keys():
+        endless = replica in stalled and stalled[replica].detector == _ENDLESS_WAIT
+        if not endless and replica not in overdue and _may_end_waits(views[replica], latest):
+            return {}
+    return {first: waiting}
 
 
-def _may_be_awaited(view: ReplicaView, since: float) -> bool:
-    """Return whether the work of this replica may end waits that have all begun by the time ``since`` (s).
+def _may_end_waits(view: ReplicaView, latest: float) -> bool:
+    """Return whether this replica, which is neither overdue nor waits endlessly, may still end the waits of others.
 
-    This is possible in two cases: the replica waits for a service outside of the run (such as a judge), or it is in a
-    phase that must progress and has made no progress after ``since``. Such a replica counts as healthy until its own
-    deadline, which may be later than the deadlines of the waits.
+    A replica that works may, until its own deadline, whenever it last made progress. A replica that waits may if its
+    wait began after ``latest`` (s): it worked until then, or has replaced a failed replica. A service may only while
+    storage delays it. The phase ``between`` says nothing about what the replica does.
     """
-    if view.left_at is not None:
-        return False
-    return view.declared.name == WAIT_EXTERNAL or (view.declared.progresses and view.last_change_at <= since)
-
-
-def _waiting_with(
-    monitor: HealthMonitor,
-    start: ReplicaId,
-    stalled: Mapping[ReplicaId, Finding],
-    by_role: Mapping[str, list[ReplicaId]],
-) -> set[ReplicaId]:
-    """Return ``start`` and all replicas in its wait chain, or an empty set if one of them may still end the wait."""
-    waiting: set[ReplicaId] = set()
-    ahead = [start]
-    while ahead:
-        replica = ahead.pop()
-        if replica in waiting:
-            continue
-        view = monitor.replicas.get(replica)
-        if view is None:
-            return set()
-        if replica in stalled and stalled[replica].detector in _WAIT_DETECTORS:
-            waiting.add(replica)
-            if not (awaited := _awaited(view, by_role)):
-                return set()
-            ahead.extend(awaited)
-        elif (
-            view.declared.longest != inf
-            or view.declared.progresses
-            or (replica not in stalled and is_delayed_by_storage(view, view.last_change_at))
-        ):
-            return set()
-    return waiting
+    if is_waiting(view) and not view.declared.own_work:
+        return stalled_since(view) > latest
+    if is_service(view):
+        return is_delayed_by_storage(view, view.last_change_at)
+    return view.declared.name != BETWEEN
 
 
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:

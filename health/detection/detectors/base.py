@@ -80,6 +80,12 @@ def is_waiting(view: ReplicaView) -> bool:
     return view.waits_for is not None or view.declared.waits_for is not None
 
 
+def is_service(view: ReplicaView) -> bool:
+    """Return whether the replica is in a phase without a deadline, in which it serves the requests of others."""
+    serves = view.declared.longest == inf and not view.declared.progresses
+    return serves and is_working(view) and not is_waiting(view)
+
+
 def finding_about(
     view: ReplicaView, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
     text: str, proof: bool = False,

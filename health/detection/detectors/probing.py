@@ -16,7 +16,7 @@ from ....core.run_spec import Limits
 from ....core.types import Cause, Incarnation, Remedy, Verdict
 from ..health_monitor import HealthMonitor
 from ..records import MAX_WAIT_PROBES, NodeView, ReplicaView, is_polling
-from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting, is_working
+from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_service, is_waiting, is_working
 
 EARLY_PROBE_S = 10.0
 """Time (s) without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were
@@ -85,6 +85,8 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) from which the replica is suspected (inf if only a new observation can cause a suspicion)."""
     if not _may_be_suspected(view):
         return inf
+    if is_service(view):
+        return view.last_change_at + EARLY_PROBE_S
     if is_polling(view):
         return view.last_change_at + (EARLY_PROBE_S if view.role.answers_probes else 0.0)
     return min(_no_progress_at(view, limits), _idle_at(view, limits), _false_progress_at(view, limits))
@@ -93,24 +95,29 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 def _may_be_suspected(view: ReplicaView) -> bool:
     """Return whether a probe of the replica can give evidence about it.
 
-    A replica that does not wait is probed in phases that must progress. A replica that only waits is probed if its role
-    is known to answer probes while it waits. As long as this is not known, the replica is probed once in each pass of
-    the waiting phase, until its role has got ``MAX_WAIT_PROBES`` such probes.
+    A replica that does not wait is probed in phases that must progress, except where the user's code runs: that code
+    may block the thread that answers. A service is probed, because an answer shows that it only has nothing to do. A
+    replica that only waits is probed if its role is known to answer probes while it waits. As long as this is not
+    known, the replica is probed once in each pass of the waiting phase, until its role has got ``MAX_WAIT_PROBES`` such
+    probes.
     """
     if is_polling(view):
         return is_working(view) and (
             view.role.answers_probes
             or (view.role.probes_sent < MAX_WAIT_PROBES and view.probe.last_sent_at < view.last_change_at)
         )
-    return is_working(view) and not is_waiting(view) and view.declared.progresses
+    if is_service(view):
+        return True
+    return is_working(view) and not is_waiting(view) and view.declared.progresses and not view.declared.calls_services
 
 
 def _must_answer(view: ReplicaView) -> bool:
     """Return whether the replica must answer probes, so that a missing answer is a failure.
 
-    In a phase that only waits, it must answer if its role has answered probes while waiting.
+    In a phase that only waits, it must answer if its role has answered probes while waiting. A service need not answer
+    in time, because storage may block it; how long it may do nothing is decided by :func:`.progress.idle`.
     """
-    return _may_be_suspected(view) and (view.role.answers_probes or not is_polling(view))
+    return _may_be_suspected(view) and not is_service(view) and (view.role.answers_probes or not is_polling(view))
 
 
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:

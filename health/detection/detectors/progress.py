@@ -14,7 +14,7 @@ from ....core.run_spec import Limits
 from ....core.types import Cause, Remedy, Verdict, role_of
 from ..baselines import SLOW_RANK_SHARE, SLOW_ROLLOUT_SHARE, STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
-from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting, is_working
+from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_service, is_waiting, is_working
 from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
 
 ENDLESS_WAIT_FACTOR = 1.25
@@ -55,13 +55,17 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     problem = f"it has waited for {_awaited_name(view)} for more than"
     finding, then = _overdue(view, limits, now, "wait_overdue", Verdict.UNKNOWN, problem)
-    due = view.last_change_at + ENDLESS_WAIT_FACTOR * view.declared.longest + first_pass_grace(view, limits)
+    due = endless_wait_due(view, limits)
     if finding is None or not is_polling(view) or now < due:
         return finding, min(then, due) if finding is not None and is_polling(view) else then
-    text = f"phase {view.phase}: {problem} {due - view.last_change_at:g} s"
-    return finding_about(
-        view, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, view.last_change_at, "worker", text
-    ), then
+    since = stalled_since(view)
+    text = f"phase {view.phase}: {problem} {due - since:g} s"
+    return finding_about(view, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, since, "worker", text), then
+
+
+def endless_wait_due(view: ReplicaView, limits: Limits) -> float:
+    """Return the time (s) from which a replica that polls has waited endlessly."""
+    return stalled_since(view) + ENDLESS_WAIT_FACTOR * view.declared.longest + first_pass_grace(view, limits)
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -74,20 +78,23 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
     least = (view.declared if view.declared.waits_for is not None else limits.phase(_SERVE_PHASE)).shortest
-    due = _stalled_since(view) + least
+    due = stalled_since(view) + least
     if now < due:
         return None, due
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
     text = f"phase {view.phase}: it has waited for {_awaited_name(view)} for more than {least:g} s"
     return finding_about(
-        view, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, _stalled_since(view), "worker", text
+        view, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, stalled_since(view), "worker", text
     ), inf
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a service without work, usually because it gets no requests, as input of ``blame_ends_of_wait_chains``."""
-    if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
+    """Find a service that does nothing, as input of ``blame_ends_of_wait_chains``.
+
+    A service that answers probes has nothing to do. It is idle only once an answer is missing.
+    """
+    if not is_service(view) or (view.probe.answered_at is not None and view.probe.pending_since is None):
         return NO_FINDING
     return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
 
@@ -117,10 +124,20 @@ def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     ), inf
 
 
-def _stalled_since(view: ReplicaView) -> float:
-    """Return the time (s) of the last progress, or of the start of the blocking call if this is later."""
-    in_a_call = view.declared.waits_for is None and view.blocked_since is not None
-    return max(view.last_change_at, view.blocked_since or 0.0) if in_a_call else view.last_change_at
+def stalled_since(view: ReplicaView) -> float:
+    """Return the time (s) of the last progress, or the later time at which another reason for standing still ended.
+
+    Such a reason is the beginning of the call that blocks the replica now. For replicas that wait, and for services, it
+    is also a wait of the whole run for somebody outside. For a service it is also its last answer to a probe.
+    """
+    since = view.last_change_at
+    if view.declared.waits_for is None and view.blocked_since is not None:
+        since = max(since, view.blocked_since)
+    if is_service(view):
+        since = max(since, view.probe.answered_at or since)
+    elif not is_waiting(view) or view.declared.own_work:
+        return since
+    return max(since, view.run.outside_until)
 
 
 def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -151,7 +168,7 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
         verdict: Verdict of the finding; work of CPU or GPU defers only a FAIL.
         problem: Text of the finding, to which the deadline is appended.
     """
-    allowed, since = deadline(view, limits), _stalled_since(view)
+    allowed, since = deadline(view, limits), stalled_since(view)
     due, source = since + allowed.seconds, allowed.source
     if (idle := idle_due(view, limits, since)) is not None and idle[0] < due:
         due, source = idle

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from ....core.text import on_one_line
-from ....core.types import Incarnation
+from ....core.types import Incarnation, OutsideKind, OutsideWait
 from ....core.units import duration_text
 from ..dispatch.lease_table import Leases
 from ..durable.groups import EpisodeState, Group, TrajectoryState, is_foreign
@@ -72,6 +72,8 @@ class EpisodeSettings(Struct, frozen=True):
     the group is dropped. The attempt whose process died never counts as failed."""
     timeout: float = 1200.0
     """Duration after which an attempt of an agent outside of the run counts as failed."""
+    own_agents: bool = True
+    """Whether agents replicas of the run begin episodes; if not, only agents outside of the run do."""
     reward_timeout: float = 3600.0
     """Duration after which a group is dropped if the reward of a finished episode has not come."""
 
@@ -377,6 +379,33 @@ class Episodes:
         self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
         self._rules.scored((number,))
         return Done()
+
+    @property
+    def own_agents(self) -> bool:
+        """Whether agents replicas of the run begin episodes."""
+        return self._settings.own_agents
+
+    # ── who holds an episode ───────────────────────────────────────────────────────────────────────────────────────
+    def held_outside(self, track: TrajectoryState, now: float) -> OutsideWait | None:
+        """Return what an episode lacks from outside of the run; None if processes of the run can continue it now."""
+        episode, left = _episode(track), self._limits.seconds_left(now)
+        if track.finished:
+            kind, limit_s = OutsideKind.REWARD, self._settings.reward_timeout
+            if not episode.awaits_reward or track.score is not None:
+                return None
+        elif episode.holder is None:
+            return None if self._settings.own_agents else OutsideWait(OutsideKind.EPISODE)
+        else:
+            kind, limit_s = OutsideKind.AGENT, self._settings.timeout
+            if episode.request is None or not all(turn.finished for turn in episode.made):
+                return None
+        return OutsideWait(kind, track.id, limit_s - left.get((track.id, episode.attempt), limit_s))
+
+    def holders(self, track: TrajectoryState) -> list[Incarnation | None]:
+        """Return who continues an episode that is not finished; None stands for work that nobody has taken."""
+        episode = _episode(track)
+        turns = [self._work.leases.holder(turn.id) for turn in episode.made if not turn.finished]
+        return turns if episode.request is not None and turns else [*turns, episode.holder]
 
     # ── time limits ────────────────────────────────────────────────────────────────────────────────────────────────
     @property

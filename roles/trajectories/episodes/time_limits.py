@@ -29,6 +29,10 @@ class TimeLimits:
         """The time at which :meth:`expired` must be called next; inf if there are no limits."""
         return -inf if self._new else self._heap[0][0] if self._heap else inf
 
+    def seconds_left(self, now: float) -> dict[tuple[int, int], float]:
+        """Return the time (s) until the end of each limit that has begun, by episode and attempt."""
+        return {(episode, attempt): end - now for end, episode, attempt in self._heap}
+
     def expired(self, now: float) -> Iterator[tuple[int, int]]:
         """Yield episode and attempt of each limit that has ended since the last call."""
         for seconds, episode, attempt in self._new:

@@ -145,6 +145,21 @@ class Bindings:
         """Return the minimum number of groups to bind for part ``index``, or for the batch if ``index`` is None."""
         return self.lacking if index is None else min(self._per_part, self.lacking)
 
+    def incomplete(self, index: int | None) -> tuple[list[Group], int]:
+        """Return the incomplete groups that a request of the trainer waits for, and how many of them must be completed.
+
+        ``index`` is the part that the trainer requests, or None for the batch. If the number is larger than the number
+        of groups, the request needs new groups, too. It is 0 or less if the request waits for something else.
+        """
+        if self._state.latest - self._state.committed > self._keep_uncommitted:
+            return [], 0
+        least = self._least(index)
+        if (weights := self._staleness.blocking_weights(least)) is not None:
+            groups = self._staleness.incomplete(weights)
+            return groups, min(len(groups), least - int(self._staleness.bindable()))
+        groups = [group for group in self._state.groups.values() if group.bound is None and group.unscored]
+        return groups, least - len(self._ready)
+
     def _take(self, at_most: int) -> tuple[int, ...]:
         """Remove from the queue up to ``at_most`` groups that fit into one message, at least one group."""
         groups: list[int] = []

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from ....core.phases import BETWEEN
 from ....core.run_spec import RunSpec
 from ....core.types import ReplicaId
 from .work_status import entered_phase
@@ -46,7 +47,7 @@ class EpisodeStatus:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._set_phase("between", None, None)
+        self._set_phase(BETWEEN, None, None)
 
     def attempts_changed(self, at_work: int) -> None:
         """Report the number of attempts at work."""

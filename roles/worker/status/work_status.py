@@ -15,19 +15,17 @@ from typing import NamedTuple
 
 from ....core.phases import ClockReading, idle_cause, phase
 from ....core.run_spec import RunSpec
-from ....core.types import Incarnation, ReplicaId, replica_id
+from ....core.types import STORE, DataReport, Incarnation, ReplicaId, replica_id
 from ....transport.messages import MAX_LOGGED_NAME_CHARS, MAX_LOGGED_NAMES, Heartbeat
 from . import external_waits
 from .clocks import PhaseClock
 
-STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
-UNTAKEN_CONFIRMED_WITHIN_S = 5.0
-"""Seconds for which one call of :meth:`WorkStatus.confirm_untaken_data` has an effect. In this time, the heartbeats of
-the store report that it has data that the trainer does not request. The loop that serves the store's requests repeats
-the call several times a second. If this loop hangs, the trainer cannot get its data, and the report ends because the
-calls stop."""
+REPORT_HOLDS_S = 5.0
+"""Seconds for which the heartbeats of the store repeat a report of :meth:`WorkStatus.report_data`. The loop that serves
+the store's requests repeats the report several times a second. If this loop hangs, the trainer cannot get its data, and
+the report ends because the calls stop."""
 
 
 class CurrentPhase(NamedTuple):
@@ -65,8 +63,8 @@ class WorkStatus:
         """The text shown beside this replica in `rrl status`; empty if there is none."""
         self.done = 0
         """Units of work that this process reported as progress."""
-        self._untaken_at = -inf
-        """Monotonic time (s) of the last call of :meth:`confirm_untaken_data`; -inf before the first call."""
+        self._data_report, self._data_reported_at = DataReport(), -inf
+        """The report of the last call of :meth:`report_data`, and its monotonic time (s); -inf before the first call."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
         self._logged: dict[str, float] = {}
@@ -133,13 +131,12 @@ class WorkStatus:
             taken, self._logged = self._logged, {}
         return taken
 
-    def confirm_untaken_data(self) -> None:
-        """Make the heartbeats of the next seconds report that the store has data that the trainer does not request.
+    def report_data(self, report: DataReport) -> None:
+        """Report in the heartbeats of the next ``REPORT_HOLDS_S`` what the store knows about the trainer's next data.
 
-        Only the process of the store calls this method. The effect lasts :data:`UNTAKEN_CONFIRMED_WITHIN_S`. See
-        :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
+        Only the process of the store calls this method.
         """
-        self._untaken_at = time.monotonic()
+        self._data_report, self._data_reported_at = report, time.monotonic()
 
     def reported_phase(self) -> tuple[str, ReplicaId | None]:
         """Return the phase to report now, and the replica that this process waits for in this phase, or None."""
@@ -148,10 +145,10 @@ class WorkStatus:
     def heartbeat(self, incarnation: Incarnation) -> Heartbeat:
         """Return the heartbeat to send now."""
         name, waits_for = self.reported_phase()
-        blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
+        blocked_by = STORE if self._store_calls else self.blocked_on or waits_for
         note = f"waits for {service}" if (service := external_waits.awaited_service()) else self.note
-        untaken = time.monotonic() - self._untaken_at < UNTAKEN_CONFIRMED_WITHIN_S
-        return Heartbeat(incarnation, name, self.done, blocked_by, note, untaken)
+        fresh = time.monotonic() - self._data_reported_at < REPORT_HOLDS_S
+        return Heartbeat(incarnation, name, self.done, blocked_by, note, self._data_report if fresh else DataReport())
 
     def read_clock(self) -> ClockReading:
         """Return how this process has used its time until now."""

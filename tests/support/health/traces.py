@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Collection
 
 from rrl.core.run_spec import Limits
-from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.core.types import AGENT, DataReport, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.health_monitor import HealthMonitor
@@ -125,7 +125,7 @@ class Trace:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
             self.monitor.on_heartbeat(
                 incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now,
-                self.data_untaken and incarnation == STORE,
+                DataReport(untaken=self.data_untaken and incarnation == STORE),
             )  # fmt: skip
 
     def restart(self) -> None:

@@ -18,6 +18,8 @@ STORE = ReplicaId("trajectories/0")
 STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))
 STORE_PHASES = frozenset({"generate", "wait_work", "wait_data", "score"})
 """Phases that stop while the store makes no progress. Heartbeats then report that the replica waits for the store."""
+REQUESTING = frozenset({"generate", "score", "act"})
+"""Phases in which a replica sends the store requests that it can serve."""
 COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
 _MAX_PROBE_ANSWER_S = 2.0
 """Longest time that a healthy worker takes to answer a probe."""
@@ -299,6 +301,11 @@ class Gang:
         if not phase.reports_waits_for or not self.waits_for_role:
             return None
         return replica_id(self.waits_for_role, 0)
+
+    @property
+    def counts_work(self) -> bool:
+        """Return whether the replica works in its current phase on something that it counts."""
+        return self.rhythm_phase.rate is not None and self.role not in ("trainer", "trajectories")
 
     @property
     def waits_for_role(self) -> str:

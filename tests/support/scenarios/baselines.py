@@ -16,6 +16,7 @@ from typing import Protocol
 from rrl.core.types import (
     AGENT,
     Cause,
+    DataReport,
     Evidence,
     Finding,
     Incarnation,
@@ -82,7 +83,7 @@ class Baseline:
             one.joined = True
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
         if (one := self.replicas.get(incarnation)) is not None:

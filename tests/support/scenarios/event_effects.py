@@ -209,6 +209,8 @@ class ScenarioEvent:
                 member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
         elif event.do == "false_progress":
             member.false_progress_until, member.loads = now + lasts, self._loads(IDLE)
+        elif event.do == "waits_outside":
+            world.waits_outside_until = now + lasts
         elif event.do == "slow":
             member.slow, member.slow_until = event.factor, now + lasts
         elif event.do == "disconnect":

@@ -9,7 +9,7 @@ Target = Literal["process", "node", "manager"]
 PROCESS_EVENTS = Literal[
     "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "false_progress", "quiet", "stretch",
     "slow", "late_heartbeats",
-    "disconnect", "busy", "restart", "start_takes",
+    "disconnect", "busy", "restart", "start_takes", "waits_outside",
 ]  # fmt: skip
 NODE_EVENTS = Literal[
     "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
@@ -35,6 +35,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "busy": ("phase", "answers_after", "for"),
     "restart": ("phase",),
     "start_takes": ("for",),
+    "waits_outside": ("for",),
     "node_dies": ("phase", "down_after"),
     "node_down": ("phase", "text"),
     "agent_dies": ("phase", "back_after"),

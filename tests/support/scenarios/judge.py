@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rrl.core.types import Finding, Incarnation, NodeName, ProbeResult, ReplicaId
+from rrl.core.types import DataReport, Finding, Incarnation, NodeName, ProbeResult, ReplicaId
 from rrl.health.readers.samples import Reading
 from rrl.tests.support.scenarios.rhythms import Loads
 
@@ -28,7 +28,7 @@ class Judge(Protocol):
         """Report the GPUs of an incarnation that has sent a Hello."""
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None: ...  # fmt: skip
     def entered(

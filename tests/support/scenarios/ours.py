@@ -17,6 +17,7 @@ from rrl.core.phases import PHASES, PhaseSpec
 from rrl.core.run_spec import HealthSpec, Limits
 from rrl.core.types import (
     AGENT,
+    DataReport,
     Finding,
     Flag,
     Incarnation,
@@ -123,10 +124,10 @@ class RrlDetectors:
         self._tenants[incarnation] = node, uuids
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
-        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now, data_untaken)
+        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now, data)
 
     def entered(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
         self._monitor.on_phase(incarnation, phase, done, waits_for, now)

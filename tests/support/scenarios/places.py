@@ -8,7 +8,7 @@ from random import Random
 from rrl.core.types import NodeName, ReplicaId, replica_id
 from rrl.tests.support.scenarios.actors import Gang, Node, members_of, node_named
 from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.rhythms import SMALL, roles_of
+from rrl.tests.support.scenarios.rhythms import PROBED_ROLES, SMALL, roles_of
 
 _SOON = 2.0
 """Seconds within which all processes are launched."""
@@ -41,7 +41,7 @@ def placed(
                     shared = shared or node()
                     gang_nodes.append(shared)
             gang = replica_id(role, index)
-            probed = table.probed if table.probed is not None else role == "rollout"
+            probed = table.probed if table.probed is not None else role in PROBED_ROLES
             random = chance(f"{gang}:1")
             gangs[gang] = Gang(gang, role, table, members_of(gang, 1, gang_nodes, table.gpus or 0, probed), random)
             gangs[gang].launch_at = random.uniform(0.0, _SOON)

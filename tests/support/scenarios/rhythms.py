@@ -99,6 +99,8 @@ DEFAULT_ROLES = {
     "trainer": RoleTable(),
     "rollout": RoleTable(replicas=3),
 }
+PROBED_ROLES = ("rollout", "trajectories", "reward", "agents", "endpoint")
+"""Roles that do some work to answer a probe, unless a scenario says otherwise."""
 SMALL = ("trajectories", "reward")
 """The default roles that share a node."""
 

@@ -7,9 +7,11 @@ from fnmatch import fnmatchcase
 from math import inf
 from random import Random
 
-from rrl.core.types import Incarnation, NodeName, gang_of, role_of
+from rrl.core.phases import WAIT_DATA
+from rrl.core.types import DataReport, Incarnation, NodeName, OutsideKind, OutsideWait, gang_of, role_of
 from rrl.tests.support.scenarios.actors import (
     COLLECTIVE,
+    REQUESTING,
     STARTING,
     STORE,
     STORE_PHASES,
@@ -31,6 +33,10 @@ CONNECTION_KEEPS_S = 30.0
 """Time (s) for which a cut connection keeps messages. After a longer cut, the sender begins with a Hello."""
 _RECONNECT_S = (0.5, 3.0)
 """Range of the time (s) that a worker takes to connect to a manager again."""
+_NOTE_AFTER_S = 5.0
+"""Time (s) for which the trainer waits for data before the store reports who holds what they lack."""
+_NO_REPORT = DataReport()
+_OUTSIDE = OutsideWait(OutsideKind.AGENT, 1)
 _MIN_REPORTED_PHASE_S = 0.25
 """Minimum duration (s) of a phase that a message of its own reports."""
 
@@ -61,6 +67,9 @@ class World:
         """A function that is called with each member whose process has ended."""
         self._unreported_ends: list[Member] = []
         """Ended members whose end is not reported to the judge yet."""
+        self.waits_outside_until = 0.0
+        """Time (s) until which the store reports that the run waits for somebody outside of it."""
+        self._derives_outside_waits = not any(event.do == "waits_outside" for event in scenario.event)
         self._ticks = 0
         self._queued = {name: queue.has for name, queue in scenario.queues.items()}
         """Number of units in each queue."""
@@ -209,6 +218,8 @@ class World:
     def _goes_on(self, gang: Gang, stands: bool, works: dict[str, float]) -> None:
         now = self.now
         share = works.get(gang.rhythm_phase.waits, 1.0) if gang.rhythm_phase.waits else 1.0
+        if gang.role == role_of(STORE):
+            share = min(share, self._requests())
         gang.data_arrive(HEARTBEAT_S * share if not stands else 0.0, now)
         if self._can(gang, stands):
             if gang.remaining > 0:
@@ -229,6 +240,11 @@ class World:
             gang.reported_progress = int(gang.work)
         for member in gang.members:
             self._heartbeat(gang, member, stands)
+
+    def _requests(self) -> float:
+        """Return 1 if any replica works and therefore sends requests that the store can serve, else 0."""
+        working = (gang for gang in self.gangs.values() if gang.rhythm_phase.phase in REQUESTING or gang.counts_work)
+        return float(any(gang.productive(self.now) and not gang.held for gang in working))
 
     def _may_end(self, gang: Gang) -> bool:
         """Return whether a replica that has worked through its phase may end the phase now."""
@@ -258,12 +274,38 @@ class World:
             return all(member.works(self.now) for member in gang.members)
         return True
 
-    def _has_untaken_data(self, gang: Gang) -> bool:
-        """Return whether the gang is a store that works and has data for a trainer that is stuck in ``wait_data``."""
-        return gang.role == role_of(STORE) and gang.productive(self.now) and any(
+    def _data_report(self, gang: Gang) -> DataReport:
+        """Return what a store that works reports about the data of the trainer.
+
+        The store has data for a trainer that is stuck in ``wait_data`` once they have arrived.
+        """
+        if gang.role != role_of(STORE) or not gang.productive(self.now):
+            return _NO_REPORT
+        if any(
             other.data_arrives_in <= 0 and self._may_end(other)
             for other in self.gangs.values() if other.is_stuck_taking_data(self.now)
-        )  # fmt: skip
+        ):  # fmt: skip
+            return DataReport(untaken=True)
+        return DataReport(outside=_OUTSIDE) if self._waits_outside() else _NO_REPORT
+
+    def _waits_outside(self) -> bool:
+        """Return whether the store finds that only somebody outside of the run can complete the trainer's data.
+
+        If the scenario does not say so, this is the case in a run with agents while the trainer waits and no replica
+        has work that it could hold: all rollouts, scorers and agents of the run are healthy, and wait for work.
+        """
+        if not self._derives_outside_waits:
+            return self.now < self.waits_outside_until
+        by_role: dict[str, list[Gang]] = {}
+        for gang in self.gangs.values():
+            by_role.setdefault(gang.role, []).append(gang)
+        if not by_role.keys() & {"agents", "endpoint"}:
+            return False
+        trainers = [gang for gang in by_role.get("trainer", ()) if gang.rhythm_phase.phase == WAIT_DATA]
+        workers = [gang for role in ("rollout", "reward", "agents") for gang in by_role.get(role, ())]
+        return any(self.now - gang.entered_at >= _NOTE_AFTER_S for gang in trainers) and all(
+            gang.rhythm_phase.phase == "wait_work" and gang.productive(self.now) for gang in workers
+        )
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _reported(self, gang: Gang, member: Member, stands: bool) -> tuple[object, ...]:
@@ -284,14 +326,14 @@ class World:
         now = self.now
         waits = member.outbox or now < max(member.node.cut, member.muted_until, member.late_until) or self.is_deaf
         if waits:
-            self._send(member, "heartbeat", (*self._reported(gang, member, stands), self._has_untaken_data(gang)))
+            self._send(member, "heartbeat", (*self._reported(gang, member, stands), self._data_report(gang)))
             self._deliver(member)
         else:
             if not member.welcomed:
                 self._greets(member, gang.rhythm_phase.phase)
             phase, done, waits_for = self._reported(gang, member, stands)
-            untaken = self._has_untaken_data(gang)
-            self.judge.heartbeat(member.incarnation, phase, done, waits_for, untaken, self.clock)  # type: ignore[arg-type]
+            data = self._data_report(gang)
+            self.judge.heartbeat(member.incarnation, phase, done, waits_for, data, self.clock)  # type: ignore[arg-type]
 
     def _send(self, member: Member, method: str, arguments: tuple[object, ...]) -> None:
         """Queue a message of a member; the network or a flood of log lines may delay it."""

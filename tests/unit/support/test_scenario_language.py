@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import pytest
 
-from rrl.core.types import Incarnation, ReplicaId
+from rrl.core.types import DataReport, Incarnation, ReplicaId
 from rrl.tests.support.scenarios.baselines import Baseline, FixedTimeout
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.judge import CurrentIncarnations
@@ -57,10 +57,10 @@ class Recorder(Baseline):
         self.loads: dict[tuple[str, str], Loads] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
-        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
+        super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if self._newest.get(incarnation.replica) != (incarnation, phase):
             self._newest[incarnation.replica] = incarnation, phase
             self.phases.setdefault(incarnation.replica, []).append((now, phase))
@@ -124,10 +124,10 @@ class Gaps(Recorder):
         self._heard_at: dict[str, float] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
-        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
+        super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if now - self._heard_at.get(incarnation.replica, now) > 30.0:
             self.resumed[incarnation.replica] = now
         self._heard_at[incarnation.replica] = now
@@ -237,10 +237,10 @@ class Progress(Recorder):
         self._done: dict[str, int] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
-        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
+        super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if incarnation.replica.startswith("rollout/") and done > self._done.get(incarnation.replica, 0):
             self.rises.append(now)
         self._done[incarnation.replica] = done
@@ -298,7 +298,7 @@ class Clock(Recorder):
     newest_before = begins_at = 0.0
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
         now: float,
     ) -> None:  # fmt: skip
         if not self.begins_at:

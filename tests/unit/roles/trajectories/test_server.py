@@ -911,15 +911,15 @@ def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        assert not server.data_is_untaken(), "data counts as untaken although no step is complete"
+        assert not server.data_report().untaken, "data counts as untaken although no step is complete"
         generate(store)
         score(store)
-        assert server.data_is_untaken()
+        assert server.data_report().untaken
         script.send_request(0, GetBatch(TRAINER, 1))
         await script.until(lambda: 0 in script.replies)
-        assert not server.data_is_untaken(), "data counts as untaken although the trainer has just taken it"
+        assert not server.data_report().untaken, "data counts as untaken although the trainer has just taken it"
         monkeypatch.setattr(server_module, "UNTAKEN_AFTER_S", 0.0)
-        assert server.data_is_untaken(), (
+        assert server.data_report().untaken, (
             "the trainer neither commits nor requests data, and the data does not count as untaken"
         )
 
@@ -933,7 +933,7 @@ def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path
             script.send_request(step, GetBatch(TRAINER, step, wait=DEADLINE))
             await script.until(lambda step=step: bool(server._parked) or step in script.replies)  # type: ignore[misc]
         assert store.has_data(), "the store has no data, though the steps before are not committed"
-        assert not server.data_is_untaken()
+        assert not server.data_report().untaken
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -942,7 +942,7 @@ def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(0, GetBatch(incarnation_of("trainer/0", 0), 1))
         await script.until(lambda: 0 in script.replies)
-        assert server.data_is_untaken()
+        assert server.data_report().untaken
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 

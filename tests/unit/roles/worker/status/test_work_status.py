@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from rrl.core.types import Incarnation, ReplicaId
+from rrl.core.types import DataReport, Incarnation, OutsideKind, OutsideWait, ReplicaId
 from rrl.roles.worker.status import work_status
 from rrl.roles.worker.status.work_status import WorkStatus
 
 STORE = Incarnation(ReplicaId("trajectories/0"), 1)
 
 
-def test_untaken_data_are_reported_only_while_the_store_confirms_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = WorkStatus("serve")
-    assert not status.heartbeat(STORE).data_untaken
-    status.confirm_untaken_data()
-    assert status.heartbeat(STORE).data_untaken
-    monkeypatch.setattr(work_status, "UNTAKEN_CONFIRMED_WITHIN_S", 0.0)
-    assert not status.heartbeat(STORE).data_untaken, (
-        "an old confirmation still counts, though a hung loop sends no new one"
+def test_report_on_data_holds_only_while_the_store_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, report = WorkStatus("serve"), DataReport(outside=OutsideWait(OutsideKind.AGENT, 3))
+    assert status.heartbeat(STORE).data == DataReport()
+    status.report_data(report)
+    assert status.heartbeat(STORE).data == report
+    monkeypatch.setattr(work_status, "REPORT_HOLDS_S", 0.0)
+    assert status.heartbeat(STORE).data == DataReport(), (
+        "an old report still counts, though a hung loop sends no new one"
     )
 
 
