@@ -101,41 +101,59 @@ def _starvation(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Return {replica to blame: replicas that wait for each other}, or an empty dict if no replica is to blame.
 
-    Of at least two replicas that wait, the first in ``_blame_order`` is blamed. All of these conditions must hold:
+    Of at least two replicas that wait for each other, the first in ``_blame_order`` is blamed. All of these conditions
+    must hold:
 
     - This replica has a finding ``wait_endless``.
-    - Every replica for which one of them waits is known.
     - No other finding is a FAIL, because a failure of any replica or node explains the waits.
     - No replica can still end the waits (``_may_end_waits``).
 
-    If the store reports which replicas hold what the trainer's data lack, only they can end the waits, and only they
-    can be blamed: the store has the trainer's request. A busy service does not explain endless waits.
+    If the store reports which replicas hold what the data of the trainer lack, only these replicas can end the waits,
+    and only they can be blamed: the store has the request of the trainer. A busy service does not explain endless
+    waits.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
     views = {view.incarnation.replica: view for view in monitor.workers() if view.left_at is None}
-    waiting = [replica for replica in sorted(stalled) if stalled[replica].detector in _WAIT_DETECTORS]
+    holders = views.keys() if monitor.run.holders is None else views.keys() & monitor.run.holders
+    for replica in _blame_order(monitor, stalled, stalled):
+        waiting = _waiting_with(replica, views, stalled) if stalled[replica].detector == _ENDLESS_WAIT else set()
+        suspects = waiting if monitor.run.holders is None else holders & stalled.keys()
+        if len(waiting) < 2 or not suspects:
+            continue
+        first = views[_blame_order(monitor, suspects, stalled)[0]]
+        if stalled[first.incarnation.replica].detector != _ENDLESS_WAIT:
+            return {}
+        latest = stalled_since(first) + (ENDLESS_WAIT_FACTOR - 1) * first.declared.longest
+        overdue = {
+            finding.incarnation.replica
+            for finding in (*others, *stalled.values())
+            if finding.incarnation is not None and finding.detector in ("phase_overdue", _ENDLESS_WAIT)
+        }
+        explained = any(_may_end_waits(views[holder], latest) for holder in holders - overdue)
+        return {} if explained else {first.incarnation.replica: sorted(waiting)}
+    return {}
+
+
+def _waiting_with(
+    start: ReplicaId, views: Mapping[ReplicaId, ReplicaView], stalled: Mapping[ReplicaId, Finding]
+) -> set[ReplicaId]:
+    """Return ``start`` and all replicas that wait in its chain, or an empty set if it leads to an unknown replica."""
     by_role: dict[str, list[ReplicaId]] = {}
     for replica in views:
         by_role.setdefault(role_of(replica), []).append(replica)
-    awaited = [_awaited(views[replica], by_role) for replica in waiting if replica in views]
-    if len(waiting) < 2 or any(not each or not views.keys() >= {*each} for each in awaited):
-        return {}
-    holders = monitor.run.holders
-    suspects = [replica for replica in waiting if holders is None or replica in holders]
-    if not suspects or stalled[first := _blame_order(monitor, suspects, stalled)[0]].detector != _ENDLESS_WAIT:
-        return {}
-    overdue = {
-        finding.incarnation.replica
-        for finding in others
-        if finding.incarnation is not None and finding.detector == "phase_overdue"
-    }
-    latest = stalled_since(views[first]) + (ENDLESS_WAIT_FACTOR - 1) * views[first].declared.longest
-    for replica in views if holders is None else holders & views.keys():
-        endless = replica in stalled and stalled[replica].detector == _ENDLESS_WAIT
-        if not endless and replica not in overdue and _may_end_waits(views[replica], latest):
-            return {}
-    return {first: waiting}
+    waiting: set[ReplicaId] = set()
+    ahead = [start]
+    while ahead:
+        replica = ahead.pop()
+        if replica not in views:
+            return set()
+        if replica not in waiting and replica in stalled and stalled[replica].detector in _WAIT_DETECTORS:
+            waiting.add(replica)
+            if not (awaited := _awaited(views[replica], by_role)):
+                return set()
+            ahead.extend(awaited)
+    return waiting
 
 
 def _may_end_waits(view: ReplicaView, latest: float) -> bool:

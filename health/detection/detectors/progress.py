@@ -16,6 +16,7 @@ from ..baselines import SLOW_RANK_SHARE, SLOW_ROLLOUT_SHARE, STRAGGLER_ROUNDS, T
 from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_service, is_waiting, is_working
 from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
+from .probing import next_probe_at
 
 ENDLESS_WAIT_FACTOR = 1.25
 """Multiple of ``longest``, the upper limit of a waiting phase, after which a busy service no longer explains a wait
@@ -96,7 +97,9 @@ def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
     """
     if not is_service(view) or (view.probe.answered_at is not None and view.probe.pending_since is None):
         return NO_FINDING
-    return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
+    finding, then = _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
+    probe_at = next_probe_at(view, limits)
+    return finding, min(then, probe_at if probe_at > now else inf)
 
 
 def _awaited_name(view: ReplicaView) -> str:

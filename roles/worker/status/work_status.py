@@ -64,7 +64,7 @@ class WorkStatus:
         self.done = 0
         """Units of work that this process reported as progress."""
         self._data_report, self._data_reported_at = DataReport(), -inf
-        """The report of the last call of :meth:`report_data`, and its monotonic time (s); -inf before the first call."""
+        """Report of the last call of :meth:`report_data`, and its monotonic time (s); -inf before the first call."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
         self._logged: dict[str, float] = {}

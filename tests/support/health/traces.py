@@ -63,8 +63,8 @@ class Trace:
         self.heartbeat_missing: set[Incarnation] = set()
         self.still: set[Incarnation] = set()
         self.waiting: dict[Incarnation, ReplicaId] = {}
-        self.data_untaken = False
-        """Whether the store reports data that the trainer does not request."""
+        self.data = DataReport()
+        """What the store reports about the data of the trainer."""
         self.stopped: set[Incarnation] = set()
         """Replicas whose loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
@@ -125,7 +125,7 @@ class Trace:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
             self.monitor.on_heartbeat(
                 incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now,
-                DataReport(untaken=self.data_untaken and incarnation == STORE),
+                self.data if incarnation == STORE else DataReport(),
             )  # fmt: skip
 
     def restart(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rrl.core.run_spec import HealthSpec, Limits
-from rrl.core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
+from rrl.core.types import Cause, DataReport, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import CorrelationContext
 from rrl.health.detection.attribution.gangs import blame_gang_members
 from rrl.health.detection.attribution.untaken_data import blame_trainer_for_untaken_data
@@ -93,7 +93,7 @@ def service_that_a_trainer_waits_for() -> Change:
 
 def trainer_that_leaves_data_at_the_store() -> Change:
     trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", STORE, phase="serve")
-    trace.loads[TRAINER], trace.data_untaken = IDLE, True
+    trace.loads[TRAINER], trace.data = IDLE, DataReport(untaken=True)
     trace.play(200)
     raw = about(TRAINER, "wait_long", Verdict.UNKNOWN)
     return raw, only(blame_trainer_for_untaken_data([raw], trace.monitor)), "store"

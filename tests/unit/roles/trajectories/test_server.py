@@ -891,6 +891,7 @@ def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) ->
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
             note=lambda text: None, idle=nullcontext, report_evaluation=lambda result: None,
+            report_data=lambda data: None,
         )  # fmt: skip
         cleaner = SimpleNamespace(update=lambda status: None)
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrl.core.phases import PHASES, WAIT_DATA
-from rrl.core.types import Incarnation, ReplicaId
+from rrl.core.types import DataReport, Incarnation, ReplicaId
 from rrl.health.detection.attribution.untaken_data import UNTAKEN_FACTOR
 from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUTS, STORE, TRAINER, Trace, fail
 
@@ -17,7 +17,7 @@ def job(loads: tuple[float, float | None, float | None] | None = IDLE) -> Trace:
     """Return a trace of a trainer that waits for data, a store that has data for it, and rollouts at work."""
     trace = Trace().node("n1", TRAINER, phase=WAIT_DATA).node("n2", *ROLLOUTS).node("n3", STORE, phase="serve")
     trace.still.add(TRAINER)
-    trace.data_untaken = True
+    trace.data = DataReport(untaken=True)
     if loads is not None:
         trace.loads[TRAINER] = loads
     return trace
@@ -33,7 +33,7 @@ def test_idle_trainer_that_leaves_data_at_the_store_is_charged_while_rollouts_wo
 
 def test_trainer_is_not_charged_while_the_store_has_no_complete_step() -> None:
     trace = job()
-    trace.data_untaken = False
+    trace.data = DataReport()
     trace.play(10 * LIMIT_S)
     assert trace.found() == set()
 
@@ -41,9 +41,9 @@ def test_trainer_is_not_charged_while_the_store_has_no_complete_step() -> None:
 def test_time_of_untaken_data_restarts_when_the_store_gets_a_request() -> None:
     trace = job()
     trace.play(LIMIT_S - 5)
-    trace.data_untaken = False
+    trace.data = DataReport()
     trace.play(1)
-    trace.data_untaken = True
+    trace.data = DataReport(untaken=True)
     trace.play(LIMIT_S - 5)
     assert trace.found() == set()
     trace.play(10)

@@ -7,7 +7,7 @@ import pytest
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, PhaseSpec
 from rrl.core.run_spec import Limits
-from rrl.core.types import Cause, Incarnation, ReplicaId
+from rrl.core.types import Cause, DataReport, Incarnation, OutsideKind, OutsideWait, ReplicaId
 from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.tests.support.health.traces import (
@@ -18,10 +18,12 @@ from rrl.tests.support.health.traces import (
     ROLLOUTS,
     STORE,
     TRAINER,
+    Observed,
     Trace,
     fail,
 )
 
+ENDLESS_S = ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest
 LONG = 900 + LIMITS.first_pass + 5
 """A time (s) that is longer than any permitted wait."""
 
@@ -113,16 +115,48 @@ def test_working_service_is_not_blamed_for_long_waits() -> None:
         assert trace.found() <= {fail("standstill", TRAINER)}
 
 
-def test_trainer_hung_in_wait_data_is_blamed_once_rollouts_are_out_of_work() -> None:
+@pytest.mark.parametrize(
+    ("holders", "blamed"),
+    [(None, set()), ({REWARD.replica}, set()), ({ROLLOUTS[1].replica}, {fail("standstill", ROLLOUTS[1])})],
+)
+def test_busy_replica_explains_endless_waits_unless_it_holds_nothing_that_is_missing(
+    holders: set[ReplicaId] | None, blamed: set[Observed]
+) -> None:
     trace = job("wait_data", "wait_work")
     trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
     trace.still -= {STORE, REWARD}
-    for second in range(0, int(ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest), 10):
+    trace.data = DataReport(holders=None if holders is None else frozenset(holders))
+    for second in range(0, int(ENDLESS_S), 10):
         assert trace.found() == set(), f"after {second} s"
         trace.done[STORE] = trace.done.get(STORE, 0) + 9  # the store serves the reward role, which works off a backlog
         trace.enter(REWARD, "score" if second % 20 else "wait_work")
         trace.play(10)
-    assert trace.found() == {fail("standstill", TRAINER)}
+    assert trace.found() == blamed
+
+
+def test_wait_for_somebody_outside_is_charged_to_nobody_and_waits_begin_again_after_it() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
+    trace.data = DataReport(outside=OutsideWait(OutsideKind.REWARD, 7))
+    for _ in range(10):
+        trace.play(360)
+        assert trace.found() == set()
+    trace.data = DataReport()
+    trace.play(PHASES["serve"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(2)
+    assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_store_that_answers_probes_is_not_at_fault_for_having_nothing_to_do() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
+    trace.answers = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), NO_PROBE_HANDLER)
+    trace.play(ENDLESS_S - 10)
+    assert trace.found() == set()
+    trace.answers[STORE] = None
+    trace.play(PHASES["serve"].shortest + 300)
+    assert {about for _, about, _ in trace.found()} == {str(STORE)}
 
 
 def mutual_wait(*rollouts: Incarnation) -> Trace:
@@ -144,9 +178,6 @@ def play_served(trace: Trace, seconds: float) -> None:
     for _ in range(int(seconds / 10)):
         trace.done[STORE] = trace.done.get(STORE, 0) + 1
         trace.play(10)
-
-
-ENDLESS_S = ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest
 
 
 def test_trainer_hung_after_its_rollouts_began_to_wait_is_blamed_first() -> None:
@@ -188,7 +219,9 @@ def test_reward_role_that_waits_for_its_judge_explains_all_waits(phase: str) -> 
         play_served(trace, 60)
         assert trace.found() == set()
     trace.enter(REWARD, "wait_work")
-    play_served(trace, 60)
+    play_served(trace, ENDLESS_S - 60)
+    assert trace.found() == set(), "the reward role has only just ended its work"
+    play_served(trace, 120)
     assert trace.found() == {fail("standstill", TRAINER)}
 
 

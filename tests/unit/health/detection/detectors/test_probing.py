@@ -485,9 +485,10 @@ def test_long_usual_time_between_tokens_delays_the_probe() -> None:
 
 
 @pytest.mark.parametrize("phase", [
-    p.name for p in PHASES.values() if not p.progresses and (p.waits_for is None or p.own_work)
+    p.name for p in PHASES.values()
+    if p.calls_services or (not p.progresses and p.name != "serve" and (p.waits_for is None or p.own_work))
 ])  # fmt: skip
-def test_only_progressing_or_waiting_phases_are_probed(phase: str) -> None:
+def test_phases_with_users_code_or_without_progress_are_not_probed(phase: str) -> None:
     trace = Trace().node("n1", ROLLOUT, phase=phase)
     trace.answers, trace.loads = {}, {ROLLOUT: IDLE}
     trace.play(1000)
@@ -500,7 +501,7 @@ def test_replica_blocked_by_the_store_is_not_probed() -> None:
     stop_heartbeats(trace, IDLE)
     trace.waiting[ROLLOUT] = STORE.replica
     trace.play(120)
-    assert trace.probed_at == []
+    assert {incarnation for _, incarnation in trace.probed_at} == {STORE}
     assert trace.found() == set()
 
 
