@@ -25,7 +25,7 @@ from ...core.types import (  # fmt: skip
 )
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
-from .records import NodeView, ReplicaView, RunView, StepEnd, StorageStall, is_polling
+from .records import NodeView, ReplicaView, RunView, StackSample, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
 """Exit reasons whose exit records are ignored: the step was not admitted as its incarnation, or was fenced."""
@@ -250,15 +250,14 @@ class HealthMonitor:
                 self._progress.mark_answers_probes(view.role)
             view.probe.answered(result, detail, now)
 
-    def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+    def on_stacks(self, gang: Incarnation, sample: StackSample | None, now: float) -> None:
         """Record a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
 
-        ``stack`` is the stack, with line numbers, that all members have in common. It is None if the members' stacks
-        differ, or if the stack of a member is not known.
+        ``sample`` is None if the stack of a member is not known.
         """
         for view in self.replicas.values():
             if view.incarnation.gang == gang:
-                view.stacks.add(stack, now)
+                view.stacks.add(sample, now)
                 self.dirty.add(view.node)
 
     def on_step_ended(

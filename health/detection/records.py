@@ -207,30 +207,44 @@ class ProbeState:
         self.last_sent_at, self.heartbeats, self.answer_count = 0.0, 0, 0
 
 
+class StackSample(Struct, frozen=True):
+    """The stacks of all members of a gang at one time: the Python stacks of the main threads."""
+
+    stacks: str
+    """Text of all stacks with line numbers. It is the same in two samples exactly if no member has moved."""
+    functions: str
+    """The same without line numbers: equal while every member stays within one function."""
+    alike: bool
+    """Whether all members have the same stack."""
+
+
 @dataclass(slots=True)
 class StackSamples:
-    """The newest consecutive equal samples of the Python stacks of a replica's gang."""
+    """The newest consecutive equal samples of the stacks of a replica's gang."""
 
-    stack: str | None = None
-    """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
-    known."""
-    since: float = 0.0
-    """Time (s) of the first of the equal samples."""
+    sample: StackSample | None = None
+    """The newest sample; None if it failed, or if there is none."""
     latest_at: float = -inf
     """Time (s) of the newest sample; -inf if there is none."""
-    count: int = 0
-    """Number of equal samples."""
+    still_since: float = inf
+    """Time (s) of the first of the newest samples with equal stacks; inf if the newest sample failed."""
+    same_functions_since: float = inf
+    """Time (s) of the first of the newest samples with equal functions; inf if the newest sample failed."""
 
-    def add(self, stack: str | None, now: float) -> None:
-        """Add a sample."""
-        if stack is None or stack != self.stack:
-            self.stack, self.since, self.count = stack, now, 0
-        self.count += stack is not None
-        self.latest_at = now
+    def add(self, sample: StackSample | None, now: float) -> None:
+        """Add a sample; None stands for a sample that failed."""
+        before, self.sample, self.latest_at = self.sample, sample, now
+        if sample is None:
+            self.still_since = self.same_functions_since = inf
+            return
+        if before is None or sample.stacks != before.stacks:
+            self.still_since = now
+        if before is None or sample.functions != before.functions:
+            self.same_functions_since = now
 
     def reset(self) -> None:
         """Discard all samples."""
-        self.stack, self.since, self.latest_at, self.count = None, 0.0, -inf, 0
+        self.sample, self.latest_at, self.still_since, self.same_functions_since = None, -inf, inf, inf
 
 
 SUSPEND_CHECK_HEARTBEATS = 4

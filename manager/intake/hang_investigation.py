@@ -3,9 +3,9 @@
 **Probes.** A ``Probe`` is sent to each replica named by :func:`rrl.health.detection.detectors.probing.due_probes`. A
 replica that is not connected counts as probed too, since other detectors find it. The detectors judge the reply.
 
-**Samples of stacks.** Some long training passes show no sign of work except a busy GPU
+**Samples of stacks.** In some long passes, loads do not show whether a gang works
 (:mod:`rrl.health.detection.detectors.stack_samples`). During such a pass the stacks of all members are collected every
-few minutes, to learn whether all members stand at the same line.
+minute, to learn whether they move.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
@@ -40,15 +40,16 @@ from ...core.types import (
 )
 from ...health.detection.attribution.stack_groups import (
     GroupedStacks,
-    common_stack,
     group,
     main_threads_only,
+    sample,
     summary_lines,
 )
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
 from ...health.detection.detectors.stack_samples import due_stack_samples
 from ...health.detection.pipeline import HangStacks, is_off
+from ...health.detection.records import StackSample
 from ...transport import messages as msg
 from ..context import RunContext
 from ..model import events as ev
@@ -203,21 +204,21 @@ class HangInvestigator:
         return then
 
     async def _sample(self, gang: Incarnation) -> None:
-        """Collect the stacks of a gang once, and report to the monitor whether all members stand at the same line."""
+        """Collect the stacks of a gang once, and report them to the monitor."""
         context = self._context
         members = [view.incarnation for view in context.monitor.workers() if view.incarnation.gang == gang]
         requests = list(self._stack_requests(gang))
         collection = _StackCollection(gang, self._next_id(), {of: agent for _, agent, of, _ in requests})
         self._collections[collection.id] = collection
-        stack: str | None = None
+        stacks: StackSample | None = None
         try:
             if await self._request_stacks(collection, requests, STACKS_TIMEOUT_S):
-                stack = await asyncio.to_thread(common_stack, collection.dumps, members)
+                stacks = await asyncio.to_thread(sample, collection.dumps, members)
             else:
                 _log.debug("the stacks of %s did not arrive in time", gang)
         finally:  # a failed sample is reported, too, so that the next sample is due only after an interval
             self._sampling.discard(gang)
-            context.monitor.on_stacks(gang, stack, context.now())
+            context.monitor.on_stacks(gang, stacks, context.now())
 
     # ── stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _open_incident(self, incarnation: Incarnation, now: float) -> _Incident:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ....core.types import Incarnation
+from ..records import StackSample
 
 Dumps = Mapping[Incarnation, Mapping[int, str]]
 """Incarnation → process id → py-spy's dump or, if py-spy failed, the kernel's state of the process."""
@@ -122,16 +123,18 @@ def group(dumps: Dumps) -> GroupedStacks:
     return fine if largest > len(dumps) / 2 else coarse
 
 
-def common_stack(dumps: Dumps, members: Iterable[Incarnation]) -> str | None:
-    """Return the main-thread stacks as one text with line numbers, if they are the same for all ``members``.
-
-    Returns None if the stacks of two members differ, or if a member has no stack.
-    """
-    signatures = {_stacks(dumps.get(member, {}).values(), lines=True) for member in members}
-    if len(signatures) != 1:
+def sample(dumps: Dumps, members: Iterable[Incarnation]) -> StackSample | None:
+    """Return the stacks of the ``members`` of a gang at one time; None if a member has no stack."""
+    texts = [dumps.get(member, {}).values() for member in members]
+    exact = [_text(_stacks(each, lines=True)) for each in texts]
+    if not all(exact):
         return None
-    stacks = sorted("\n".join(stack) for stack in signatures.pop() if stack)
-    return "\n\n".join(stacks) or None
+    functions = [_text(_stacks(each, lines=False)) for each in texts]
+    return StackSample("\n\n".join(exact), "\n\n".join(functions), len(set(exact)) == 1)
+
+
+def _text(stacks: frozenset[Stack]) -> str:
+    return "\n\n".join(sorted("\n".join(stack) for stack in stacks if stack))
 
 
 def summary_lines(grouped: GroupedStacks, max_lines: int = _MAX_LINES) -> tuple[str, ...]:

@@ -27,11 +27,11 @@ from math import inf
 
 from msgspec import Struct
 
-from ....core.phases import PHASES
+from ....core.phases import BETWEEN, PHASES
 from ....core.run_spec import Limits
 from ..records import MAX_LOAD_GAP_S, ReplicaView
 from .base import SLOWEST_FACTOR, is_waiting
-from .stack_samples import stands_still
+from .stack_samples import stands_at_one_line, stays_in_one_function, trains
 
 EARLY_FACTOR = 2.0
 """If passes of a phase are known but no usual duration, the deadline that follows from these passes is multiplied by
@@ -42,7 +42,7 @@ BUSY_DEADLINE_FACTOR = 6.0
 hung."""
 FIRST_IDLE_SHARE = 0.25
 """Share of ``longest`` (the upper limit of the phase) for which a replica may be idle in a phase of which no completed
-pass is known: 15 min of 1 h."""
+pass is known: 15 min of 1 h. It does not apply to ``between``, whose limit says nothing about what the replica does."""
 MIN_FIRST_IDLE_S = 900.0
 """Minimum time (s) for which a replica may be idle in a phase of which no completed pass is known. Our choice, since a
 start reads many files, and the first checkpoint may create a whole folder tree on busy storage."""
@@ -58,8 +58,16 @@ _MIN_WORKING_LOADS = 5
 suffice, because a replica that waits for a service also uses its CPU for a short time at each retry."""
 MAX_SAME_STACK_S = 1800.0
 """Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy. Our choice:
-three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
-minutes."""
+three times the timeout of a collective in torch.distributed (600 s)."""
+MAX_FIRST_SAME_STACK_S = 900.0
+"""The same for a first pass, which stands in the first collective of the incarnation. Our choice: setting up the
+connections of a large job takes up to 12 min (the slowest of our scenarios)."""
+MAX_SPINNING_SAVE_S = 600.0
+"""Deadline (s) of a checkpoint or publication in which all ranks stand at the same line while their GPUs run kernels
+that compute nothing: the timeout of a collective in torch.distributed. A rank that writes is at another line."""
+MAX_ONE_FUNCTION_S = 1800.0
+"""Deadline (s) of a training pass, other than a first pass, in which the CPU of a trainer of one process works within
+one function while its GPU is idle. Our choice: an evaluation or the preparation of a batch changes functions."""
 MAX_STORAGE_STALL_S = 3600.0
 """Time (s) for which a replica in a phase that uses storage may make no progress while storage stalls. Our choice:
 the limit ``longest`` of the phase ``checkpoint``."""
@@ -83,12 +91,13 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
         return Deadline(declared.shortest, declared.shortest, f"{declared.shortest:g} s")
     grace = first_pass_grace(view, limits)
     known = _from_known_passes(view, limits)
+    standstill_s = max(_standstill_limit(view), declared.shortest)
     if known is None and _works_blindly(view):
         most = min(declared.longest + grace, max(MAX_BLIND_TRAINING_S, declared.shortest))
-        if stands_still(view):
-            most = min(most, max(MAX_SAME_STACK_S, declared.shortest))
-            return Deadline(most, most, f"{most:.4g} s (no baseline yet; all ranks stand at the same line)")
-        return Deadline(most, most, f"{most:.4g} s (no baseline yet; its tensor cores were never observed at work)")
+        why = "its tensor cores were never observed at work"
+        if standstill_s < most:
+            most, why = standstill_s, "all ranks stand at the same line"
+        return Deadline(most, most, f"{most:.4g} s (no baseline yet; {why})")
     base, source = known or (declared.longest, "no baseline yet")
     seconds = base
     if known is not None and view.usual_duration is None:
@@ -96,10 +105,23 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
     if grace:
         seconds, source = seconds + grace, f"{source}; first pass + {grace:g} s"
     most = min(declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else declared.longest
-    busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most)
-    if stands_still(view):
-        busy = min(busy, MAX_SAME_STACK_S)
+    busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most, standstill_s)
+    if view.first_pass and standstill_s < seconds:
+        seconds, source = standstill_s, "all ranks stand at the same line"
     return Deadline(seconds, max(seconds, busy), f"{seconds:.4g} s ({source})")
+
+
+def _standstill_limit(view: ReplicaView) -> float:
+    """Return how long (s) a pass may last whose stacks do not move although its loads look like work; inf if they do.
+
+    Only :mod:`.stack_samples` knows of such stacks, and samples them only while the loads do not show the difference.
+    """
+    if stands_at_one_line(view):
+        if not trains(view):
+            return MAX_SPINNING_SAVE_S
+        return MAX_FIRST_SAME_STACK_S if view.first_pass else MAX_SAME_STACK_S
+    in_a_loop = trains(view) and view.loads.cpu_bound and not view.first_pass and stays_in_one_function(view)
+    return MAX_ONE_FUNCTION_S if in_a_loop else inf
 
 
 def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
@@ -122,7 +144,8 @@ def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, st
         return None
     known = None if view.declared.own_work else _from_known_passes(view, limits)
     if known is None:
-        seconds = max(view.declared.shortest, FIRST_IDLE_SHARE * view.declared.longest, MIN_FIRST_IDLE_S)
+        share = 0.0 if view.declared.name == BETWEEN else FIRST_IDLE_SHARE
+        seconds = max(view.declared.shortest, share * view.declared.longest, MIN_FIRST_IDLE_S)
         known = seconds, "no baseline yet"
     seconds, source = known
     return max(since, loads.idle_since) + seconds, f"{seconds:.4g} s of idleness ({source})"
@@ -203,11 +226,9 @@ def _has_recent_loads(view: ReplicaView) -> bool:
 
 def _works_blindly(view: ReplicaView) -> bool:
     """Return whether a training replica's loads have never shown that its tensor cores work."""
-    trains = view.declared.computes and not view.declared.progresses
-    return trains and not view.loads.uses_tensor_cores and _has_recent_loads(view)
+    return trains(view) and not view.loads.uses_tensor_cores and _has_recent_loads(view)
 
 
 def _gpu_busy_without_tensor_signal(view: ReplicaView) -> bool:
     """Return whether a training replica's running kernels are the only sign of its work."""
-    trains = view.declared.computes and not view.declared.progresses
-    return trains and not view.loads.uses_tensor_cores and not view.loads.cpu_bound
+    return trains(view) and not view.loads.uses_tensor_cores and not view.loads.cpu_bound

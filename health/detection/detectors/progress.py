@@ -17,6 +17,7 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_service, is_waiting, is_working
 from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
 from .probing import next_probe_at
+from .stack_samples import stands_still, trains
 
 ENDLESS_WAIT_FACTOR = 1.25
 """Multiple of ``longest``, the upper limit of a waiting phase, after which a busy service no longer explains a wait
@@ -198,17 +199,19 @@ def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
 
     1. The replica trains without a gang, and its CPU works beside an idle GPU (an evaluation, or batch preparation).
        The CPU counts. It does not count in a gang, because ranks that wait in a collective use their CPUs too.
-    2. The replica trains, and it is in a gang or its tensor cores have been observed at work. Only tensor cores count,
-       because a waiting collective may occupy the GPU.
-    3. The phase computes. A running kernel counts or, without a GPU, the CPU.
-    4. In any other phase a running kernel counts, but not the CPU, because a busy loop uses the CPU too.
+    2. The replica trains, and tensor cores of its role have been observed at work. Only tensor cores count, because a
+       waiting collective may occupy the GPU.
+    3. The replica trains in a gang. A running kernel counts while the stacks of the gang move, or are not known.
+    4. The phase computes. A running kernel counts or, without a GPU, the CPU.
+    5. In any other phase a running kernel counts, but not the CPU, because a busy loop uses the CPU too.
     """
     loads = view.loads
-    trains = view.declared.computes and not view.declared.progresses
-    if trains and not view.in_gang and loads.cpu_bound:
+    if trains(view) and not view.in_gang and loads.cpu_bound:
         works, at = True, loads.latest_at
-    elif trains and (view.in_gang or loads.uses_tensor_cores):
+    elif trains(view) and (loads.uses_tensor_cores or (view.in_gang and view.role.uses_tensor_cores)):
         works, at = True, loads.tensor_active_at
+    elif trains(view) and view.in_gang:
+        works, at = loads.kernel_active and not stands_still(view), loads.latest_at
     else:
         works, at = loads.working if view.declared.computes else loads.kernel_active, loads.latest_at
     return works and at is not None and at >= due - MAX_LOAD_GAP_S

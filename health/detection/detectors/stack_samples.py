@@ -1,8 +1,12 @@
-"""Decide from samples of a trainer's stacks whether all ranks have stood at the same line while their GPUs are busy.
+"""Decide from samples of a gang's stacks whether it stands still although its loads look like work.
 
-A hung collective keeps every GPU busy, and looks like a long step if tensor cores cannot be observed. In a step that
-computes, the main threads of the ranks are rarely at the same line, and change their lines within minutes. Stacks are
-therefore sampled during long training passes whose only sign of work is a busy GPU.
+A hung collective keeps every GPU busy, and an endless loop keeps the CPU busy. In a pass that works, the main threads
+of the ranks change their lines within minutes, and the functions in which they are within half an hour. Stacks are
+therefore sampled during long passes in which loads do not show the difference:
+
+- training passes whose only sign of work is a busy GPU, because no tensor cores were ever observed at work
+- training passes of a trainer of one process whose CPU works while its GPU is idle
+- checkpoints and publications in which kernels run that compute nothing
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from ..health_monitor import HealthMonitor
 from ..records import ReplicaView
 from .base import is_waiting, is_working
 
-SAMPLE_INTERVAL_S = 300.0
-"""Time (s) from the beginning of a pass to the first sample, and between two samples. For a sample, py-spy reads each
-rank for some ms without pausing it."""
-MIN_EQUAL_SAMPLES = 3
-"""Number of consecutive equal samples after which a gang counts as standing still."""
+FIRST_SAMPLE_S = 300.0
+"""Time (s) from the beginning of a pass to the first sample."""
+SAMPLE_INTERVAL_S = 60.0
+"""Time (s) between two samples. For a sample, py-spy reads each rank for some ms without pausing it."""
+STANDSTILL_S = 240.0
+"""Time (s) over which all samples must be equal (five samples). Two samples of a rank that works may be equal by
+chance, because it spends most of a step at a few lines."""
 
 
 def due_stack_samples(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Incarnation], float]:
@@ -38,23 +44,39 @@ def due_stack_samples(monitor: HealthMonitor, limits: Limits, now: float) -> tup
     return sorted(due), then
 
 
+def trains(view: ReplicaView) -> bool:
+    """Return whether the replica is in a phase that computes without counting its progress."""
+    return view.declared.computes and not view.declared.progresses
+
+
 def stands_still(view: ReplicaView) -> bool:
-    """Return whether all ranks have been at the same line in each of at least ``MIN_EQUAL_SAMPLES`` samples."""
-    samples = view.stacks
-    fresh = view.last_message_at - samples.latest_at < 2 * SAMPLE_INTERVAL_S
-    return samples.count >= MIN_EQUAL_SAMPLES and samples.since >= view.last_change_at and fresh
+    """Return whether no rank of the gang has moved in the samples of the last ``STANDSTILL_S``."""
+    return _holds(view, view.stacks.still_since)
+
+
+def stands_at_one_line(view: ReplicaView) -> bool:
+    """Return whether the gang stands still, and all its ranks are at the same line."""
+    return stands_still(view) and view.stacks.sample is not None and view.stacks.sample.alike
+
+
+def stays_in_one_function(view: ReplicaView) -> bool:
+    """Return whether every rank has stayed within one function in the samples of the last ``STANDSTILL_S``."""
+    return _holds(view, view.stacks.same_functions_since)
+
+
+def _holds(view: ReplicaView, since: float) -> bool:
+    fresh = view.last_message_at - view.stacks.latest_at < 2 * SAMPLE_INTERVAL_S
+    return fresh and view.last_change_at <= since <= view.stacks.latest_at - STANDSTILL_S
 
 
 def _next_sample_at(view: ReplicaView) -> float:
-    """Return the time (s) of the next sample of the stacks of a replica's gang; inf if no sample is needed.
-
-    Samples are needed only in a training pass whose only sign of work is a busy GPU: the newest load shows a running
-    kernel, but no load has ever shown working tensor cores. While the replica waits for another replica, no sample is
-    needed.
-    """
-    trains = view.declared.computes and not view.declared.progresses
-    if not trains or not is_working(view) or is_waiting(view):
+    """Return the time (s) of the next sample of the stacks of a replica's gang; inf if no sample is needed."""
+    loads = view.loads
+    if trains(view):
+        blind = not loads.uses_tensor_cores and loads.kernel_active
+        unclear = blind or (loads.cpu_bound and not view.in_gang)
+    else:
+        unclear = view.declared.uses_storage and loads.spinning_since is not None
+    if not unclear or not is_working(view) or is_waiting(view):
         return inf
-    if view.loads.uses_tensor_cores or not view.loads.kernel_active:
-        return inf
-    return max(view.last_change_at, view.stacks.latest_at) + SAMPLE_INTERVAL_S
+    return max(view.last_change_at + FIRST_SAMPLE_S, view.stacks.latest_at + SAMPLE_INTERVAL_S)

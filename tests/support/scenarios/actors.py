@@ -10,6 +10,7 @@ from random import Random
 
 from rrl.core.phases import WAIT_DATA
 from rrl.core.types import AGENT, Incarnation, NodeName, ReplicaId, member_id, rank_of, replica_id
+from rrl.health.detection.records import StackSample
 from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable
 from rrl.tests.support.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
 from rrl.tests.support.scenarios.values import fixed
@@ -244,17 +245,17 @@ class Gang:
                 self.lump_at = now + self.rhythm_phase.every.draw(self.random)
         self.remaining -= dt * speed
 
-    def common_stack(self, now: float) -> str | None:
-        """Return a text that stands for the common stack of all members; None if their stacks differ.
+    def stacks(self, now: float) -> StackSample | None:
+        """Return the stacks of all members, which change while a member works; None while an agent does not answer.
 
-        The text changes while the members work. Stacks also count as different while an agent does not answer.
+        Members that wait for a stuck member in a collective do not move either.
         """
         if not all(member.node.agent_is_running(now) and now >= member.node.cut for member in self.members):
             return None
         stuck = [now < member.stuck for member in self.members]
-        if any(stuck) and not all(stuck):
-            return None
-        return f"{self.rhythm_phase.phase} since {self.entered_at:g} s" if any(stuck) else f"at {now:g} s"
+        moves = not all(stuck) and not (any(stuck) and self.rhythm_phase.phase in COLLECTIVE)
+        text = f"at {now:g} s" if moves else f"{self.rhythm_phase.phase} since {self.entered_at:g} s"
+        return StackSample(text, text, all(stuck) or not any(stuck))
 
     def is_stuck_taking_data(self, now: float) -> bool:
         """Return whether the replica is in ``wait_data`` but takes no data, because one of its processes is stuck."""

@@ -27,6 +27,7 @@ from rrl.core.types import (
     Verdict,
     role_of,
 )
+from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import Reading
 from rrl.tests.support.scenarios.judge import CurrentIncarnations
 from rrl.tests.support.scenarios.rhythms import Loads
@@ -145,7 +146,7 @@ class Baseline:
     def due_stacks(self, now: float) -> list[Incarnation]:
         return []
 
-    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+    def stacks(self, gang: Incarnation, sample: StackSample | None, now: float) -> None:
         pass
 
     def due_probes(self, now: float) -> list[Incarnation]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rrl.core.types import DataReport, Finding, Incarnation, NodeName, ProbeResult, ReplicaId
+from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import Reading
 from rrl.tests.support.scenarios.rhythms import Loads
 
@@ -58,8 +59,8 @@ class Judge(Protocol):
     def due_stacks(self, now: float) -> list[Incarnation]:
         """Return the gangs whose stacks the judge must compare."""
 
-    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
-        """Report a text that stands for the common stack of all members; None if stacks differ or one is unknown."""
+    def stacks(self, gang: Incarnation, sample: StackSample | None, now: float) -> None:
+        """Report the stacks of all members; None if one is unknown."""
 
     def forget(self, incarnation: Incarnation, now: float) -> None:
         """Report that the incarnation was fenced."""

@@ -38,6 +38,7 @@ from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.stack_samples import due_stack_samples
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, publish
+from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import READERS, Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder
 from rrl.manager.model.events import BaselinesLearned
@@ -199,8 +200,8 @@ class RrlDetectors:
     def due_stacks(self, now: float) -> list[Incarnation]:
         return due_stack_samples(self._monitor, self._limits, now)[0]
 
-    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
-        self._monitor.on_stacks(gang, stack, now)
+    def stacks(self, gang: Incarnation, sample: StackSample | None, now: float) -> None:
+        self._monitor.on_stacks(gang, sample, now)
         self._has_new_input = True
 
     # ── decisions of the manager ─────────────────────────────────────────────────────────────────────────────────────

@@ -138,7 +138,7 @@ class World:
         if not self.is_deaf:
             self._questions.exchange(self.judge, self.members_by_incarnation, self.now, self.clock)
             for asked in self.judge.due_stacks(self.clock):
-                self.judge.stacks(asked, self.gangs[asked.replica].common_stack(self.now), self.clock)
+                self.judge.stacks(asked, self.gangs[asked.replica].stacks(self.now), self.clock)
             self._poll_cluster()
 
     def _productive(self) -> dict[str, float]:

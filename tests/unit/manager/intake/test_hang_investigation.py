@@ -26,7 +26,7 @@ from rrl.core.types import (
     replica_id,
 )
 from rrl.health.detection.detect import detect
-from rrl.health.detection.detectors.stack_samples import SAMPLE_INTERVAL_S
+from rrl.health.detection.detectors.stack_samples import FIRST_SAMPLE_S
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, await_stacks
 from rrl.manager.context import PeerConnections, RunContext
@@ -488,7 +488,7 @@ def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path)
             assert replica.node is not None
             desk.monitor.on_launched(replica.incarnation, replica.node, began)
             desk.monitor.on_hello(replica.incarnation, replica.node, "train", began)
-        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        await asyncio.sleep(FIRST_SAMPLE_S)
         for one in members:
             incarnation = desk.world.state.replica(one).incarnation
             desk.monitor.on_heartbeat(incarnation, "train", 0, None, desk.now())
@@ -503,7 +503,9 @@ def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path)
         await desk.answer(WAITS)
         await asyncio.sleep(1)
         view = desk.monitor.replicas[members[0]]
-        assert (view.stacks.count, view.stacks.since) == (1, desk.now() - 1)
+        assert view.stacks.sample is not None
+        assert view.stacks.sample.alike
+        assert view.stacks.still_since == desk.now() - 1
         assert desk.taken() == []
         await desk.consider()
         assert desk.stack_requests() == [], "the next sample was requested too early"
@@ -517,7 +519,7 @@ def test_sample_that_no_agent_answers_counts_as_unequal(tmp_path: Path) -> None:
         assert replica.node is not None
         desk.monitor.on_launched(replica.incarnation, replica.node, desk.now())
         desk.monitor.on_hello(replica.incarnation, replica.node, "train", desk.now())
-        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        await asyncio.sleep(FIRST_SAMPLE_S)
         desk.monitor.on_heartbeat(replica.incarnation, "train", 0, None, desk.now())
         desk.monitor.on_load(replica.incarnation, 1.0, 1.0, desk.now())
         detect(desk.monitor, LIMITS, desk.now())
@@ -525,6 +527,6 @@ def test_sample_that_no_agent_answers_counts_as_unequal(tmp_path: Path) -> None:
         assert desk.stack_requests() != []
         await asyncio.sleep(STACKS_TIMEOUT_S + 1)
         view = desk.monitor.replicas[TRAINER]
-        assert (view.stacks.count, view.stacks.latest_at) == (0, desk.now() - 1)
+        assert (view.stacks.sample, view.stacks.latest_at) == (None, desk.now() - 1)
 
     play(tmp_path, story, suspect=TRAINER)

@@ -8,11 +8,11 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.health.detection.attribution.stack_groups import (
     GroupedStacks,
     Stack,
-    common_stack,
     group,
     main_thread,
     main_threads_only,
     parse,
+    sample,
     summary_lines,
 )
 
@@ -137,20 +137,20 @@ def test_main_threads_group_like_whole_dumps() -> None:
     assert "rrl-link" not in main_threads_only({7: DUMP})[7]
 
 
-# ── common stacks ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ranks_at_one_line_have_a_common_stack() -> None:
-    dumps = gang(WAITS, WAITS, WAITS)
-    assert common_stack(dumps, list(dumps)) == "\n".join(WAITS)
-
-
-def test_ranks_at_different_lines_of_one_function_have_no_common_stack() -> None:
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_sample_of_ranks_shows_whether_they_are_at_one_line() -> None:
     later = ("wait_for (store.py:11)", *WAITS[1:])
-    dumps = gang(WAITS, WAITS, later)
-    assert common_stack(dumps, list(dumps)) is None
+    at_one_line, apart = gang(WAITS, WAITS, WAITS), gang(WAITS, WAITS, later)
+    first, second = sample(at_one_line, list(at_one_line)), sample(apart, list(apart))
+    assert first is not None
+    assert second is not None
+    assert (first.alike, second.alike) == (True, False)
+    assert first.stacks != second.stacks, "a rank has moved to another line"
+    assert first.functions == second.functions
 
 
-def test_rank_without_a_dump_leaves_no_common_stack() -> None:
+def test_sample_without_the_stack_of_a_rank_is_unknown() -> None:
     dumps = gang(WAITS, WAITS)
-    assert common_stack(dumps, [*dumps, rank(2)]) is None
-    assert common_stack({}, [rank(0), rank(1)]) is None
-    assert common_stack({rank(0): {100: ""}, rank(1): {101: ""}}, [rank(0), rank(1)]) is None
+    assert sample(dumps, [*dumps, rank(2)]) is None
+    assert sample({}, [rank(0), rank(1)]) is None
+    assert sample({rank(0): {100: ""}, rank(1): {101: ""}}, [rank(0), rank(1)]) is None

@@ -5,14 +5,29 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.health.detection.detectors.pass_deadlines import MAX_BLIND_TRAINING_S, MAX_SAME_STACK_S
-from rrl.health.detection.detectors.stack_samples import MIN_EQUAL_SAMPLES, SAMPLE_INTERVAL_S, due_stack_samples
-from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUT, TRAINER, Trace, fail
+from rrl.health.detection.detectors.pass_deadlines import (
+    BUSY_DEADLINE_FACTOR,
+    MAX_BLIND_TRAINING_S,
+    MAX_FIRST_SAME_STACK_S,
+    MAX_ONE_FUNCTION_S,
+    MAX_SAME_STACK_S,
+    MAX_SPINNING_SAVE_S,
+)
+from rrl.health.detection.detectors.stack_samples import FIRST_SAMPLE_S, SAMPLE_INTERVAL_S, due_stack_samples
+from rrl.health.detection.records import StackSample
+from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, ROLLOUT, SPINNING, TRAINER, Trace, fail
 
 BLIND = (1.0, 1.0, None)
 """Load of a rank whose kernels run on a node without DCGM."""
 RANKS = (TRAINER, *(Incarnation(ReplicaId(f"trainer/0.{rank}"), 1) for rank in (1, 2, 3)))
-HANG = "wait (c10d.py:7)"
+HANG = StackSample("wait (c10d.py:7)", "wait (c10d.py)", alike=True)
+APART = StackSample("wait (c10d.py:7), read (data.py:3)", "wait (c10d.py), read (data.py)", alike=False)
+WORK = (
+    StackSample("step (train.py:4)", "step (train.py)", True),
+    StackSample("step (train.py:5)", "step (train.py)", True),
+)
+TWO_FUNCTIONS = (*WORK, StackSample("score (train.py:9)", "score (train.py)", True))
+Samples = tuple[StackSample | None, ...]
 
 
 def training(load: tuple[float, float | None, float | None] = BLIND) -> Trace:
@@ -24,7 +39,7 @@ def training(load: tuple[float, float | None, float | None] = BLIND) -> Trace:
     return trace
 
 
-def play(trace: Trace, seconds: float, *stacks: str | None) -> int:
+def play(trace: Trace, seconds: float, *stacks: StackSample | None) -> int:
     """Advance the clock, and answer each due sample with the next of ``stacks``, beginning again after the last.
 
     Return the number of samples.
@@ -40,22 +55,23 @@ def play(trace: Trace, seconds: float, *stacks: str | None) -> int:
 
 def test_gang_that_stands_at_one_line_with_busy_gpus_fails_long_before_a_blind_step() -> None:
     trace = training()
-    play(trace, MAX_SAME_STACK_S - 5, HANG)
+    play(trace, MAX_FIRST_SAME_STACK_S - 5, HANG)
     assert trace.found() == set()
     play(trace, 10, HANG)
     assert trace.found() == {fail("phase_overdue", TRAINER)}
-    assert MAX_SAME_STACK_S <= MAX_BLIND_TRAINING_S / 4
+    assert MAX_FIRST_SAME_STACK_S <= MAX_BLIND_TRAINING_S / 8
 
 
 @pytest.mark.parametrize(
     "stacks",
     [
-        ("step (train.py:4)", "step (train.py:5)"),  # it moves on
-        (None,),  # the ranks are at different lines, or their stacks cannot be read
+        WORK,  # it moves on
+        (APART,),  # the ranks are at different lines
+        (None,),  # their stacks cannot be read
         (HANG, HANG, None),  # the ranks are at one line for two samples at most
     ],
 )
-def test_gang_that_does_not_stand_at_one_line_has_its_deadline(stacks: tuple[str | None, ...]) -> None:
+def test_gang_that_does_not_stand_at_one_line_has_its_deadline(stacks: Samples) -> None:
     trace = training()
     play(trace, MAX_BLIND_TRAINING_S - 10, *stacks)
     assert trace.found() == set()
@@ -65,19 +81,19 @@ def test_gang_that_does_not_stand_at_one_line_has_its_deadline(stacks: tuple[str
 
 def test_collective_that_takes_minutes_once_is_no_hang() -> None:
     trace = training()
-    play(trace, 900, HANG)
-    play(trace, MAX_BLIND_TRAINING_S - 1000, "step (train.py:4)", "step (train.py:5)")
+    play(trace, MAX_FIRST_SAME_STACK_S - 10, HANG)
+    play(trace, MAX_BLIND_TRAINING_S - 1000, *WORK)
     assert trace.found() == set()
 
 
 def test_samples_of_an_earlier_step_do_not_count() -> None:
     trace = training()
-    play(trace, (MIN_EQUAL_SAMPLES + 1) * SAMPLE_INTERVAL_S, HANG)
+    play(trace, FIRST_SAMPLE_S + 4 * SAMPLE_INTERVAL_S, HANG)
     for rank in RANKS:
         trace.enter(rank, "wait_data")
         trace.enter(rank, "train")
     view = trace.monitor.replicas[TRAINER.replica]
-    assert (view.stacks.count, view.stacks.stack) == (0, None)
+    assert view.stacks.sample is None
 
 
 def test_second_step_that_stands_at_one_line_is_not_extended_as_work() -> None:
@@ -91,9 +107,67 @@ def test_second_step_that_stands_at_one_line_is_not_extended_as_work() -> None:
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
+@pytest.mark.parametrize(
+    ("stacks", "factor"), [(WORK, BUSY_DEADLINE_FACTOR), ((None,), BUSY_DEADLINE_FACTOR), ((APART,), 1.0)]
+)
+def test_busy_gang_without_tensor_signal_has_more_time_unless_its_stacks_stand_still(
+    stacks: Samples, factor: float
+) -> None:
+    trace = Trace()
+    for number, rank in enumerate(RANKS):
+        trace.node(f"n{number}", rank, phase="wait_data")
+        trace.loads[rank] = BLIND
+    for _ in range(4):
+        for phase in ("train", "wait_data"):
+            for rank in RANKS:
+                trace.enter(rank, phase)
+            trace.play(60)
+    for rank in RANKS:
+        trace.enter(rank, "train")
+    play(trace, factor * LIMITS.phase("train").shortest - 5, *stacks)
+    assert trace.found() == set()
+    play(trace, 10, *stacks)
+    assert trace.found() == {fail("phase_overdue", TRAINER)}
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "publish"])
+def test_save_with_spinning_kernels_fails_once_all_ranks_stand_at_one_line(phase: str) -> None:
+    trace = training(BUSY)
+    trace.play(60)
+    for rank in RANKS:
+        trace.loads[rank] = SPINNING
+        trace.enter(rank, phase)
+    play(trace, MAX_SPINNING_SAVE_S - 5, HANG)
+    assert trace.found() == set()
+    play(trace, 10, HANG)
+    assert trace.found() == {fail("phase_overdue", TRAINER)}
+
+
+def test_save_with_spinning_kernels_goes_on_while_a_rank_writes() -> None:
+    trace = training(BUSY)
+    trace.play(60)
+    for rank in RANKS:
+        trace.loads[rank] = SPINNING
+        trace.enter(rank, "checkpoint")
+    play(trace, 2 * MAX_SPINNING_SAVE_S, APART)
+    assert trace.found() == set()
+
+
+@pytest.mark.parametrize(("stacks", "limit_s"), [(WORK, MAX_ONE_FUNCTION_S), (TWO_FUNCTIONS, 3600.0)])
+def test_step_on_the_cpu_alone_fails_sooner_if_it_stays_in_one_function(stacks: Samples, limit_s: float) -> None:
+    trace = Trace().node("n1", TRAINER, phase="wait_data")
+    trace.learn(TRAINER, "train", 60.0, passes=4, between="wait_data")
+    trace.loads[TRAINER] = (1.0, 0.0, 0.0)
+    trace.enter(TRAINER, "train")
+    play(trace, limit_s - 5, *stacks)
+    assert trace.found() == set()
+    play(trace, 10, *stacks)
+    assert trace.found() == {fail("phase_overdue", TRAINER)}
+
+
 def test_stacks_are_sampled_at_intervals_and_once_for_each_gang() -> None:
     trace = training()
-    assert play(trace, SAMPLE_INTERVAL_S - 1, HANG) == 0
+    assert play(trace, FIRST_SAMPLE_S - 1, HANG) == 0
     assert play(trace, 3 * SAMPLE_INTERVAL_S, HANG) == 3
 
 
@@ -102,11 +176,11 @@ def test_no_stacks_are_sampled_where_loads_show_what_the_trainer_does(
     load: tuple[float, float | None, float | None],
 ) -> None:
     trace = training(load)
-    assert play(trace, 2 * SAMPLE_INTERVAL_S, HANG) == 0
+    assert play(trace, 2 * FIRST_SAMPLE_S, HANG) == 0
 
 
 def test_no_stacks_of_rollouts_are_sampled() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.loads[ROLLOUT] = BLIND
     trace.still.add(ROLLOUT)
-    assert play(trace, 2 * SAMPLE_INTERVAL_S, HANG) == 0
+    assert play(trace, 2 * FIRST_SAMPLE_S, HANG) == 0
