@@ -8,6 +8,8 @@ role. Median, mean and 95th percentile are all given, so that no statistic is se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -20,6 +22,32 @@ STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
     "mean": fmean,
     "p95": lambda values: quantile(values, 0.95),
 }
+
+
+TAILS: Mapping[str, tuple[str, ...]] = {
+    "checkpoint_spin_max_s": ("*/hang-checkpoint-spins", "*/hang-publish-spins-first"),
+    "first_collective_max_s": ("*/hang-first-collective-blind", "*/early-trainer-train-first-blind"),
+    "cpu_loop_max_s": ("*/hang-train-cpu-loop",),
+    "between_idle_max_s": ("*/trainer-between-idle-hang-first",),
+}
+"""For each kind of hang that deadlines decide, the shipped scenarios of which :func:`hang_delays` gives the maximum."""
+
+
+def hang_delays(plays: Sequence[Played]) -> dict[str, float]:
+    """Return median and 95th percentile of the delays (s) of all hangs that were found, and the maxima of ``TAILS``.
+
+    A maximum is inf if a hang was not found, and is missing if no such scenario was played.
+    """
+    hangs = [
+        (play.scenario, inf if one.found_at is None else one.found_at - one.since)
+        for play in plays for one in play.outcomes if one.cause == "hang" and one.verdict == "FAIL"
+    ]  # fmt: skip
+    found = [delay for _, delay in hangs if delay < inf]
+    figures = {"hang_median_s": median(found), "hang_p95_s": quantile(found, 0.95)} if found else {}
+    for name, patterns in TAILS.items():
+        delays = [delay for scenario, delay in hangs if any(fnmatchcase(scenario, one) for one in patterns)]
+        figures |= {name: max(delays)} if delays else {}
+    return figures
 
 
 def hang_delays_by_role(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from rrl.benchmarks._detection_curve import FACTORS, MATCHED, MatchedDelay, Point, match_delay, point
-from rrl.benchmarks._detection_figures import STATISTICS, hang_delays_by_role, samples, suites
+from rrl.benchmarks._detection_figures import STATISTICS, hang_delays, hang_delays_by_role, samples, suites
 from rrl.benchmarks._detection_runs import Run, available_cores, play_all
 from rrl.benchmarks._provenance import provenance, raw_samples
 from rrl.benchmarks._requirements import check_requirements
@@ -120,7 +120,7 @@ def _result(
                    for method, figures in each.items() if figures["both"]}
             for role, each in hangs.items() if any(figures["both"] for figures in each.values())
         },
-        "hangs": hangs, "suites": counted,
+        "hangs": hangs, "suites": counted, **hang_delays(plays[OURS]),
         "broken": sorted({play.scenario for play in plays[OURS] if play.broken}),
     }  # fmt: skip
     if match is not None:

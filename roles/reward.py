@@ -145,6 +145,7 @@ def main() -> None:
         task = load_task(me.job.task, me.job.seed, tokenizer, folder)
         evaluation_task = load_evaluation_task(me.job, tokenizer, folder)[0] if me.job.eval is not None else None
     with me:
+        me.on_probe(lambda: "the scorer waits for work")  # while it scores, the user's code may block this thread
         scorer = Scorer(task, tokenizer, folder, evaluation_task)
         for work in me.scoring(at_most=me.job.reward.lease):
             with me.phase("score"):

@@ -75,6 +75,8 @@ class LoadHistory:
     """Whether the newest load shows a running kernel; without a GPU, whether it shows a working CPU."""
     kernel_active: bool = False
     """Whether the newest load shows a running kernel."""
+    gpu_full: bool = False
+    """Whether the newest load shows a GPU that is never idle (``SPIN_GPU_SHARE``), whatever its kernels compute."""
     cpu_bound: bool = False
     """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
     cpu_working_loads: int = 0
@@ -109,8 +111,9 @@ class LoadHistory:
             self.reset()
         since = now if self.latest_at is None else self.latest_at
         idle = cpu < IDLE_CPU_CORES and (gpu is None or gpu < IDLE_GPU_SHARE)
-        gpu_busy = gpu is not None and gpu >= SPIN_GPU_SHARE and tensor is not None and tensor < SPIN_TENSOR_SHARE
-        spinning = gpu_busy and (self.uses_tensor_cores or needs_tensor_cores)
+        self.gpu_full = gpu is not None and gpu >= SPIN_GPU_SHARE
+        computes_nothing = tensor is not None and tensor < SPIN_TENSOR_SHARE
+        spinning = self.gpu_full and computes_nothing and (self.uses_tensor_cores or needs_tensor_cores)
         self.idle_since, self.idle_loads = _extend_run(idle, self.idle_since, self.idle_loads, since)
         gpu_idle = idle if gpu is None else gpu < IDLE_GPU_SHARE
         self.gpu_idle_since = (since if self.gpu_idle_since is None else self.gpu_idle_since) if gpu_idle else None
@@ -132,7 +135,7 @@ class LoadHistory:
         """Discard the intervals and the newest load, but not whether kernels and tensor cores were ever at work."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
         self.idle_loads = self.spinning_loads = self.cpu_working_loads = 0
-        self.working = self.kernel_active = self.cpu_bound = self.cpu_active = self.stopped = False
+        self.working = self.kernel_active = self.gpu_full = self.cpu_bound = self.cpu_active = self.stopped = False
 
     def idle_for(self, since: float) -> float:
         """Return for how many seconds CPU and GPU have been idle, counted from ``since`` on; negative if they work."""

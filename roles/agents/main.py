@@ -64,9 +64,18 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
     Raises:
         Exception: The exception with which more than half of the newest attempts failed.
     """
+    loop = asyncio.get_running_loop()
+
+    async def leases_episodes() -> None:
+        """Wait until the agents' event loop runs, if it has no agent whose code may block it."""
+        if not status.at_work:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+
     with me.episode_status() as status:
         reported = status.endpoint_changed
-        with LoopbackEndpoint(me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, reported) as endpoint:
+        with LoopbackEndpoint(
+            me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, reported, me, leases_episodes
+        ) as endpoint:
             await _run(me, agent, endpoint, status)
 
 

@@ -10,6 +10,9 @@ import asyncio
 import logging
 import socket
 import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +34,27 @@ _SEND_BUFFER_BYTES = 128 * 2**10
 stream has only hundreds of bytes per second."""
 _STOP_TIMEOUT_S = 5.0
 """Seconds to wait for the end of open calls when the server is stopped."""
+
+
+_PROBE_POLL_S = 0.5
+"""Seconds between two checks whether a probe waits for its answer."""
+
+
+class Probed(Protocol):
+    """The part of :class:`rrl.Worker` by which a server answers probes."""
+
+    @property
+    def probed(self) -> bool:
+        """Whether a probe waits for its answer."""
+        ...
+
+    def on_probe(self, handler: Callable[[], object]) -> None:
+        """Answer probes in the calling thread."""
+        ...
+
+    def answer_probe(self) -> None:
+        """Answer a probe that waits."""
+        ...
 
 
 class EndpointServer:
@@ -59,16 +83,47 @@ class EndpointServer:
                 timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the thread. Connections are accepted from now on, and served as soon as the loop runs."""
+    def start(self, me: Probed | None = None, ready: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Start the thread. Connections are accepted from now on, and served as soon as the loop runs.
+
+        Args:
+            me: The process whose probes the loop answers, by a request to itself; None if it answers none.
+            ready: Waits in the loop until the rest of the process could do its work, too.
+        """
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(me, ready)), name="endpoint", daemon=True
+        )
         self._thread.start()
+
+    async def _serve(self, me: Probed | None, ready: Callable[[], Awaitable[None]] | None) -> None:
+        answering = None if me is None else asyncio.create_task(self._answer_probes(me, ready))
+        await self._server.serve([self._socket])
+        if answering is not None:
+            answering.cancel()
+
+    async def _answer_probes(self, me: Probed, ready: Callable[[], Awaitable[None]] | None) -> None:
+        me.on_probe(lambda: "the endpoint has answered a request")
+        while True:
+            await asyncio.sleep(_PROBE_POLL_S)
+            if not me.probed:
+                continue
+            with suppress(OSError):  # the next request may be answered
+                reader, writer = await asyncio.open_connection(*self._socket.getsockname()[:2])
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: probe\r\nConnection: close\r\n\r\n")
+                answered = await reader.readline()
+                writer.close()
+                if answered and ready is not None:
+                    await ready()
+                if answered:
+                    me.answer_probe()
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
         self._socket.close()
 
 

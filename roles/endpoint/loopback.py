@@ -5,14 +5,14 @@ The endpoint exists as long as the agents of its process, so its address never c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from ...core.run_spec import RunSpec
 from ..models.conversation import ModelChat
 from ..trajectories.episodes.requests import EpisodeItem
 from .application import Endpoint, served_run
-from .http_server import EndpointServer
+from .http_server import EndpointServer, Probed
 from .key import EpisodeKey, encode_key
 from .turns.store_turns import AskStore, StoreTurns
 
@@ -28,18 +28,21 @@ class LoopbackEndpoint:
         ask: Sends requests to the store.
         on_change: Called in the thread of the endpoint when one of its arguments has changed: the number of calls that
             wait for tokens, and the number of calls answered so far.
+        me: As for :meth:`EndpointServer.start`.
+        ready: As for :meth:`EndpointServer.start`.
     """
 
     def __init__(
         self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore,
-        on_change: Callable[[int, int], None],
+        on_change: Callable[[int, int], None], me: Probed | None = None,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self._run, self._secret, self._on_change = run, secret, on_change
         self._endpoint = Endpoint(served_run(job, run, secret), chat, StoreTurns(ask), self._changed)
-        self._server = EndpointServer(self._endpoint.application)
+        self._server, self._me, self._ready = EndpointServer(self._endpoint.application), me, ready
 
     def __enter__(self) -> LoopbackEndpoint:
-        self._server.start()
+        self._server.start(self._me, self._ready)
         return self
 
     def __exit__(

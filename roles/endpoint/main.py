@@ -47,7 +47,7 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
     served = served_run(me.job, me.run_dir.id, me.keys.secret)
     endpoint = Endpoint(served, chat, StoreTurns(me.ask_store), changed.set, routes.routes())
     server = EndpointServer(endpoint.application, host, port)
-    server.start()
+    server.start(me)
     try:
         write_address(me.run_dir, int(index_of(me.launch.incarnation.replica)), server.base_url)
         _report(me, endpoint, changed)

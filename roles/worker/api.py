@@ -198,6 +198,11 @@ class Worker:
         """
         self._connection.probes.on_probe(handler)
 
+    @property
+    def probed(self) -> bool:
+        """Whether a probe waits for :meth:`answer_probe`, for a role whose answer takes more than one call."""
+        return self._connection.probes.pending
+
     def answer_probe(self) -> None:
         """Answer a pending probe. Call this regularly during long work without any other call of the API."""
         self._connection.probes.answer()

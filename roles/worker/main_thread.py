@@ -114,6 +114,11 @@ class ProbeResponder:
         self._thread = threading.get_ident()
         self._handler = handler
 
+    @property
+    def pending(self) -> bool:
+        """Whether a probe waits for its answer."""
+        return bool(self._pending)
+
     def on_request(self, probe: Probe, incarnation: Incarnation) -> None:
         """Store a probe for the role's thread, or answer that the role has no handler.
 

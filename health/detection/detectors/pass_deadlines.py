@@ -64,7 +64,7 @@ MAX_FIRST_SAME_STACK_S = 900.0
 connections of a large job takes up to 12 min (the slowest of our scenarios)."""
 MAX_SPINNING_SAVE_S = 600.0
 """Deadline (s) of a checkpoint or publication in which all ranks stand at the same line while their GPUs run kernels
-that compute nothing: the timeout of a collective in torch.distributed. A rank that writes is at another line."""
+all the time: the timeout of a collective in torch.distributed. A rank that writes is at another line."""
 MAX_ONE_FUNCTION_S = 1800.0
 """Deadline (s) of a training pass, other than a first pass, in which the CPU of a trainer of one process works within
 one function while its GPU is idle. Our choice: an evaluation or the preparation of a batch changes functions."""

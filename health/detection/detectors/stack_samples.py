@@ -6,7 +6,7 @@ therefore sampled during long passes in which loads do not show the difference:
 
 - training passes whose only sign of work is a busy GPU, because no tensor cores were ever observed at work
 - training passes of a trainer of one process whose CPU works while its GPU is idle
-- checkpoints and publications in which kernels run that compute nothing
+- checkpoints and publications in which kernels run all the time
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def trains(view: ReplicaView) -> bool:
     return view.declared.computes and not view.declared.progresses
 
 
+def _saves(view: ReplicaView) -> bool:
+    """Return whether the replica is in a phase that writes the result of its work: a checkpoint or a publication."""
+    return view.declared.uses_storage and view.declared.useful and view.declared.longest != inf
+
+
 def stands_still(view: ReplicaView) -> bool:
     """Return whether no rank of the gang has moved in the samples of the last ``STANDSTILL_S``."""
     return _holds(view, view.stacks.still_since)
@@ -76,7 +81,7 @@ def _next_sample_at(view: ReplicaView) -> float:
         blind = not loads.uses_tensor_cores and loads.kernel_active
         unclear = blind or (loads.cpu_bound and not view.in_gang)
     else:
-        unclear = view.declared.uses_storage and loads.spinning_since is not None
+        unclear = _saves(view) and loads.gpu_full
     if not unclear or not is_working(view) or is_waiting(view):
         return inf
     return max(view.last_change_at + FIRST_SAMPLE_S, view.stacks.latest_at + SAMPLE_INTERVAL_S)

@@ -49,6 +49,11 @@ class EpisodeStatus:
     ) -> None:
         self._set_phase(BETWEEN, None, None)
 
+    @property
+    def at_work(self) -> int:
+        """Number of attempts at work."""
+        return self._at_work
+
     def attempts_changed(self, at_work: int) -> None:
         """Report the number of attempts at work."""
         with self._lock:
