@@ -22,6 +22,7 @@ from ...core.types import (
     GpuUse,
     NodeName,
     Outcome,
+    OutsideKind,
     Verdict,
     is_preloaded,
     natural_sort_key,
@@ -32,7 +33,7 @@ from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from ...manager.model.queries import progress, reached_step, weights_lag_steps, workers
 from ...manager.model.reduce_nodes import DRAIN
-from ...manager.model.state import Allocation, Node, State
+from ...manager.model.state import Allocation, Node, Replica, State
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import bar, curve, folded, number, resampled
 from .pace import (
@@ -185,6 +186,8 @@ def _facts(
             facts.add_row(label, text)
         for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
             facts.add_row(label, bounded(note, "red" if notes else ""))
+        for store in (one for one in workers(state) if one.is_current and one.outside is not None):
+            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, now)}", "yellow"))
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
     for label, text in model_folder_rows(folders):
@@ -282,6 +285,19 @@ def _notes_of_replicas(state: State) -> Iterator[tuple[str, Text]]:
     for note, replicas in list(notes.items())[:MAX_LISTED]:
         more = f" and {len(replicas) - 1} more" if len(replicas) > 1 else ""
         yield "note", bounded(f"{replicas[0]}{more}: {note}")
+
+
+def outside_wait_text(replica: Replica, now: float) -> str:
+    """Return what the run waits for outside of itself according to the store, and for how long."""
+    assert replica.outside is not None
+    kind, episode, time = replica.outside.kind, replica.outside.episode, span(now - replica.outside_since)
+    match kind:
+        case OutsideKind.EPISODE:
+            return f"waits for {time} for an outside agent to open an episode"
+        case OutsideKind.AGENT:
+            return f"waits for episode {episode} of outside agents, opened {time} ago"
+        case OutsideKind.REWARD:
+            return f"waits for the reward of episode {episode}, finished {time} ago"
 
 
 def _held_back_nodes(state: State, now: float) -> Iterator[tuple[NodeName, str]]:

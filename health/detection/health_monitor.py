@@ -199,6 +199,7 @@ class HealthMonitor:
         run = self.run
         if data.outside is not None:
             run.outside_until = now
+            run.outside_since = now if run.outside is None else run.outside_since
         if (run.outside is None) != (data.outside is None) or run.holders != data.holders:
             self.dirty.update(self.nodes)  # the deadlines of all waits change
         run.outside, run.holders = data.outside, data.holders

@@ -311,6 +311,8 @@ class RunView:
 
     outside: OutsideWait | None = None
     """What the run waits for outside of itself; None if it waits for nobody outside."""
+    outside_since: float = 0.0
+    """Time (s) since which every report has named such a wait; without meaning if the newest one names none."""
     outside_until: float = -inf
     """Time (s) of the newest report that the run waits for somebody outside. Until then nobody in the run was at fault
     for a wait."""

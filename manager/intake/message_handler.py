@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of
+from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, replica_id, role_of
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming
 from ..cluster.base import NotStarted, RejectReason
@@ -58,6 +58,9 @@ def with_reason(run: RunDir, event: Event) -> Event:
     return replace(event, detail=f"{NEVER_APPEARED}: {output}")
 
 
+OUTSIDE_SHOWN_AFTER_S = 30.0
+"""Seconds for which the run waits for somebody outside before this is recorded, and the minimum time between records of
+waits for different episodes. Shorter waits are normal in every step."""
 MAX_NOTE_CHARS = 300
 """Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
@@ -88,6 +91,8 @@ class MessageHandler:
         sent on the older connection may still arrive."""
         self.clock_recorder = ClockRecorder(context)
         self._gpu_use_recorder = GpuUseRecorder(context)
+        self._outside_recorded_at = 0.0
+        """Manager's time (s) of the newest record of a wait for somebody outside of the run."""
         self._departed: set[Incarnation] = set()
         """Incarnations whose process sent Goodbye. Their command may continue and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
@@ -385,6 +390,16 @@ class MessageHandler:
             if message.completes_commit:
                 self.clock_recorder.on_commit()
 
+    def _record_outside_wait(self, store: Incarnation, now: float) -> None:
+        """Record for whom outside of the run the whole run has waited for some time, and when this ends."""
+        run, known = self._context.monitor.run, self._context.state().replica(store.replica).outside
+        wait = run.outside if run.outside is not None and now - run.outside_since >= OUTSIDE_SHOWN_AFTER_S else None
+        if (wait and (wait.kind, wait.episode)) == (known and (known.kind, known.episode)):
+            return
+        if wait is None or known is None or now - self._outside_recorded_at >= OUTSIDE_SHOWN_AFTER_S:
+            self._outside_recorded_at = now
+            self._context.record(ev.OutsideWaitChanged(store, wait))
+
     def _may_exit(self, incarnation: Incarnation) -> bool:
         """Return whether the incarnation may exit after its Goodbye, because its role is a user's command."""
         role = next(
@@ -402,6 +417,8 @@ class MessageHandler:
                 incarnation.replica
             ).note:
                 self._context.record(ev.NoteChanged(incarnation, note))
+            if incarnation.replica == STORE:
+                self._record_outside_wait(incarnation, now)
         elif isinstance(message, msg.ClockReport):
             self.clock_recorder.on_report(incarnation, message.clock)
         elif isinstance(message, msg.PhaseEntered):

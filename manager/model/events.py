@@ -12,7 +12,17 @@ from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
 from ...core.phases import ClockReading
 from ...core.run_spec import RunSpec
-from ...core.types import Finding, GpuUse, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, Version
+from ...core.types import (
+    Finding,
+    GpuUse,
+    Incarnation,
+    NodeName,
+    Outcome,
+    OutsideWait,
+    RaisedException,
+    ReplicaId,
+    Version,
+)
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationStatus, NodeStatus, RejectReason
 from .actions import Decision, ExternalAction
@@ -145,6 +155,13 @@ class NoteChanged(Struct, frozen=True, tag=True):
 
     incarnation: Incarnation
     note: str
+
+
+class OutsideWaitChanged(Struct, frozen=True, tag=True):
+    """The store reports for whom outside of the run the whole run waits; None if it waits for nobody outside."""
+
+    incarnation: Incarnation
+    wait: OutsideWait | None = None
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
@@ -313,9 +330,10 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
-    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
-    StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
-    StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged | GpuUseRecorded | RunEnded
+    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | OutsideWaitChanged | FirstWorkDone |
+    VersionAvailable | StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed |
+    TokensCounted | StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged | GpuUseRecorded |
+    RunEnded
 )  # fmt: skip
 
 

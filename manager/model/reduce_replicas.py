@@ -51,9 +51,9 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
     return with_replica(
         state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number,
         since=at, node=action.node, allocation=action.allocation, step=action.step, admitted_process=admitted, pid=pid,
-        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None,
-        weight_address=None, weight_version=None, advanced=False, preferred_node=None, promoted_from=standby,
-        commits=0, fault="",
+        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", outside=None,
+        listen_address=None, weight_address=None, weight_version=None, advanced=False, preferred_node=None,
+        promoted_from=standby, commits=0, fault="",
     )  # fmt: skip
 
 
@@ -343,6 +343,12 @@ def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
 def on_note_changed(state: State, at: float, event: ev.NoteChanged) -> State:
     """Record the message of a replica for users."""
     return with_replica(state, event.incarnation.replica, note=event.note)
+
+
+def on_outside_wait_changed(state: State, at: float, event: ev.OutsideWaitChanged) -> State:
+    """Record for whom outside of the run the whole run waits, according to the store."""
+    since = at - event.wait.seconds if event.wait is not None else 0.0
+    return with_replica(state, event.incarnation.replica, outside=event.wait, outside_since=since)
 
 
 def on_version_available(state: State, at: float, event: ev.VersionAvailable) -> State:

@@ -20,6 +20,7 @@ from ...core.types import (
     Incarnation,
     NodeName,
     Outcome,
+    OutsideWait,
     RaisedException,
     ReplicaId,
     Version,
@@ -119,6 +120,10 @@ class Replica(Struct, frozen=True):
     waits_for: ReplicaId | None = None
     note: str = ""
     """Message for users that the newest incarnation reported about itself."""
+    outside: OutsideWait | None = None
+    """For the store: what the whole run waits for outside of itself; None if it waits for nobody outside."""
+    outside_since: float = 0.0
+    """Manager's time (s) since which it waits for that."""
     listen_address: str | None = None
     weight_address: str | None = None
     weight_version: Version | None = None

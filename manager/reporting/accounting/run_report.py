@@ -166,7 +166,9 @@ class Account:
             if event.incarnation.replica == TRAINER:
                 self.steps.apply(stamped, ())
             return
-        if isinstance(event, ev.ClocksRecorded | ev.NoteChanged | ev.GpuUseRecorded | ev.ValuesLogged):
+        if isinstance(
+            event, ev.ClocksRecorded | ev.NoteChanged | ev.OutsideWaitChanged | ev.GpuUseRecorded | ev.ValuesLogged
+        ):
             return
         for change in self.timeline.apply(stamped).work:
             self._work.apply(change)
