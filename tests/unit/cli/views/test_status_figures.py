@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rrl.cli.main import run
 from rrl.cli.views.status import MAX_GPU_USE_AGE_S, status_view
-from rrl.core.types import GpuUse, NodeName, Version
+from rrl.core.types import GpuUse, NodeName, OutsideKind, OutsideWait, Version
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Why
 from rrl.tests.support.cli.explained import INSIDE_WORDS
@@ -142,6 +142,23 @@ def test_equal_notes_share_a_row() -> None:
     for replica in ("rollout/0", "rollout/1"):
         story.record(ev.NoteChanged(story.incarnation(replica), "the judge is slow"))
     assert fact(story, "note") == ["rollout/0 and 1 more: the judge is slow"]
+
+
+@pytest.mark.parametrize(
+    ("wait", "text"),
+    [
+        (OutsideWait(OutsideKind.EPISODE, None, 60.0), "waits for 1m03s for an outside agent to open an episode"),
+        (OutsideWait(OutsideKind.AGENT, 7, 840.0), "waits for episode 7 of outside agents, opened 14m03s ago"),
+        (OutsideWait(OutsideKind.REWARD, 7, 7200.0), "waits for the reward of episode 7, finished 2h00m ago"),
+    ],
+)
+def test_wait_for_somebody_outside_is_named_with_its_time_while_it_lasts(wait: OutsideWait, text: str) -> None:
+    story = Story().works()
+    store = story.incarnation("trajectories/0")
+    story.record(ev.OutsideWaitChanged(store, wait))
+    assert fact(story, "outside", after_s=3.0) == [f"the run {text}"]
+    story.record(ev.OutsideWaitChanged(store))
+    assert fact(story, "outside") == []
 
 
 def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:

@@ -11,9 +11,22 @@ import pytest
 
 from rrl.core.launch import ExitReason, ExitRecord, tag_of
 from rrl.core.run_spec import Limits
-from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, RaisedException, ReplicaId, Version
+from rrl.core.types import (
+    STORE,
+    DataReport,
+    Incarnation,
+    NodeName,
+    Outcome,
+    OutsideKind,
+    OutsideWait,
+    ProbeResult,
+    RaisedException,
+    ReplicaId,
+    Version,
+)
 from rrl.health.detection.detect import detect
 from rrl.manager.cluster.base import RejectReason
+from rrl.manager.intake.message_handler import OUTSIDE_SHOWN_AFTER_S
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch
 from rrl.manager.model.state import State, Status
@@ -34,6 +47,31 @@ def test_note_of_a_replica_is_recorded_on_change_with_escaped_control_characters
         hearing.handle(msg.Heartbeat(R1, "generate", 1, note=note))
     noted = [event for event in hearing.events if isinstance(event, ev.NoteChanged)]
     assert noted == [ev.NoteChanged(R1, r"waits for \x1b[2Jgroup 3\n"), ev.NoteChanged(R1, "")]
+
+
+def test_wait_for_somebody_outside_is_recorded_once_it_has_lasted_and_when_it_ends(tmp_path: Path) -> None:
+    store = Incarnation(STORE, 1)
+    tag = tag_of(RUN, store)
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(store, tag, "pool", N1, WHY)))
+    hearing.handle(
+        msg.AdmissionRequest(store, tag, N1, 43),
+        msg.Hello(store, tag, N1, "host", 44, "serve", weight_address="tcp://127.0.0.1:2"),
+    )
+
+    def reports(*waits: OutsideWait | None) -> list[OutsideWait | None]:
+        before = len(hearing.events)
+        for wait in waits:
+            hearing.handle(msg.Heartbeat(store, "serve", 1, data=DataReport(outside=wait)))
+        return [event.wait for event in hearing.events[before:] if isinstance(event, ev.OutsideWaitChanged)]
+
+    first, later = OutsideWait(OutsideKind.AGENT, 3, 40.0), OutsideWait(OutsideKind.AGENT, 4, 1.0)
+    assert reports(None, first, None, first, first) == [], "short waits are normal in every step"
+    hearing.monitor.run.outside_since -= OUTSIDE_SHOWN_AFTER_S
+    assert reports(first, first) == [first]
+    assert hearing.state is not None
+    assert hearing.state.replica(STORE).outside_since == 100.0 - 40.0
+    assert reports(later) == [], "waits for one episode after the other are records of their own only at intervals"
+    assert reports(None, None) == [None]
 
 
 def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Handling) -> None:

@@ -22,6 +22,8 @@ from rrl.core.types import (  # fmt: skip
     Incarnation,
     NodeName,
     Outcome,
+    OutsideKind,
+    OutsideWait,
     Remedy,
     ReplicaId,
     Verdict,
@@ -661,6 +663,9 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
         ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas
     ),
     ev.NoteChanged: st.builds(ev.NoteChanged, _incarnations, st.sampled_from(["", "the trainer waits for group 3"])),
+    ev.OutsideWaitChanged: st.builds(
+        ev.OutsideWaitChanged, _incarnations, st.none() | st.just(OutsideWait(OutsideKind.AGENT, 3, 60.0))
+    ),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
     ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
     ev.StepCommitted: st.builds(

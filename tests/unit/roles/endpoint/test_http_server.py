@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rrl.core.types import Incarnation, ProbeResult, ReplicaId
 from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.worker.main_thread import ProbeResponder
+from rrl.transport.messages import Probe, ProbeReply
 
 TIMEOUT_S = 30.0
 
@@ -35,3 +39,74 @@ def test_stop_breaks_the_connection_of_a_waiting_call_without_a_reply() -> None:
         server.stop()
         with pytest.raises(openai.APIConnectionError):
             call.result(TIMEOUT_S)
+
+
+# ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+ENDPOINT = Incarnation(ReplicaId("endpoint/0"), 1)
+
+
+class ProbedProcess:
+    """The probes of a process, and the calls of an application, which all wait until ``free`` is set."""
+
+    def __init__(self) -> None:
+        self.replies: list[ProbeReply] = []
+        self.replied, self.registered, self.free = threading.Event(), threading.Event(), threading.Event()
+        self._responder = ProbeResponder(self._reply)
+        self.free.set()
+
+    def _reply(self, reply: ProbeReply) -> None:
+        self.replies.append(reply)
+        self.replied.set()
+
+    @property
+    def probed(self) -> bool:
+        return self._responder.pending
+
+    def on_probe(self, handler: Callable[[], object]) -> None:
+        self._responder.on_probe(handler)
+        self.registered.set()
+
+    def answer_probe(self) -> None:
+        self._responder.answer()
+
+    def probe(self, number: int) -> None:
+        assert self.registered.wait(TIMEOUT_S)
+        self._responder.on_request(Probe(ENDPOINT, number), ENDPOINT)
+
+    async def models(self, _: Request) -> Response:
+        self.free.wait()  # blocks the loop of the server
+        return JSONResponse({})
+
+
+def test_probe_is_answered_by_the_loop_that_serves_calls_and_not_while_it_hangs() -> None:
+    me = ProbedProcess()
+    server = EndpointServer(Starlette(routes=[Route("/v1/models", me.models)]))
+    server.start(me)
+    me.probe(1)
+    assert me.replied.wait(TIMEOUT_S)
+    assert [(reply.id, reply.result) for reply in me.replies] == [(1, ProbeResult.WORKS)]
+    me.replied.clear()
+    me.free.clear()
+    me.probe(2)
+    assert not me.replied.wait(3.0), "a loop that hangs answers probes"
+    me.free.set()
+    assert me.replied.wait(TIMEOUT_S)
+    server.stop()
+
+
+def test_probe_is_not_answered_while_the_rest_of_the_process_is_not_ready() -> None:
+    me, asked, ready = ProbedProcess(), threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        asked.set()
+        while not ready.is_set():
+            await asyncio.sleep(0.01)
+
+    server = EndpointServer(Starlette(routes=[Route("/v1/models", me.models)]))
+    server.start(me, wait)
+    me.probe(1)
+    assert asked.wait(TIMEOUT_S)
+    assert not me.replies
+    ready.set()
+    assert me.replied.wait(TIMEOUT_S)
+    server.stop()
