@@ -180,6 +180,8 @@ class Gang:
     incarnation."""
     waits: bool = False
     """Whether the replica stops or is slower because it waits for another role."""
+    promoted_from: list[Incarnation] = field(default_factory=list)
+    """The standby processes that become the members of the next incarnation; empty if it is launched."""
     restarts: list[tuple[float, NodeName]] = field(default_factory=list)
 
     @property

@@ -75,7 +75,9 @@ class Baseline:
         self.replicas: dict[Incarnation, _ReplicaState] = {}
         self._proofs: dict[str, Finding] = {}
 
-    def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
+    def launched(
+        self, incarnation: Incarnation, node: NodeName, now: float, standby: Incarnation | None = None
+    ) -> None:
         self.replicas[incarnation] = _ReplicaState(node, now, tokens_at=now, tensor_at=now, heartbeat_at=now)
 
     def hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None:
@@ -240,8 +242,10 @@ class WarnsOfAll(Baseline):
         super().__init__(FixedTimeout(inf))
         self._warnings: dict[Incarnation | NodeName, Finding] = {}
 
-    def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
-        super().launched(incarnation, node, now)
+    def launched(
+        self, incarnation: Incarnation, node: NodeName, now: float, standby: Incarnation | None = None
+    ) -> None:
+        super().launched(incarnation, node, now, standby)
         self._warnings[incarnation] = _finding("warned", Cause.HANG, now, incarnation, verdict=Verdict.WARN)
 
     def agent(self, node: NodeName, incarnation: Incarnation, now: float, boot: str = "") -> None:

@@ -53,7 +53,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "hca_gone": ("port", "for"),
     "mount": ("path", "set", "grow", "for"),
     "host": ("set", "grow", "unread", "for"),
-    "kernel": ("kind", "text", "path", "times", "every", "age"),
+    "kernel": ("kind", "text", "path", "exists", "times", "every", "age"),
     "dcgm": ("gpu", "system", "incident", "severity", "text", "source", "for"),
     "reader": ("reader", "state", "text", "for"),
     "manager_restart": ("for",),

@@ -117,8 +117,10 @@ class RoleTable(_Table):
     gpus: int | None = Field(default=None, ge=0, le=16)
     """GPUs of each process; None means 8 for trainer and rollout, and 0 for other roles."""
     probed: bool | None = None
-    """Whether the role answers probes for work. None means that rollouts answer and other roles reply that they have no
-    handler."""
+    """Whether the role answers probes for work. None means that rollouts and services answer, and that other roles
+    reply that they have no handler."""
+    standby: bool = False
+    """Whether each process of the role has a standby process on its node, which takes its place after a failure."""
     on: tuple[str, ...] = ()
     """Nodes, one for each process. If empty, each process has a node of its own, in order, and roles without GPUs share
     one node."""
@@ -205,6 +207,8 @@ class Event(_Table):
     """Kind of the kernel line; with None it is derived from the text of the line."""
     by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
     """Readers that report an Xid (key ``by``)."""
+    exists: bool = True
+    """Whether the node has the device whose PCI address an SXid names."""
     age: Lasting | None = None
     """Age (s) of the kernel line when the scenario begins; None if the kernel writes the line during the scenario."""
     unread: tuple[str, ...] = ()

@@ -255,7 +255,8 @@ def _kernel_event(event: Event) -> r.KernelEvent:
         line = known
     else:
         raise AssertionError(f"the reader ignores {event.text!r}, which loading the file should have reported")
-    return msgspec.structs.replace(line, device=event.path) if event.path else line
+    line = msgspec.structs.replace(line, device=event.path) if event.path else line
+    return msgspec.structs.replace(line, pci_exists=event.exists) if line.kind == "sxid" else line
 
 
 def _is_gone(times: tuple[float, float] | None, now: float) -> bool:

@@ -23,7 +23,11 @@ class Judge(Protocol):
     probes_work: bool
     """Whether the judge's probes request work. Otherwise they only request a sign of life."""
 
-    def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None: ...
+    def launched(
+        self, incarnation: Incarnation, node: NodeName, now: float, standby: Incarnation | None = None
+    ) -> None:
+        """Report a launch, or the promotion of the standby process ``standby`` to the incarnation."""
+
     def hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None: ...
     def gpus(self, incarnation: Incarnation, node: NodeName, uuids: list[str]) -> None:
         """Report the GPUs of an incarnation that has sent a Hello."""

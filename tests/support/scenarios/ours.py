@@ -14,7 +14,7 @@ import msgspec
 from rrl.config.health_rules import Rules
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, PhaseSpec
-from rrl.core.run_spec import HealthSpec, Limits
+from rrl.core.run_spec import HealthSpec, Limits, Recovery
 from rrl.core.types import (
     AGENT,
     DataReport,
@@ -111,8 +111,10 @@ class RrlDetectors:
         self._found: list[Finding] = []
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
-        self._monitor.on_launched(incarnation, node, now)
+    def launched(
+        self, incarnation: Incarnation, node: NodeName, now: float, standby: Incarnation | None = None
+    ) -> None:
+        self._monitor.on_launched(incarnation, node, now, standby, Recovery().promote)
         self._has_new_input = True
 
     def hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from rrl.core.types import NodeName, ReplicaId, replica_id
+from rrl.core.types import STANDBY_ROLE, NodeName, ReplicaId, replica_id, standby_id
 from rrl.tests.support.scenarios.actors import Gang, Node, members_of, node_named
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.rhythms import PROBED_ROLES, SMALL, roles_of
+from rrl.tests.support.scenarios.format import RoleTable, Scenario
+from rrl.tests.support.scenarios.rhythms import PROBED_ROLES, SMALL, STANDBY_RHYTHM, roles_of
 
 _SOON = 2.0
 """Seconds within which all processes are launched."""
@@ -45,4 +45,10 @@ def placed(
             random = chance(f"{gang}:1")
             gangs[gang] = Gang(gang, role, table, members_of(gang, 1, gang_nodes, table.gpus or 0, probed), random)
             gangs[gang].launch_at = random.uniform(0.0, _SOON)
+            for one in gang_nodes if table.standby else ():
+                standby = standby_id(role, one.name)
+                waiting = RoleTable(rhythm=STANDBY_RHYTHM, once=(), starts=table.starts)
+                members = members_of(standby, 1, [one], 0, probed=False)
+                gangs[standby] = Gang(standby, STANDBY_ROLE, waiting, members, chance(f"{standby}:1"))
+                gangs[standby].launch_at = gangs[gang].launch_at
     return nodes, gangs, [node() for _ in range(scenario.cluster.spares)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from rrl.core.types import NodeName
+from rrl.core.types import STANDBY_ROLE, NodeName, standby_id
 from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, node_named
 from rrl.tests.support.scenarios.world import World
 
@@ -34,6 +34,12 @@ def restart(world: World, gang: Gang) -> None:
     gang.members = members_of(gang.id, gang.incarnation, [one.node for one in gang.members],
                               gang.table.gpus or 0, gang.members[0].probed)  # fmt: skip
     waits = [_settle(world, gang, member) for member in gang.members]
+    standbys = [world.gangs.get(standby_id(gang.role, member.node.name)) for member in gang.members]
+    if gang.table.standby and all(one is not None and one.alive for one in standbys):
+        gang.promoted_from = [one.members[0].incarnation for one in standbys if one is not None]
+        for one in standbys:
+            if one is not None:
+                restart(world, one)
     gang.launch_at = now + max(waits) + world.scenario.cluster.restart.draw(gang.random)
 
 
@@ -41,7 +47,9 @@ def exclude(world: World, node: Node) -> None:
     """Exclude a node for the rest of the run; its replicas start on other nodes."""
     node.excluded = True
     world.spares = [one for one in world.spares if one is not node]
-    for gang in world.gangs.values():
+    for gang in [one for one in world.gangs.values() if one.members[0].node is node and one.role == STANDBY_ROLE]:
+        del world.gangs[gang.id]
+    for gang in list(world.gangs.values()):
         if any(member.node is node for member in gang.members):
             if gang.launch_at == inf:
                 restart(world, gang)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
+from rrl.core.phases import STANDBY
 from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable, Scenario
 from rrl.tests.support.scenarios.values import Drawn, fixed
 
@@ -80,7 +82,17 @@ _RHYTHMS: dict[str, tuple[RhythmPhase, ...]] = {
         RhythmPhase(phase="wait_work", lasts=_lognormal(10.0, 0.5), waits="trajectories", reports_waits_for=True),
         RhythmPhase(phase="score", lasts=_lognormal(6.0, 0.4), rate=5.0),
     ),
-    "trajectories": (RhythmPhase(phase="serve", lasts=fixed(float("inf")), rate=20.0, waits="rollout"),),
+    "agents": (
+        RhythmPhase(phase="wait_work", lasts=_uniform(0.0, 3.0), waits="trajectories", reports_waits_for=True),
+        RhythmPhase(phase="act", lasts=_lognormal(3.0, 0.8), rate=0.5, cpu=0.3),
+        RhythmPhase(phase="wait_turn", lasts=_lognormal(25.0, 0.4), waits="rollout"),
+        RhythmPhase(phase="act", lasts=_lognormal(3.0, 0.8), rate=0.5, cpu=0.3),
+    ),
+    "endpoint": (
+        RhythmPhase(phase="wait_work", lasts=_lognormal(20.0, 0.5), waits="trajectories", reports_waits_for=True),
+        RhythmPhase(phase="wait_turn", lasts=_lognormal(30.0, 0.4), waits="rollout"),
+    ),
+    "trajectories": (RhythmPhase(phase="serve", lasts=fixed(inf), rate=20.0, waits="rollout"),),
 }
 _ONCE: dict[str, tuple[RhythmPhase, ...]] = {
     "trainer": (
@@ -92,6 +104,9 @@ _ONCE: dict[str, tuple[RhythmPhase, ...]] = {
         RhythmPhase(phase="loading_weights", lasts=_uniform(2.0, 6.0)),
     ),
 }
+KNOWN_ROLES = frozenset(_RHYTHMS)
+"""Roles that need no rhythm in the file."""
+STANDBY_RHYTHM = (RhythmPhase(phase=STANDBY, lasts=fixed(inf), cpu=0.0),)
 _OTHER = (RhythmPhase(phase="between", lasts=_uniform(5.0, 20.0)),)
 DEFAULT_ROLES = {
     "trajectories": RoleTable(),

@@ -17,11 +17,12 @@ from rrl.health.readers.dcgm.parsing import code_by_number
 from rrl.health.readers.kernel_log import recognise
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
 from rrl.health.readers.samples import FabricPort, Gpu, Mount, NvLink
+from rrl.tests.support.scenarios.actors import STORE_PHASES
 from rrl.tests.support.scenarios.event_kinds import target_of
 from rrl.tests.support.scenarios.format import Event, KernelKind, RoleTable, Scenario, Truth
 from rrl.tests.support.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
 from rrl.tests.support.scenarios.places import placed
-from rrl.tests.support.scenarios.rhythms import DEFAULT_ROLES, roles_of
+from rrl.tests.support.scenarios.rhythms import KNOWN_ROLES, roles_of
 from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
@@ -104,11 +105,11 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
 def _of_names(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
     """Yield the mistakes in names of roles, and in the names of phases in ``[phases.NAME]``."""
     for name, table in scenario.roles.items():
-        if name in DEFAULT_ROLES or table.rhythm:
+        if name in KNOWN_ROLES or table.rhythm:
             continue
-        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, DEFAULT_ROLES, 1)), "")
+        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, KNOWN_ROLES, 1)), "")
         hint = f'; did you mean "{meant}"?' if meant else "."
-        known = ", ".join(DEFAULT_ROLES)
+        known = ", ".join(sorted(KNOWN_ROLES))
         words = (
             f"there is no default role {name}{hint} There are {known}; one of your own needs [[roles.{name}.rhythm]]"
         )
@@ -161,8 +162,14 @@ def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator
     phase = roles[role].rhythm[index]
     if phase.waits and phase.waits not in roles:
         yield "waits", f"there is no role {phase.waits}{_near(phase.waits, roles)}"
-    if phase.reports_waits_for and not (phase.waits or phase.until):
-        yield "reports_waits_for", "needs waits or until, but the phase has neither"
+    if phase.reports_waits_for and not (phase.waits or phase.until or phase.phase in STORE_PHASES):
+        yield (
+            "reports_waits_for",
+            (
+                "needs waits or until, which name the role to report: only phases that need the store report it without"
+                f" them: {', '.join(sorted(STORE_PHASES))}"
+            ),
+        )
     for other, ended in phase.until.items():
         if other not in roles:
             yield "until", f"there is no role {other}{_near(other, roles)}"

@@ -33,6 +33,8 @@ CONNECTION_KEEPS_S = 30.0
 """Time (s) for which a cut connection keeps messages. After a longer cut, the sender begins with a Hello."""
 _RECONNECT_S = (0.5, 3.0)
 """Range of the time (s) that a worker takes to connect to a manager again."""
+_PROMOTION_S = 1.0
+"""Time (s) from the promotion of a standby process to its Hello as the new incarnation."""
 _NOTE_AFTER_S = 5.0
 """Time (s) for which the trainer waits for data before the store reports who holds what they lack."""
 _NO_REPORT = DataReport()
@@ -168,15 +170,19 @@ class World:
         if gang.start_takes:
             takes, on_launch = gang.start_takes.pop(0)
             on_launch(gang.incarnation)
+        elif gang.promoted_from:
+            takes = _PROMOTION_S
         else:
             takes = gang.table.starts.draw(gang.random)  # type: ignore[union-attr]
         gang.joins_at = self.now + takes
-        for member in gang.members:
+        standbys: list[Incarnation | None] = [*gang.promoted_from] or [None] * len(gang.members)
+        gang.promoted_from = []
+        for member, standby in zip(gang.members, standbys, strict=True):
             self.members_by_incarnation[member.incarnation] = member
             if not member.gpu_indices:
                 self._hand_out(member)
             if not self.is_deaf:
-                self.judge.launched(member.incarnation, member.node.name, self.clock)
+                self.judge.launched(member.incarnation, member.node.name, self.clock, standby)
 
     def _hand_out(self, member: Member) -> None:
         """Assign the first unused GPUs of the node to a member; if there are too few, assign its first GPUs."""

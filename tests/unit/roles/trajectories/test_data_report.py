@@ -1,4 +1,4 @@
-"""What the store reports about the data that the trainer needs next: who holds what they lack, in the run or outside."""
+"""What the store reports about the data that the trainer needs next: who holds what they lack."""
 
 from __future__ import annotations
 
