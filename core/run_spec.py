@@ -187,6 +187,8 @@ class Limits(Struct, frozen=True):
         if (overrides := self.phases.get(name)) is None:
             return declared
         given = {trait: value for trait, value in msgspec.structs.asdict(overrides).items() if value is not None}
+        if name not in PHASES and overrides.longest is not None:
+            given.setdefault("shortest", overrides.longest)  # its only bound
         return msgspec.structs.replace(declared, **given)
 
     def is_known_phase(self, name: str) -> bool:

@@ -40,6 +40,9 @@ def check(
                                               " for example on a login node, it is not tried."),
     ] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Print every key of the job, with its value.")] = False,
+    detection: Annotated[
+        bool, typer.Option("--detection", help="Print after which time without progress each role would be restarted.")
+    ] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Check a job spec; show what it needs, what is doubtful, what would be submitted, and two items of its task.
@@ -51,10 +54,11 @@ def check(
     rrl check job.toml                            nodes, jobs, GPU-hours, Slurm's estimate of the start, doubts
     rrl check job.toml --set cluster.walltime=8h  as rrl submit would merge it
     rrl check job.toml --defaults                 also every key that the job does not set
+    rrl check job.toml --detection                also when a hang of each role would be found, and by which rule
     """
     from ..job import check as command
 
-    raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, json=json))
+    raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, detection=detection, json=json))
 
 
 @app.command(short_help="Print the JSON Schema of job.toml, for editors.")

@@ -19,9 +19,11 @@ from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.schema import Job
 from ...core.types import UsageError
+from ...health.detection.bounds import Bound, bounds
 from ...manager.bootstrap.preview import Demand, demand
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from ..common.output import print_json
+from .detection import detection_text
 from .overview import overview_text
 from .task_check import TaskReport, try_task
 from .task_trial import Sample
@@ -57,11 +59,15 @@ class CheckReport(Struct, frozen=True):
     overview: Overview
     plan: tuple[PlanPart, ...]
     task: TriedTask
+    detection: tuple[Bound, ...]
+    """When rrl would fail a replica without progress, by role and phase."""
     warnings: tuple[str, ...]
     """Reasons for which the run may fail or wait."""
 
 
-def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, json: bool) -> int:
+def check(
+    files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, detection: bool, json: bool
+) -> int:  # fmt: skip
     """Check a job spec and print the result, the most important part first; nothing is changed.
 
     Args:
@@ -69,6 +75,7 @@ def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, default
         settings: Values of keys (``KEY=VALUE``), which replace those of the files.
         task: Whether the task is tried.
         defaults: Whether every key of the job is printed.
+        detection: Whether the deadlines of each role and phase are printed.
         json: Whether the result is printed as JSON, which always has every key.
 
     Raises:
@@ -91,11 +98,12 @@ def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, default
         overview = Overview(**msgspec.structs.asdict(needs), starts=found.starts)
         parts_of_plan = tuple(PlanPart(title, text) for title, text in plan)
         tried = TriedTask(report.not_tried, report.samples)
-        print_json(CheckReport(resolved(job), overview, parts_of_plan, tried, tuple(doubts)))
+        print_json(CheckReport(resolved(job), overview, parts_of_plan, tried, tuple(bounds(spec)), tuple(doubts)))
         return 0
     _print(("doubts", "\n".join(f"- {doubt}" for doubt in doubts) or "none"), *plan)
     _print(*([("the task, tried on this machine", report.text)] if report.text else []))
     _print(*([("every key, also those that the job does not set", as_toml(job.without_secrets()))] if defaults else []))
+    _print(*([("when a replica fails", detection_text(bounds(spec), spec.limits))] if detection else []))
     limitation = f" as far as it was checked: its task was not tried ({report.not_tried})" if report.not_tried else ""
     print(f"{document.name} is right{limitation}; nothing was submitted")
     return 0

@@ -283,7 +283,7 @@ class PhaseTable(Table):
     """
 
     shortest: OptionalTime = None
-    """Lower bound of the deadline."""
+    """Lower bound of the deadline; for a phase of your own without this key, ``longest``."""
     longest: OptionalTime = None
     """Upper bound of the deadline; required for a phase of your own."""
     progresses: bool | None = None

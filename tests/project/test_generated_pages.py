@@ -14,7 +14,7 @@ import typer.main
 from rrl.cli import main
 from rrl.cli.commands import app
 from rrl.core.run_dir import RUNS_ENV
-from rrl.docs import make_commands, make_events, make_json, make_metrics
+from rrl.docs import make_commands, make_detection, make_events, make_json, make_metrics
 from rrl.manager.model import events as ev
 from rrl.tests.support.cli.json_keys import assert_keys_of_the_page, output_of
 from rrl.tests.support.cli.story import Story
@@ -23,7 +23,9 @@ from rrl.tests.support.job_toml import JOB
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("maker", [make_commands, make_events, make_json, make_metrics], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "maker", [make_commands, make_detection, make_events, make_json, make_metrics], ids=lambda one: one.__name__
+)
 def test_a_generated_page_is_that_of_the_code(maker: ModuleType) -> None:
     remedy = f"run .venv/bin/python -m {maker.__name__}"
     assert maker.PAGE.read_text() == maker.page(), remedy

@@ -102,12 +102,13 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
     seconds = base
     if known is not None and view.usual_duration is None:
         seconds, source = min(EARLY_FACTOR * base, declared.longest), f"{EARLY_FACTOR:g} x {source}"
-    if grace:
+    if grace and standstill_s < seconds + grace:
+        known_s = 0.0 if known is None else seconds
+        seconds, source = max(known_s, standstill_s), f"{source}; first pass, all ranks stand at the same line"
+    elif grace:
         seconds, source = seconds + grace, f"{source}; first pass + {grace:g} s"
     most = min(declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else declared.longest
     busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most, standstill_s)
-    if view.first_pass and standstill_s < seconds:
-        seconds, source = standstill_s, "all ranks stand at the same line"
     return Deadline(seconds, max(seconds, busy), f"{seconds:.4g} s ({source})")
 
 
