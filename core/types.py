@@ -262,8 +262,10 @@ class DataReport(Struct, frozen=True):
     outside: OutsideWait | None = None
     """What the run waits for outside of itself: without it, the data cannot become complete. None if replicas of the
     run can still complete the data."""
-    holders: frozenset[ReplicaId] | None = None
-    """Replicas that hold what the data lack, if nobody else can complete the data; None if this is not known."""
+    holders: frozenset[ReplicaId] = frozenset()
+    """Replicas that hold some of what the data lack."""
+    only_holders: bool = False
+    """Whether nobody else can complete the data, because they hold all of it."""
 
 
 STACKS = "stacks"

@@ -200,9 +200,10 @@ class HealthMonitor:
         if data.outside is not None:
             run.outside_until = now
             run.outside_since = now if run.outside is None else run.outside_since
-        if (run.outside is None) != (data.outside is None) or run.holders != data.holders:
+        holders = data.holders if data.only_holders else None
+        if (run.outside is None) != (data.outside is None) or run.holders != holders:
             self.dirty.update(self.nodes)  # the deadlines of all waits change
-        run.outside, run.holders = data.outside, data.holders
+        run.outside, run.holders = data.outside, holders
 
     def on_phase(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float

@@ -114,6 +114,8 @@ normal in every step."""
 NOTE_INTERVAL_S = 30.0
 """Minimum time (s) between two calls of :class:`Server`'s ``note`` with a text about the same step. The time is long,
 because each call adds a record to the manager's journal."""
+MAX_HOLDERS_NAMED = 3
+"""Maximum number of replicas that a note names as holders of what the trainer waits for."""
 REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
 REPORT_INTERVAL_S = 1.0
@@ -303,7 +305,10 @@ class Server:
             self._note("")
         elif self._unbound is not None and now >= self._note_at:
             self._noted, self._note_at, self._next_note_at = True, now + NOTE_INTERVAL_S, now + NOTE_INTERVAL_S
-            self._note(self._store.wait_reason(*self._unbound) or "")
+            reason = self._store.wait_reason(*self._unbound) or ""
+            holders = sorted(self.data_report().holders)
+            named = [*holders[:MAX_HOLDERS_NAMED], *(["others"] if holders[MAX_HOLDERS_NAMED:] else [])]
+            self._note(f"{reason}, which {' and '.join(named)} hold" if reason and named else reason)
 
     def _warn_missing_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
         """Log a warning if the trainer waits for a batch while the rollouts wait for newer weights from it."""

@@ -502,9 +502,8 @@ class Store:
             free = OutsideWait(OutsideKind.EPISODE, seconds=waited_s)
             return DataReport(outside=max(begun, key=lambda wait: wait.seconds, default=free))
         holders = {holder for tracks in missing for track in tracks for holder in self._holders(track)}
-        if not 0 < lacking <= len(groups) or None in holders:
-            return DataReport()
-        return DataReport(holders=frozenset(holder.replica for holder in holders if holder is not None))
+        known = frozenset(holder.replica for holder in holders if holder is not None)
+        return DataReport(holders=known, only_holders=0 < lacking <= len(groups) and None not in holders)
 
     def _begins_groups(self, opens: bool) -> bool:
         """Return whether the run can begin a group now; ``opens`` as in :meth:`data_report`."""

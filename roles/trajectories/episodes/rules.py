@@ -402,10 +402,10 @@ class Episodes:
         return OutsideWait(kind, track.id, limit_s - left.get((track.id, episode.attempt), limit_s))
 
     def holders(self, track: TrajectoryState) -> list[Incarnation | None]:
-        """Return who continues an episode that is not finished; None stands for work that nobody has taken."""
+        """Return who continues an episode that is not finished; None stands for work that no replica has taken."""
         episode = _episode(track)
         turns = [self._work.leases.holder(turn.id) for turn in episode.made if not turn.finished]
-        return turns if episode.request is not None and turns else [*turns, episode.holder]
+        return turns or [None] if episode.request is not None else [*turns, episode.holder]
 
     # ── time limits ────────────────────────────────────────────────────────────────────────────────────────────────
     @property

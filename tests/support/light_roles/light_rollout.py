@@ -12,6 +12,7 @@ import time
 import rrl
 from rrl.core.types import Version
 from rrl.roles.trajectories.types import Item, Segment
+from rrl.roles.worker.work_items import WorkLease
 
 TOKEN_SECONDS = 0.05
 EOS = 1
@@ -26,7 +27,6 @@ its work and creates ``held.<index>``. A test that kills it then knows that its 
 def main() -> None:
     with rrl.join() as me:
         print(f"{me.launch.incarnation} is here", flush=True)
-        mark = -(int(me.launch.incarnation.replica.split("/")[1]) * 100.0 + me.launch.incarnation.number)
         best_rate = float(os.environ.get(BEST_RATE_ENV, me.job.trainer.learning_rate))
         right = me.job.trainer.learning_rate == best_rate
         version = Version(0, 0)
@@ -35,19 +35,25 @@ def main() -> None:
                 version = new.version
                 assert bytes(new.flat) == version.step.to_bytes(8, "big"), "weights of another version"
             with me.phase("generate"):
-                progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
-                while progress:
-                    time.sleep(TOKEN_SECONDS)
-                    segments = [_next(item, progress[item.trajectory], mark, version, right) for item in work.items
-                                if item.trajectory in progress]  # fmt: skip
-                    finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
-                    lost = work.append(segments, finished)
-                    if not finished:
-                        _hold(me)
-                    for segment in segments:
-                        progress[segment.trajectory] += 1
-                    for trajectory in (*finished, *lost):
-                        progress.pop(trajectory, None)
+                answer(me, work, version, right)
+
+
+def answer(me: rrl.Worker, work: WorkLease, version: Version, right: bool = True) -> None:
+    """Answer all prompts of a lease, token by token."""
+    mark = -(int(me.launch.incarnation.replica.split("/")[1]) * 100.0 + me.launch.incarnation.number)
+    progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
+    while progress:
+        time.sleep(TOKEN_SECONDS)
+        segments = [_next(item, progress[item.trajectory], mark, version, right) for item in work.items
+                    if item.trajectory in progress]  # fmt: skip
+        finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
+        lost = work.append(segments, finished)
+        if not finished:
+            _hold(me)
+        for segment in segments:
+            progress[segment.trajectory] += 1
+        for trajectory in (*finished, *lost):
+            progress.pop(trajectory, None)
 
 
 def _hold(me: rrl.Worker) -> None:

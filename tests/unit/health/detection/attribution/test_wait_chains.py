@@ -125,7 +125,7 @@ def test_busy_replica_explains_endless_waits_unless_it_holds_nothing_that_is_mis
     trace = job("wait_data", "wait_work")
     trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
     trace.still -= {STORE, REWARD}
-    trace.data = DataReport(holders=None if holders is None else frozenset(holders))
+    trace.data = DataReport(holders=frozenset(holders or ()), only_holders=holders is not None)
     for second in range(0, int(ENDLESS_S), 10):
         assert trace.found() == set(), f"after {second} s"
         trace.done[STORE] = trace.done.get(STORE, 0) + 9  # the store serves the reward role, which works off a backlog
