@@ -17,8 +17,7 @@ Of replicas that wait for each other, the first in this order is blamed (``_blam
 3. Among replicas of roles of equal size, the replica that has waited longest comes first. The time is not compared
    earlier, because a queue may have been full long before the replica that empties it hung.
 
-A service that does nothing is blamed sooner. If all chains lead to the service, the waits need not be overdue. If a
-replica is blocked in a call to the service, it is blamed even while other replicas work.
+A service that does nothing, and does not answer probes, is blamed sooner (:func:`_idle_services`).
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ five lines)."""
 
 
 def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them.
-
-    Blame follows the chain of waiting replicas to a replica that does not wait. In a cycle, the first replica in
-    ``_blame_order`` is blamed. A chain that leads to a replica without observations blames no replica.
-    """
+    """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them."""
     stalled = {
         finding.incarnation.replica: finding
         for finding in findings
@@ -56,44 +51,36 @@ def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonito
     others = [finding for finding in findings if finding.detector not in _STALL_DETECTORS]
     if not stalled:
         return others
-    blamed: dict[ReplicaId, list[ReplicaId]] = {}
-    if _all_stalled(monitor, stalled):
-        ends = _chain_ends(monitor, stalled)
-        for replica in sorted(stalled):
-            end = ends[replica]
-            if end is not None and stalled[replica].detector in _WAIT_DETECTORS:
-                blamed.setdefault(end, []).append(replica)
-        one_service = len(blamed) == 1 and all(stalled[end].detector == "idle" for end in blamed)
-        if not one_service and any(finding.detector == "wait_long" for finding in stalled.values()):
-            blamed = {}
-    blamed = blamed or _blocked_services(monitor, stalled, others) or _starvation(monitor, stalled, others)
+    blamed = _idle_services(monitor, stalled, others) or _starvation(monitor, stalled, others)
     return others + [_standstill_finding(monitor, end, waiters, stalled) for end, waiters in blamed.items()]
 
 
-def _blocked_services(
+def _idle_services(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return each idle service with the replicas that are blocked in a call to it.
+    """Return each idle service with the replicas that wait for it.
 
-    A call counts only if it has lasted for as long as the service may be idle, and only in a phase that declares no
-    wait. A service with a FAIL finding of its own is left out. A service on a failed node is not left out here, because
-    the next stage (``suppress_on_failed_nodes``) drops the finding about it.
+    A replica that is blocked in a call to the service counts, also while other replicas work. A replica that only polls
+    counts if every worker is stalled. A service with a FAIL finding of its own is left out. A service on a failed node
+    is not left out here, because the next stage (``suppress_on_failed_nodes``) drops the finding about it.
     """
     failed = {
         finding.incarnation.replica
         for finding in others
         if finding.incarnation is not None and finding.verdict is Verdict.FAIL
     }
+    idle = {replica for replica, finding in stalled.items() if finding.detector == "idle"} - failed
+    waiting = [replica for replica in sorted(stalled) if stalled[replica].detector in _WAIT_DETECTORS]
+    all_stalled = all(view.left_at is not None or view.incarnation.replica in stalled for view in monitor.workers())
     blocked: dict[ReplicaId, list[ReplicaId]] = {}
-    for replica in sorted(stalled):
+    for replica in waiting:
         view = monitor.replicas[replica]
-        service = view.waits_for
-        if stalled[replica].detector not in _WAIT_DETECTORS or service is None or service in failed:
-            continue
-        if view.declared.waits_for is not None or stalled.get(service, stalled[replica]).detector != "idle":
-            continue
-        blocked.setdefault(service, []).append(replica)
-    return blocked
+        if all_stalled or view.declared.waits_for is None:
+            roles = {view.declared.waits_for} if view.waits_for is None else set()
+            for service in idle:
+                if service == view.waits_for or role_of(service) in roles:
+                    blocked.setdefault(service, []).append(replica)
+    return dict.fromkeys(blocked, waiting) if all_stalled and len(blocked) == 1 else blocked
 
 
 def _starvation(
@@ -181,62 +168,6 @@ def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[
     if role is None and view.waits_for is not None:
         return [view.waits_for]
     return by_role.get(role or "", [])
-
-
-def _all_stalled(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> bool:
-    """Return whether every worker that has not left is stalled."""
-    return all(view.left_at is not None or view.incarnation.replica in stalled for view in monitor.workers())
-
-
-def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
-    """Return for each stalled replica the end of its chain; None if the chain leads to a replica that is not stalled.
-
-    If the chain leads into a cycle, its end is the first replica of the cycle in ``_blame_order``.
-    """
-    of_role = _first_awaited_by_role(monitor, stalled)
-    ends: dict[ReplicaId, ReplicaId | None] = {}
-    for start in stalled:
-        path: dict[ReplicaId, None] = {}  # an ordered set
-        at: ReplicaId | None = start
-        while at is not None and at not in ends and at not in path:
-            path[at] = None
-            view = monitor.replicas[at]
-            if not is_waiting(view):
-                ends[at] = at
-            else:
-                at = _next_in_chain(view, stalled, of_role)
-        if at is None:
-            end = None
-        elif at in ends:
-            end = ends[at]
-        else:  # ``at`` is on the path already, so the chain is a cycle
-            cycle = list(path)[list(path).index(at) :]
-            end = _blame_order(monitor, cycle, stalled)[0]
-        ends.update(dict.fromkeys(path, end))
-    return ends
-
-
-def _next_in_chain(
-    view: ReplicaView, stalled: Mapping[ReplicaId, Finding], of_role: Mapping[str, ReplicaId]
-) -> ReplicaId | None:
-    """Return the next replica in the chain; None if that replica is not stalled.
-
-    If the replica of ``view`` has reported a replica that it waits for (``view.waits_for``), this is the next replica.
-    Otherwise the next replica belongs to the role that the phase waits for. ``of_role`` contains, for each role, the
-    stalled replica that is most likely awaited.
-    """
-    if view.waits_for is not None:
-        return view.waits_for if view.waits_for in stalled else None
-    return of_role.get(view.declared.waits_for or "")
-
-
-def _first_awaited_by_role(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
-    """Return for each role the stalled replica that others most likely wait for.
-
-    This is a replica that does not wait itself, else the role's first replica in ``_blame_order``.
-    """
-    ordered = sorted(_blame_order(monitor, stalled, stalled), key=lambda replica: is_waiting(monitor.replicas[replica]))
-    return {role_of(replica): replica for replica in reversed(ordered)}
 
 
 def _blame_order(

@@ -294,13 +294,6 @@ def test_cycle_blames_the_only_trainer_before_one_of_three_rollouts() -> None:
     assert trace.found() == {fail("standstill", TRAINER)}
 
 
-def test_replica_waiting_for_itself_is_blamed() -> None:
-    trace = Trace().node("n1", TRAINER, phase="wait_data")
-    trace.waiting = {TRAINER: TRAINER.replica}
-    trace.play(LONG)
-    assert trace.found() == {fail("standstill", TRAINER)}
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_waiting_for_an_unobserved_replica_blames_none(named: bool) -> None:
     trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights")
