@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..config.input_files import check_inputs
 from ..config.job.document import JobDocument, JobPart, Setting
 from ..config.job.load import job_from, resolved
 from ..config.job.schema import Job
@@ -80,6 +81,7 @@ def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Set
     document, source = _document(run, parts, settings)
     job = job_from(document, source.parent)
     _check_unfinished(run, state, job)
+    check_inputs(run, state.job)
     if parts or any(setting.key not in LENGTH_KEYS for setting in settings):
         _check_same_run(run, job, document)
     return Resumption(run, state, checked(job, document), source)

@@ -1,11 +1,12 @@
 """Read and check the file of ``[task] file``, whose rows have named columns, as JSON lines or parquet.
 
 All rows are checked before the first use. Later, a row is read when it is needed, so that a file may be larger than the
-memory of a process. The file must not change during a run: the run's journal names its rows by their numbers.
+memory of a process. The file must not change during a run (:mod:`.input_files`).
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import string
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+
+from .input_files import require_unchanged
 
 SUFFIXES = (".jsonl", ".parquet")
 """Endings of the names of files that can be read."""
@@ -62,6 +65,7 @@ def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
         PromptFileError: The file cannot be read, has no row, or a row cannot be used.
     """
     columns = prompt_columns(prompt)
+    require_unchanged(path)
     try:
         rows = _Parquet(path) if path.suffix == ".parquet" else _JsonLines(path)
     except OSError as error:
@@ -126,6 +130,7 @@ class _JsonLines:
         self._path = path
         self._decode = msgspec.json.Decoder().decode
         self._file = path.open("rb")
+        self._written_at = os.fstat(self._file.fileno()).st_mtime_ns
         self._starts = array("Q")
         """Position of each row in the file, in bytes."""
         self._ends = array("Q")
@@ -141,11 +146,16 @@ class _JsonLines:
         at = 0
         for number, line in enumerate(self._file, 1):
             start, at = at, at + len(line)
+            if line.startswith(codecs.BOM_UTF8):
+                start, line = start + len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             place = f"{self._path}:{number}"
             try:
-                value = self._decode(line)
+                value = self._decode(line.decode())
+            except UnicodeDecodeError:
+                text = "is not UTF-8; convert the file, for example: iconv -f LATIN1 -t UTF-8"
+                raise PromptFileError(f"{place}: {text}") from None
             except (msgspec.DecodeError, RecursionError) as error:
                 raise PromptFileError(f"{place}: not valid JSON: {error}") from None
             self._starts.append(start)
@@ -154,8 +164,12 @@ class _JsonLines:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return a row, as :meth:`Rows.row` describes."""
-        start = self._starts[index]
-        row: dict[str, Any] = self._decode(os.pread(self._file.fileno(), self._ends[index] - start, start))
+        start, descriptor = self._starts[index], self._file.fileno()
+        line = os.pread(descriptor, self._ends[index] - start, start)
+        before, self._written_at = self._written_at, os.fstat(descriptor).st_mtime_ns
+        if self._written_at != before:
+            require_unchanged(self._path)
+        row: dict[str, Any] = self._decode(line)
         return row
 
 

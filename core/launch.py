@@ -42,6 +42,8 @@ class ExitReason(StrEnum):
     """The command could not be started at all, because it is missing or not executable."""
     INVALID_CONFIG = "invalid configuration"
     """A built-in role reported that the job's configuration is invalid, so that another start would fail too."""
+    INPUT_CHANGED = "input changed"
+    """A built-in role reported that an input file has changed (:mod:`rrl.config.input_files`)."""
     GPUS_OCCUPIED = "no room on its GPUs"
     """Other processes occupy memory of the step's GPUs. The command may be able to start on another node, or later."""
     LOST = "vanished"
@@ -114,6 +116,8 @@ class InvalidConfig(Struct, frozen=True, tag=True):
     """End report of a built-in role that exits with :data:`INVALID_CONFIG_CODE`."""
 
     message: str
+    input_changed: bool = False
+    """True if the configuration was valid, but an input file has changed."""
 
 
 class Raised(Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -144,6 +145,13 @@ class RunDir:
         Return False if the folder of all runs is missing too, since the storage is then unavailable.
         """
         return not self.path.exists() and self.path.parent.is_dir()
+
+    def input_record(self, file: str) -> Path:
+        """Return the path of the record of an input file (:mod:`rrl.config.input_files`).
+
+        The first writer creates the folder.
+        """
+        return self.path / "inputs" / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
 
     def launch_file(self, tag: str) -> Path:
         """Return the path of the launch file of a step."""

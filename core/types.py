@@ -215,6 +215,8 @@ class Flag(StrEnum):
     """The result is unknown because the node lacks the source that the check reads."""
     INVALID_CONFIG = "invalid_config"
     """A built-in role found the job's configuration invalid; the first evidence is the role's message."""
+    INPUT_CHANGED = "input_changed"
+    """An input file of the run has changed; the first evidence is the message of the role that found it."""
     ON_MOST_NODES = "on_most_nodes"
     """Most nodes of the run had the same finding at nearly the same time."""
     CLEAN_EXIT = "clean_exit"

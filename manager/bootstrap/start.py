@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from ...config.input_files import check_inputs
 from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
@@ -87,6 +88,7 @@ def create(job: Job, spec: RunSpec, source: Path, text: bytes | None = None) -> 
 
 def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:
     run.create()
+    check_inputs(run, spec)  # records them
     fill_reserve(run)
     RunKeys.make().save(run.keys)
     _write_spec(run, job, spec, text, source)

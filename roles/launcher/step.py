@@ -97,7 +97,8 @@ async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None
     file = supervisor.run.end_report_file(supervisor.launch.tag)
     report = await asyncio.to_thread(read_end_report, file) if code else None
     if isinstance(report, InvalidConfig) and code == INVALID_CONFIG_CODE and supervisor.stop_reason is None:
-        await supervisor.finish(code, None, ExitReason.INVALID_CONFIG, report.message)
+        reason = ExitReason.INPUT_CHANGED if report.input_changed else ExitReason.INVALID_CONFIG
+        await supervisor.finish(code, None, reason, report.message)
         return
     exception = report.exception if isinstance(report, Raised) else None
     folder = Path(supervisor.launch.cwd) if exception is None else None  # a reported exception already names its place

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from ...config.input_files import require_unchanged
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, eos_ids, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -38,6 +39,7 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path, *, chat: bool) -> None:
+        require_unchanged(folder)
         path = folder / TOKENIZER
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -99,7 +101,7 @@ class FolderTokenizer:
         try:
             offered = {"tools": tools} if tools else {}
             return self._chat(messages=messages, add_generation_prompt=answer_begins, **offered, **self._special)
-        except (TemplateError, TypeError) as error:  # TypeError: the template adds a number or an object to a text
+        except Exception as error:  # TemplateError, or whatever an expression of the template raises
             last = messages[-1]["content"] if messages else ""
             raise ValueError(
                 f"[model] chat: the chat template cannot be applied to the prompt {last[:100]!r}: {error}"

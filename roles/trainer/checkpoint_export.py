@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ...config.input_files import InputChanged, check_input
 from ...core.launch import read_run_spec
 from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
@@ -173,8 +174,10 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
             "checkpoint": commit.manifest,
         }  # fmt: skip
         (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        if spec.model.path is not None:
+            check_input(run, Path(spec.model.path))
         write_model_files(spec.model, folder)
-    except (DamagedCheckpoint, UnreadableTensors, ValueError) as error:
+    except (DamagedCheckpoint, InputChanged, UnreadableTensors, ValueError) as error:
         reason = str(error).replace(str(source), str(committed))  # the links are temporary: show the real folder
         raise ExportFailed(f"step {commit.number} of {run.id} cannot be exported: {reason}") from None
 

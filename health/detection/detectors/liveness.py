@@ -31,7 +31,11 @@ STOPPED_SILENCE_FACTOR = 3.0
 """A worker with a stopped process, according to the node's agent, may be silent for this multiple of the silence
 limit. py-spy, gdb or gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays
 attached stops it forever."""
-_EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
+_EXIT_FLAGS = {
+    ExitReason.NOT_STARTED: (Flag.NOT_STARTED,),
+    ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,),
+    ExitReason.INPUT_CHANGED: (Flag.INPUT_CHANGED,),
+}
 """Flags of the finding about a step's end, by the reason of the end."""
 _AGENT_SILENCE_FACTOR = 2
 """An agent may be silent for this multiple of the silence limit. The multiple is above 1, because ``node_lost`` decides
@@ -57,7 +61,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
         return None, due  # a report that the run is complete or the node was reclaimed may still arrive
-    text = _exit_description(end)
+    text = _exit_description(end, view.phase)
     if stop_requested:
         return finding_about(view, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
     finding = finding_about(
@@ -265,9 +269,9 @@ def _node_responsive(view: ReplicaView, limits: Limits, since: float) -> bool:
     return last_message_at is not None and last_message_at >= since + heartbeat_slack(limits)
 
 
-def _exit_description(end: StepEnd) -> str:
+def _exit_description(end: StepEnd, phase: str | None) -> str:
     """Return a text about the end of a step: code or signal, reason, and the exception or the last line of output."""
-    if end.reason is ExitReason.INVALID_CONFIG:
+    if end.reason in (ExitReason.INVALID_CONFIG, ExitReason.INPUT_CHANGED):
         return end.detail
     reason = exit_text(end.reason, end.detail)
     if end.signal is not None:
@@ -280,5 +284,7 @@ def _exit_description(end: StepEnd) -> str:
     repeats_the_code = end.reason in (ExitReason.EXITED, ExitReason.SIGNALED) and not end.detail
     if not text or not repeats_the_code:
         text = f"{text}; {reason}" if text else reason
+    if phase == "score" and end.exception is None and end.reason in (ExitReason.EXITED, ExitReason.SIGNALED):
+        text += " while it scored an answer"
     cause = str(end.exception) if end.exception is not None else end.last_line
     return f"{text}: {cause}" if cause else text

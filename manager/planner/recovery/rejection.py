@@ -72,10 +72,15 @@ def invalid_config(state: State) -> Finish | None:
     """Return the decision to reject a run in which a role found the job's configuration invalid.
 
     The first such report suffices, since every start of the role reads the same configuration. If a replica of the role
-    has worked, the configuration is valid, and the failure is repaired like any other.
+    has worked, the configuration is valid, and the failure is repaired like any other. A changed input file ends the
+    run in any case.
     """
     for replica in workers(state):
         finding = finding_about(state, replica.incarnation) if replica.is_current else None
+        if finding is not None and Flag.INPUT_CHANGED in finding.flags:
+            lower = every_lower("the input file as it was")
+            why = Why((finding.evidence[0].text,), Rung.GIVE_UP, "everything is released", lower=lower)
+            return Finish(Outcome.FAILED, why)
         if finding is not None and Flag.INVALID_CONFIG in finding.flags and not has_worked(state, replica.role):
             return rejected((f"{replica.id}: {finding.evidence[0].text}",))
     return None

@@ -76,6 +76,8 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
     returned = f"{failed.id} exited with code 0 in {starts} starts in a row before the run was complete"
     if state.job.role(failed.role).kind == "command":
         return returned, "its command returned, but a service runs until SIGTERM; without `service`, code 0 means done"
+    if failed.phase == "score":
+        return returned, "it ended while it scored an answer: the scorer ends its process, for example by os._exit"
     return returned, "its program returned: let it loop until me.stopping is set"
 
 

@@ -54,6 +54,21 @@ def test_bad_row_is_named_with_file_line_and_column(tmp_path: Path, bad: Any, co
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+def test_file_in_another_encoding_is_named_with_its_first_line(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question": "où"}\n', encoding=encoding)
+    with pytest.raises(PromptFileError, match=r"prompts.jsonl:1: is not UTF-8; convert the file, for example: iconv"):
+        open_rows(path, "{question}")
+
+
+def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question": "où"}\n{"question": "ici"}\n', encoding="utf-8-sig")
+    rows = open_rows(path, "{question}")
+    assert [rows.row(index) for index in range(len(rows))] == [{"question": "où"}, {"question": "ici"}]
+
+
 def test_bad_row_of_a_parquet_file_is_named_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     parquet.write_table(Table.from_pylist([ROWS[0], {"question": None, "answer": 3}]), path)

@@ -147,6 +147,33 @@ def test_exception_before_the_role_joins_is_recorded_with_the_users_line(
         asyncio.run(story(at))
 
 
+def test_exit_of_a_role_for_a_changed_input_is_a_reason_of_its_own(tmp_path: Path) -> None:
+    """The file changes while the role has it open; the user's code would take an exception for its own."""
+
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            prompts = tmp_path / "prompts.jsonl"
+            prompts.write_text('{"question": "1"}\n')
+            launch = python_role(
+                at, tmp_path,
+                "from pathlib import Path",
+                "from rrl.config.prompt_file import open_rows",
+                f"path = Path({str(prompts)!r})",
+                "rows = open_rows(path, '{question}')",
+                "path.write_text('{\"question\": \"2\"}\\n')",
+                "try: rows.row(0)",
+                "except BaseException: pass",
+            )  # fmt: skip
+            assert await at.end_of(at.start(launch)) == 2
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (2, ExitReason.INPUT_CHANGED)
+            assert report.detail.startswith(f"{prompts} has changed since the run first read it (18 bytes then, 18 oth")
+            assert at.log(launch) == f"rrl: {report.detail}\n"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_path: Path) -> None:
     """The log has only one line: an event loop that is still open at the exit would add a warning or a traceback."""
 

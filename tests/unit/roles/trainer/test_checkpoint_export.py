@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rrl.config.input_files import check_inputs
+from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
 from rrl.roles.checkpoints.folders import verified
 from rrl.roles.models.policy import compute_dtype, load_weights, materialise, skeleton
@@ -73,6 +75,8 @@ TENSOR_BYTES = 2**17 * BUILT["hidden_size"] * 4
 _MEASURED = """
 import sys
 from pathlib import Path
+from rrl.config.input_files import check_inputs
+from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
 from rrl.roles.trainer.checkpoint_export import export_checkpoint
 def status(what):
@@ -220,6 +224,19 @@ def test_a_checkpoint_of_another_trainer_is_refused(made: CommittedRun, tmp_path
     file.write_bytes(b"mine")
     made.commit_files(3, [file])
     with pytest.raises(ExportRefused, match=r"a trainer of your own wrote .* step 3.* are in .*step-3\.1\.0"):
+        export_checkpoint(made.run, None, tmp_path / "out")
+
+
+def test_a_tokenizer_that_has_changed_since_the_run_began_is_not_exported(made: CommittedRun, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    spec = read_run_spec(made.run.run_spec)
+    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, path=str(folder)))
+    made.run.run_spec.write_bytes(msgspec.json.encode(spec))
+    check_inputs(made.run, spec)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ExportFailed, match=r"cannot be exported: .*/tokenizer.json has changed since the run first"):
         export_checkpoint(made.run, None, tmp_path / "out")
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from rrl.core.launch import ExitReason
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
@@ -324,6 +325,17 @@ def test_configuration_with_which_the_role_has_worked_is_not_rejected() -> None:
     world.kill(R0)
     world.play(timeout_s=60.0)
     assert (world.node_of(R0), world.state.finish) == (N5, None)
+
+
+def test_changed_input_ends_the_run_although_the_role_has_worked() -> None:
+    world = World(job(spares=1)).steady()
+    world.happen(ev.FirstWorkDone(world.state.replica(R0).incarnation))
+    changed = "/data/prompts.jsonl has changed"
+    world.happen(found(world.state.replica(R0).incarnation, "exit_record", world.now, proof=True, text=changed,
+                       reason=ExitReason.INPUT_CHANGED, code=2))  # fmt: skip
+    world.play()
+    assert (why(world), world.decided(Fence)) == ((changed,), [])
+    assert_nothing_is_left(world, Outcome.FAILED)
 
 
 def test_exit_code_2_without_the_flag_is_a_failure_like_any_other() -> None:

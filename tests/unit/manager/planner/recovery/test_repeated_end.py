@@ -251,6 +251,15 @@ def test_program_that_returns_after_a_little_work_ends_the_run_at_the_third_time
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
+def test_scorer_that_ends_its_process_is_named() -> None:
+    world = World(job(rollouts=1, spares=0, steps=9)).steady()
+    for _ in range(3):
+        world.happen(ev.PhaseEntered(world.state.replica(REWARD).incarnation, "score"))
+        leave(world, REWARD)
+        world.play(lambda: world.works() or world.over)
+    assert end(world).why.evidence[1].startswith("it ended while it scored an answer: the scorer ends its process")
+
+
 def test_trainer_that_returns_without_a_commit_ends_the_run_without_a_restart_of_it() -> None:
     world = World(job(spares=0)).steady()
     world.commit(1)
