@@ -61,7 +61,10 @@ def shows_missing_command(output: str) -> bool:
 
 def shortened(value: object) -> str:
     """Return a value as Python shows it, on one line and cut after :data:`_MAX_VALUE_CHARS` characters."""
-    text = on_one_line(repr(value))
+    try:
+        text = on_one_line(repr(value))
+    except BaseException:  # the method of a user's class may raise anything
+        text = object.__repr__(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 

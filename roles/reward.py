@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from msgspec import Struct
 
 import rrl
 
-from ..core.text import shortened
 from ..core.types import RaisedException
 from .launcher.end_report import ScorerFails, described, exits_on_invalid_config, users_place
-from .models.tasks import Task, TaskError, load_evaluation_task, load_task
+from .models.rewards import InvalidReward
+from .models.tasks import Task, TaskError, load_evaluation_task, load_task, score_of
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
 
@@ -24,10 +25,6 @@ _log = logging.getLogger("rrl.reward")
 _NOTE_FACTOR = 2
 """Factor by which the number of failures must grow before the next note, because each note is a record in the
 journal."""
-
-
-class _InvalidScore(ValueError):
-    """The scorer did not return two finite numbers."""
 
 
 class ScoredItems(Struct, frozen=True):
@@ -53,10 +50,10 @@ class Scorer:
     def __init__(self, task: Task, tokenizer: Tokenizer, folder: Path, evaluation_task: Task | None = None) -> None:
         self._task, self._evaluation_task = task, evaluation_task
         self._tokenizer = tokenizer
-        self._folder = folder
+        self._folder, self._process = folder, os.getpid()
         self._reported: set[str] = set()
         self._failures, self._noted = 0, 0
-        self.newest_fault: tuple[Exception, RaisedException] | None = None
+        self.newest_fault: tuple[BaseException, RaisedException] | None = None
         """Newest exception that is a fault of the scorer's code, and its description."""
         self.note = ""
         """Text for people about the answers that could not be scored; empty if all could be scored."""
@@ -75,8 +72,10 @@ class Scorer:
         for item in items:
             try:
                 result.scores.append(self._score(item))
-            except Exception as error:  # whatever a user's scorer raises
-                raised = self._described(error, item)
+            except BaseException as error:  # whatever a user's scorer raises; a signal sets me.stopping instead
+                if os.getpid() != self._process:  # a child that the scorer has forked
+                    raise
+                raised = self._described(error)
                 result.failed[item.trajectory] = self._report(raised, error, item)
                 if not raised.environmental and not item.evaluation:
                     result.faulty.append(item.trajectory)
@@ -85,35 +84,30 @@ class Scorer:
         return result
 
     def _score(self, item: ToScore) -> Score:
-        text = self._tokenizer.decode(item.tokens)
-        returned = self._task_of(item).score(item.item, text)
+        has_timer = any(signal.getitimer(signal.ITIMER_REAL))
         try:
-            reward, training = map(float, returned)
-        except (TypeError, ValueError):
-            reward = training = math.nan
-        if math.isfinite(reward) and math.isfinite(training):
-            return Score(item.trajectory, reward, training)
-        raise _InvalidScore(
-            f"score({item.item}, {shortened(text)}) returned {shortened(returned)}; return two finite numbers: the"
-            " reward to report, and the reward to train on"
-        )
+            rewards = score_of(self._task_of(item), item.item, self._tokenizer.decode(item.tokens))
+        finally:
+            if not has_timer:  # a timer that the scorer leaves running would interrupt rrl's own code
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        return Score(item.trajectory, *rewards)
 
     def _task_of(self, item: ToScore) -> Task:
         return self._evaluation_task if item.evaluation and self._evaluation_task is not None else self._task
 
-    def _described(self, error: Exception, item: ToScore) -> RaisedException:
+    def _described(self, error: BaseException) -> RaisedException:
         """Return the type, text and place of an exception.
 
         For an invalid score, the place is the definition of the scoring function.
         """
         raised = described(error, self._folder)
-        code = getattr(self._task_of(item).score, "__code__", None)  # a callable object has none
-        if not isinstance(error, _InvalidScore) or code is None:
+        code = getattr(error.function, "__code__", None) if isinstance(error, InvalidReward) else None
+        if code is None:  # a callable object has none
             return raised
         place = users_place([(code.co_filename, code.co_firstlineno)], self._folder)
         return msgspec.structs.replace(raised, type="ValueError", place=place)
 
-    def _report(self, raised: RaisedException, error: Exception, item: ToScore) -> str:
+    def _report(self, raised: RaisedException, error: BaseException, item: ToScore) -> str:
         """Log an exception of a new kind, update the note, and return the reason for dropping the group."""
         why = f"the scorer raised {raised.type} ({raised.place})"
         if why not in self._reported:

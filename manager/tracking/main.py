@@ -64,7 +64,7 @@ def main() -> int:
             return 0
     except Locked:
         return LOCKED_EXIT
-    except Exception as error:
+    except BaseException as error:  # a tracker's package may even call sys.exit()
         traceback.print_exc()
         reason = on_one_line(f"{type(error).__name__}: {error}")[:MAX_ERROR_CHARS]
         with contextlib.suppress(OSError):

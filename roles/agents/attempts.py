@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,8 @@ from msgspec import Struct
 from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
-from ..launcher.end_report import described
+from ..launcher.end_report import as_exception, described
+from ..models.rewards import finite_number
 from ..trajectories.client import FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem
 from .user_function import Agent
@@ -90,9 +90,11 @@ class Attempts:
         self, context: AgentContext, endpoint: AgentEndpoint, store: AttemptsStore, on_change: Callable[[], None]
     ) -> None:
         self._context, self._endpoint, self._store, self._on_change = context, endpoint, store, on_change
+        asyncio.get_running_loop().set_task_factory(_contained_task)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._faults: deque[bool] = deque(maxlen=FAULTS_WINDOW)
         self._reported: set[str] = set()
+        self._stopping = False
         self.ended = 0
         """Number of attempts that have ended."""
         self.note = ""
@@ -115,7 +117,7 @@ class Attempts:
 
     async def cancel(self) -> None:
         """Cancel all attempts; other replicas then attempt their episodes again."""
-        tasks = list(self._running.values())
+        self._stopping, tasks = True, list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -149,17 +151,15 @@ class Attempts:
                 returned = await context.agent(
                     context.item_text(item.item), self._endpoint.base_url, self._endpoint.api_key(item)
                 )
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
+        except BaseException as error:  # whatever the user's agent raises; a signal sets me.stopping instead
+            if self._stopping:
+                raise asyncio.CancelledError from None
             if limit.expired():
                 self._faults.append(False)
                 raise self._failure(
                     f"the agent did not return within {duration_text(context.settings.timeout)}", item, None
                 ) from None
-            if not isinstance(error, Exception):  # a cancellation within the agent, or sys.exit()
-                error = RuntimeError(f"the agent raised {type(error).__name__}").with_traceback(error.__traceback__)
+            error = as_exception(error)
             if isinstance(error, ProgramFailed):
                 why, environmental = str(error), error.environmental
             else:
@@ -174,11 +174,7 @@ class Attempts:
     def _reward(self, returned: Any, item: EpisodeItem) -> float | None:
         if returned is None:
             return None
-        try:
-            reward = float(returned)
-        except (TypeError, ValueError, OverflowError):
-            reward = math.nan
-        if math.isfinite(reward):
+        if (reward := finite_number(returned)) is not None:
             return reward
         self._faults.append(True)
         problem = f"the agent returned {shortened(returned)}; return the reward, a finite number, or None"
@@ -197,3 +193,15 @@ class Attempts:
                 item.attempt, item.item, why, exc_info=None if isinstance(error, ProgramFailed) else error,
             )  # fmt: skip
         return _Failure(why)
+
+
+def _contained_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    """Return a task, for example of an agent, whose exceptions never end the loop."""
+
+    async def contained() -> Any:
+        try:
+            return await coroutine
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would raise these in the loop too
+            raise as_exception(error) from None
+
+    return asyncio.Task(contained(), loop=loop, **options)

@@ -21,7 +21,7 @@ from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem
 from ..worker.status.episode_status import EpisodeStatus
 from .attempts import AgentContext, Attempts
-from .user_function import AgentError, load_agent
+from .user_function import load_agent
 from .user_program import program_agent
 
 LEASE_WAIT_S = 1.0
@@ -84,27 +84,29 @@ async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint
     attempts = Attempts(context, endpoint, store, changed.set)
     leasing: asyncio.Task[tuple[EpisodeItem, ...]] | None = None
     reported = 0
-    while not me.stopping.is_set() and attempts.error is None:
-        if leasing is not None and leasing.done():
-            for item in leasing.result():
-                attempts.start(item)
-            leasing = None
-        status.attempts_changed(len(attempts.episodes))
-        free = context.settings.concurrency - len(attempts.episodes)
-        if leasing is None and free:
-            leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
-            leasing.add_done_callback(lambda _: changed.set())
-        if attempts.ended > reported:
-            me.progress(attempts.ended - reported)
-            reported = attempts.ended
-        me.note(attempts.note)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_POLL_S):
-                await changed.wait()
-        changed.clear()
-    if leasing is not None:
-        leasing.cancel()
-    await attempts.cancel()
+    try:
+        while not me.stopping.is_set() and attempts.error is None:
+            if leasing is not None and leasing.done():
+                for item in leasing.result():
+                    attempts.start(item)
+                leasing = None
+            status.attempts_changed(len(attempts.episodes))
+            free = context.settings.concurrency - len(attempts.episodes)
+            if leasing is None and free:
+                leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
+                leasing.add_done_callback(lambda _: changed.set())
+            if attempts.ended > reported:
+                me.progress(attempts.ended - reported)
+                reported = attempts.ended
+            me.note(attempts.note)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await changed.wait()
+            changed.clear()
+    finally:
+        if leasing is not None:
+            leasing.cancel()
+        await attempts.cancel()
     if attempts.error is not None:
         raise attempts.error
 
@@ -118,12 +120,11 @@ def main() -> None:
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, folder)
-    if job.agents.function is not None:
-        with exits_on_invalid_config(AgentError):
-            agent = load_agent(job.agents.function, folder)
-    else:
-        assert job.agents.command is not None
-        agent = program_agent(job.agents.command, folder)
+        agent = (
+            load_agent(job.agents.function, folder)
+            if job.agents.function is not None
+            else program_agent(job.agents.command or (), folder)
+        )
     with me:
         context = AgentContext(agent, job.agents, task.prompt, folder)
         asyncio.run(serve(me, context, chat))

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ..models.tasks import FunctionMissing, import_function
+from ..models.tasks import FunctionMissing, TaskError, import_function
 
 Agent = Callable[[str, str, str], Awaitable[Any]]
 """Runs one episode. Takes the text of the task's item, a base URL and an API key, and returns the reward or None."""
 _SIGNATURE = "async def run(item, base_url, api_key)"
 
 
-class AgentError(ValueError):
+class AgentError(TaskError):
     """``[roles.agents] function`` is invalid.
 
     Args:
@@ -24,9 +24,7 @@ class AgentError(ValueError):
     """
 
     def __init__(self, problem: str, missing_package: str = "") -> None:
-        super().__init__(f"[roles.agents] function: {problem}")
-        self.problem = problem
-        self.missing_package = missing_package
+        super().__init__("function", problem, missing_package, "roles.agents")
 
 
 def load_agent(name: str, folder: Path) -> Agent:

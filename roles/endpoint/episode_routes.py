@@ -11,6 +11,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ...core.text import shortened
+from ..trajectories.client import FencedAttempt
 from .calls.errors import ApiError, wrong
 from .http_messages import bearer_key, read_body
 from .key import EpisodeKey, encode_key
@@ -66,9 +69,17 @@ class EpisodeRoutes(Struct, frozen=True):
         until = loop.time() + OPEN_TIMEOUT_S
         while (left := until - loop.time()) > 0:
             if (item := await self.store.open_episode(name, min(_OPEN_WAIT_S, left))) is not None:
+                try:
+                    text = self.item_text(item.item)
+                except BaseException as error:  # user code may raise anything
+                    why = f"prompt({item.item}) of [task] raised {shortened(error)}"
+                    with suppress(FencedAttempt):  # this request is a repetition
+                        await self.store.fail_attempt(item.episode, item.attempt, why)
+                    name += "+"
+                    continue
                 key = encode_key(EpisodeKey(self.run, item.episode, item.attempt), self.secret)
                 opened = {
-                    "episode": item.episode, "attempt": item.attempt, "item": self.item_text(item.item), "api_key": key,
+                    "episode": item.episode, "attempt": item.attempt, "item": text, "api_key": key,
                     "base_url": f"{request.url.scheme}://{request.headers.get('host', '')}/v1",
                 }  # fmt: skip
                 return JSONResponse(opened)

@@ -80,6 +80,8 @@ def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[No
     except errors as error:
         _report(InvalidConfig(on_one_line(error)[:_MAX_MESSAGE_CHARS]))
         exit_invalid_config(error)
+    except SystemExit as error:
+        raise as_exception(error) from None
 
 
 def report_uncaught_exceptions(launch: Launch) -> None:
@@ -88,10 +90,17 @@ def report_uncaught_exceptions(launch: Launch) -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print_traceback(kind, error, trace)
-        if isinstance(error, Exception) and os.getpid() == process:  # a forked child is not the role's process
+        if os.getpid() == process:  # a forked child is not the role's process
             _report(Raised(_described_end(error, Path(launch.cwd))))
 
     sys.excepthook = report
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return what the user's code raised as an Exception. A SystemExit would end the process without a traceback."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"the code raised {type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def mark_environmental(error: BaseException) -> None:
@@ -100,19 +109,19 @@ def mark_environmental(error: BaseException) -> None:
         setattr(error, _MARK, True)
 
 
-def _described_end(error: Exception, folder: Path) -> RaisedException:
+def _described_end(error: BaseException, folder: Path) -> RaisedException:
     """Describe the exception that ends this process; for :class:`ScorerFails`, describe the exception of the scorer."""
     if isinstance(error, ScorerFails):
         return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
     return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
 
 
-def described(error: Exception, folder: Path) -> RaisedException:
+def described(error: BaseException, folder: Path) -> RaisedException:
     """Return a description of an exception; files in ``folder``, the job's folder, are named relative to it."""
     frames = traceback.extract_tb(error.__traceback__)
     try:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()
-    except Exception:  # a user's __str__ may raise
+    except BaseException:  # a user's __str__ may raise
         message = ""
     name = "ValueError" if isinstance(error, Misuse) else _class_name(type(error))
     calls = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
@@ -131,7 +140,7 @@ def _class_name(kind: type[BaseException]) -> str:
     return kind.__qualname__ if hidden else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_environmental(error: Exception) -> bool:
+def _is_environmental(error: BaseException) -> bool:
     """Return whether storage, network, memory, a GPU or a service may have caused the error."""
     if getattr(error, _MARK, False):
         return True

@@ -9,6 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from ...config.prompt_file import Rows
+from ...core.text import shortened
+from .rewards import TWO_NUMBERS, finite_number, two_rewards
 
 Reward = Callable[[str, dict[str, Any]], Any]
 """A user's reward function: ``reward(answer, row)`` returns a number, or the reported and the trained reward."""
@@ -61,9 +63,11 @@ class FileTask:
             reward = float(answer.strip() == self.answer(i).strip())
         else:
             returned = self._reward(answer, self._row(i))
-            if not isinstance(returned, int | float):  # a pair of rewards, which the caller checks
-                return returned  # type: ignore[no-any-return]
-            reward = float(returned)
+            number = finite_number(returned)
+            if number is None:
+                call = f"the function of `reward`, called with {shortened(answer)} and the row of item {i},"
+                return two_rewards(returned, call, self._reward, f"a finite number, or {TWO_NUMBERS}")
+            reward = number
         if reward >= 1 or not self._partial_credit:
             return reward, reward
         return reward, reward + self._partial_credit * right_share(answer, self.answer(i), self._split)

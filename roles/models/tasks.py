@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 from ...config.prompt_file import PromptFileError, open_rows
 from ...core.run_spec import RunSpec, TaskSpec
+from ...core.text import shortened
 from .file_task import FileTask, right_share
+from .rewards import two_rewards
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
@@ -41,6 +43,11 @@ class Task(Protocol):
     def score(self, i: int, answer: str) -> tuple[float, float]:
         """Return the reward that is reported, and the reward that is trained on."""
         ...
+
+
+def score_of(task: Task, item: int, answer: str) -> tuple[float, float]:
+    """Score an answer, and check the result. Raises InvalidReward, and whatever the user's code raises."""
+    return two_rewards(task.score(item, answer), f"score({item}, {shortened(answer)})", task.score)
 
 
 class TaskError(ValueError):

@@ -20,6 +20,7 @@ gc.disable()  # garbage collections would search a million objects of the import
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -226,7 +227,12 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job.task, me.job.seed + _SEED_OFFSET, tokenizer, Path(me.launch.cwd))
     for step in range(steps):
-        texts = [(task.prompt(item), task.answer(item)) for item in range(step * size, (step + 1) * size)]
+        texts: list[tuple[str, str]] = []
+        for item in range(step * size, (step + 1) * size):
+            with suppress(BaseException):  # user code may raise anything: the warm start omits this item
+                texts.append((task.prompt(item), task.answer(item)))
+        with exits_on_invalid_config(TaskError):  # if it raises for all items, it raises again
+            texts = texts or [(task.prompt(item), task.answer(item))]
         with exits_on_invalid_config():  # the vocabulary lacks a character
             examples: list[Example] = [
                 (tokenizer.prompt(prompt), (*tokenizer.encode(answer), tokenizer.eos)) for prompt, answer in texts

@@ -61,7 +61,7 @@ class ItemPrompts:
             return self._made.pop(item)
         try:
             prompt = self._make(item)
-        except Exception as error:  # user code may raise anything: one item must not end the run
+        except BaseException as error:  # user code may raise anything: one item must not end the run
             self._count_failure(item, error)
             return None
         self._failures_in_a_row = 0
@@ -82,7 +82,7 @@ class ItemPrompts:
         warning, self._warning = self._warning, None
         return warning
 
-    def _count_failure(self, item: int, error: Exception) -> None:
+    def _count_failure(self, item: int, error: BaseException) -> None:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         self._failures_in_a_row += 1
         if self._failures_in_a_row == MAX_ITEMS_WITHOUT_PROMPT:

@@ -82,7 +82,8 @@ class Worker:
         promotion, this raises SystemExit.
         """
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
+            for number in (signal.SIGTERM, signal.SIGINT):  # so a KeyboardInterrupt always comes from the role's code
+                signal.signal(number, lambda *_: self.stopping.set())
         allow_inspection()
         started_as_standby = self.launch.standby
         try:

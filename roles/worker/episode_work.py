@@ -7,7 +7,6 @@ answered and phases are reported while the program's own code runs.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,6 +22,7 @@ from ..endpoint.loopback import LoopbackEndpoint
 from ..endpoint.turns.store_turns import AskStore
 from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
+from ..models.rewards import finite_number
 from ..models.tasks import TaskError, load_task
 from ..trajectories.client import FencedAttempt, TrajectoryClient
 from ..trajectories.episodes.requests import EpisodeItem
@@ -82,12 +82,9 @@ class Episode:
         if reward is not None:
             if later:
                 raise Misuse("finish(): got a reward and later=True; give only one of them")
-            try:
-                reward = float(reward)
-            except (TypeError, ValueError, OverflowError):
-                raise Misuse(f"finish(): the reward is {shortened(reward)}; give a finite number, or None") from None
-            if not math.isfinite(reward):
-                raise Misuse(f"finish(): the reward is {reward}; give a finite number, or None")
+            if (number := finite_number(reward)) is None:
+                raise Misuse(f"finish(): the reward is {shortened(reward)}; give a finite number, or None")
+            reward = number
         return self._work.finish(self._attempt, reward, later)
 
     def fail(self, why: str) -> bool:
@@ -158,7 +155,8 @@ class EpisodeWork:
                     continue
                 holding = tuple(self._attempts)
                 for leased in self._connection.call_store(store.lease_episodes(1, _LEASE_WAIT_S, holding)):
-                    yield self._begin(leased)
+                    if (episode := self._begin(leased)) is not None:
+                        yield episode
 
     def finish(self, attempt: _Attempt, reward: float | None, later: bool) -> bool:
         """End an episode; see :meth:`Episode.finish`."""
@@ -181,12 +179,16 @@ class EpisodeWork:
         self._connection.stopping.wait()
         self._endpoint.stop()
 
-    def _begin(self, leased: EpisodeItem) -> Episode:
+    def _begin(self, leased: EpisodeItem) -> Episode | None:
         attempt = _Attempt(leased, time.monotonic() + self._settings.timeout)
         with self._lock:
             self._attempts[leased.episode] = attempt
             self._status.attempts_changed(len(self._attempts))
-        item = self._task.prompt(leased.item)
+        try:
+            item = self._task.prompt(leased.item)
+        except BaseException as error:  # user code may raise anything
+            self.fail(attempt, f"prompt({leased.item}) of [task] raised {shortened(error)}")
+            return None
         return Episode(self, attempt, item, self._endpoint.base_url, self._endpoint.api_key(leased))
 
     def _fail_overdue(self) -> None:

@@ -142,7 +142,7 @@ class ProbeResponder:
         probe = self._pending.popleft()  # removed first, because the handler may call the API, and so this method
         try:
             result = self._handler()
-        except Exception as error:
+        except BaseException as error:  # the handler is code of the user
             self._send(
                 ProbeReply(
                     probe.incarnation,

@@ -66,7 +66,14 @@ class Codec:
 
 def encode_frame(epoch: int, request_id: int | None, message: Any) -> bytes:
     """Encode a message with this process's protocol version."""
-    return msgspec.msgpack.encode((PROTOCOL_VERSION, epoch, request_id, message))
+    return msgspec.msgpack.encode((PROTOCOL_VERSION, epoch, request_id, message), enc_hook=_scalar)
+
+
+def _scalar(value: Any) -> Any:
+    """Return a scalar of numpy or torch, such as a program's reward or metric, as a number of Python."""
+    if not hasattr(value, "item"):
+        raise NotImplementedError  # msgspec then names the type
+    return value.item()
 
 
 def _int_option(socket: zmq.Socket[bytes], option: int) -> int:

@@ -179,7 +179,7 @@ class Evaluations:
             assert self._settings is not None
             try:
                 self._prompts[item] = self._settings.prompt(item).tokens
-            except Exception:  # user code may raise anything: one item must not end the run
+            except BaseException:  # user code may raise anything: one item must not end the run
                 self._prompts[item] = None
         return self._prompts[item]
 

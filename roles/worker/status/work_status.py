@@ -117,7 +117,7 @@ class WorkStatus:
                 raise ValueError(f"me.log: the name {name[:20]!r}... has more than {MAX_LOGGED_NAME_CHARS} characters")
             try:
                 numbers[name] = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise TypeError(f"me.log({name}=...): {value!r} is not a number") from None
         with self._lock:
             merged = {**self._logged, **numbers}

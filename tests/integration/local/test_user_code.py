@@ -35,7 +35,7 @@ class Task:
 
     def score(self, i, text):
         if i in FAILING:
-            return float(None), 0.0
+            return MISTAKE, 0.0
         return 1.0, 1.0
 
 def make(seed):
@@ -43,8 +43,8 @@ def make(seed):
 """
 
 
-def _submit(folder: Path, failing: str, steps: int) -> TestRun:
-    (folder / "scorer.py").write_text(f"FAILING = {failing}\n{SCORER}")
+def _submit(folder: Path, failing: str, steps: int, mistake: str = "float(None)") -> TestRun:
+    (folder / "scorer.py").write_text(f"FAILING = {failing}\n{SCORER.replace('MISTAKE', mistake)}")
     toml = light_job("local", steps, rollouts=1, spares=0, warm=False, one_node=True)
     return submit_here(folder, toml.replace("light_task:make", "scorer:make"))
 
@@ -61,7 +61,8 @@ def test_scorer_that_raises_for_most_answers_ends_the_run_with_its_line(tmp_path
 
 
 def test_groups_that_a_scorer_raises_for_now_and_then_are_counted_while_the_run_goes_on(tmp_path: Path) -> None:
-    run = _submit(tmp_path, "range(4, 10_000, 5)", steps=10)
+    exits_or_interrupts = 'exec("exit()" if i % 2 else "raise KeyboardInterrupt")'
+    run = _submit(tmp_path, "range(4, 10_000, 5)", steps=10, mistake=exits_or_interrupts)
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", 10), state.why
     summary = run.summary()
@@ -69,6 +70,7 @@ def test_groups_that_a_scorer_raises_for_now_and_then_are_counted_while_the_run_
     assert dropped >= 3  # one group in five fails; a step has two groups
     assert state.metrics["unscored_groups"] == dropped
     assert summary["unscored_share"] == round(dropped / (dropped + 20), 4)
+    assert state.replica(ReplicaId("reward/0")).incarnation_number == 1
     run.wait_gone()
     check_sound(run.run)
 
@@ -145,7 +147,9 @@ def test_rollout_that_returns_after_three_leases_ends_the_run_at_its_third_exit(
 
 
 def test_syntax_error_before_join_rejects_the_run_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "rollout.py").write_text("import rrl\n\nwith rrl.join() as me\n    pass\n")
+    """rrl submit refuses such an error in a file, but cannot see it in code that the file makes."""
+    made = "import rrl\n\nwith rrl.join() as me"
+    (tmp_path / "rollout.py").write_text(f"compile({made!r}, 'rollout.py', 'exec')\n")
     toml = light_job("local", 10, rollouts=1, spares=0, warm=False, one_node=True).replace(
         f"{LIGHT}/light_rollout.py", "rollout.py"
     )

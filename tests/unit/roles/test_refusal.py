@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from rrl.core.run_spec import ModelSpec, RolloutSettings, SamplingSpec, TrainerS
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles import reward
 from rrl.roles.launcher import end_report
-from rrl.roles.launcher.end_report import exits_on_invalid_config
+from rrl.roles.launcher.end_report import described, exits_on_invalid_config
 from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config
@@ -122,6 +123,15 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
 def test_traceback_of_an_exception_in_user_code_is_kept() -> None:
     with pytest.raises(ValueError, match="mine"), exits_on_invalid_config(TaskError):
         raise ValueError("mine")
+
+
+def test_exit_of_user_code_at_its_import_becomes_an_exception_with_its_line() -> None:
+    with (
+        pytest.raises(RuntimeError, match="the code raised SystemExit: 0") as raised,
+        exits_on_invalid_config(TaskError),
+    ):
+        sys.exit(0)
+    assert described(raised.value, Path(__file__).parent).place.startswith(f"{Path(__file__).name}:")
 
 
 def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from rrl.core.run_spec import AgentsSettings
@@ -84,7 +85,9 @@ def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> Non
     assert (store.finished, store.failed, attempts.ended) == ([(0, 1, 0.5)], [], 1)
 
 
-@pytest.mark.parametrize(("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0)])
+@pytest.mark.parametrize(
+    ("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0), (numpy.float32(0.5), 0.5), (numpy.array(0.5), 0.5)]
+)
 def test_returned_number_is_the_reward_and_none_leaves_the_reward_to_the_task(
     returned: object, reward: float | None
 ) -> None:
@@ -107,7 +110,7 @@ def test_an_episode_without_a_reward_waits_for_one_if_the_job_gives_it_time(retu
     assert (scored.later, waits.later) == ([False], [returned is None])
 
 
-@pytest.mark.parametrize("returned", ["much", math.nan, math.inf, [1]])
+@pytest.mark.parametrize("returned", ["much", "1", math.nan, math.inf, [1], 10**400, 1j])
 def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(returned: object) -> None:
     async def agent(*_: str) -> object:
         return returned
@@ -151,12 +154,40 @@ def test_agent_that_exits_or_cancels_itself_fails_only_its_own_attempt() -> None
         raise SystemExit(3)
 
     async def cancels(*_: str) -> None:
-        raise asyncio.CancelledError
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    async def interrupts(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    async def exits_in_a_tool(*_: str) -> None:
+        await asyncio.gather(exits(), asyncio.sleep(0))
 
     store = RecordedResults()
-    for agent in (exits, cancels):
-        play(agent, store)
-    assert ["SystemExit" in store.failed[0][2], "CancelledError" in store.failed[1][2]] == [True, True]
+    agents = {exits: "SystemExit", cancels: "CancelledError", interrupts: "KeyboardInterrupt",
+              exits_in_a_tool: "SystemExit"}  # fmt: skip
+    for number, (agent, name) in enumerate(agents.items()):
+        attempts = play(agent, store)
+        assert name in store.failed[number][2]
+        assert (attempts.error, store.finished) == (None, [])
+
+
+def test_returned_value_that_ends_the_program_fails_only_its_own_attempt() -> None:
+    class Spoilt:
+        def __float__(self) -> float:
+            raise RuntimeError
+
+        def __repr__(self) -> str:
+            raise SystemExit
+
+    async def agent(*_: str) -> object:
+        return Spoilt()
+
+    store = RecordedResults()
+    assert play(agent, store).error is None
+    assert "return the reward, a finite number, or None" in store.failed[0][2]
 
 
 def test_fenced_attempt_ends_without_a_report() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ RUN_KEY = run_key(RUN, SECRET)
 class Outside:
     """An endpoint for agents outside of the run, with a real store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, item_text: Callable[[int], str] = "item {}".format) -> None:
         self.store = open_agents_store(folder, episodes=EpisodeSettings(retries=0), max_new_tokens=8)
         self.served = StoreInProcess(self.store, AGENTS)
-        routes = EpisodeRoutes(self.served, RUN, SECRET, lambda item: f"item {item}")
+        routes = EpisodeRoutes(self.served, RUN, SECRET, item_text)
         run = ServedRun(RUN, SECRET, Policy(1.0), max_new=8, max_length=60)
         self.server = EndpointServer(Endpoint(run, CHAT, self.served, routes=routes.routes()).application)
         self.server.start()
@@ -95,6 +96,19 @@ def test_a_repeated_request_for_an_episode_gets_the_same_one(outside: Outside) -
     assert first == again
     assert outside.open(**{"Idempotency-Key": "b"})["episode"] != first["episode"]
     assert outside.open()["api_key"] != outside.open()["api_key"]
+
+
+def test_item_whose_text_cannot_be_made_is_dropped_and_another_one_is_served(tmp_path: Path) -> None:
+    def text(item: int) -> str:
+        return sys.exit() if item == 0 else f"item {item}"
+
+    outside = Outside(tmp_path, text)
+    try:
+        assert outside.open()["item"] == "item 10"
+    finally:
+        outside.server.stop()
+    assert outside.store.audit().dropped == {"prompt(0) of [task] raised SystemExit()": 2}
+    outside.store.close()
 
 
 def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside) -> None:

@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 
 from rrl.core.run_spec import TaskSpec
+from rrl.roles.models.rewards import InvalidReward
 from rrl.roles.models.tasks import Task, TaskError, load_task
 
 REWARD = """\
+import numpy
+
 def close(answer, row):
     return float(int(answer) == int(row["answer"])), row["weight"] / 2
 
 def plain(answer, row):
     return 0.25
+
+def of_numpy(answer, row):
+    return numpy.float32(0.25)
+
+def text(answer, row):
+    return "0.25"
 """
 
 
@@ -65,5 +74,10 @@ def test_reward_function_gets_the_answer_and_all_columns(task_file: Path, monkey
     assert task.score(item, "10") == (1.0, 4.5)
     plain = load_task(TaskSpec(file=str(task_file), reward="close_reward:plain"), seed=0, folder=task_file.parent)
     assert plain.score(0, "10") == (0.25, 0.25)
+    scalar = TaskSpec(file=str(task_file), reward="close_reward:of_numpy", partial_credit=0.5)
+    assert load_task(scalar, seed=0, folder=task_file.parent).score(item, "11") == (0.25, 0.25 + 0.5 * 0)
+    text = load_task(TaskSpec(file=str(task_file), reward="close_reward:text"), seed=0, folder=task_file.parent)
+    with pytest.raises(InvalidReward, match=r"returned '0.25'; return a finite number, or two finite numbers: the rew"):
+        text.score(0, "10")
     with pytest.raises(TaskError, match=r"close_reward.py has no function clos; did you mean \"close\""):
         load_task(TaskSpec(file=str(task_file), reward="close_reward:clos"), seed=0, folder=task_file.parent)

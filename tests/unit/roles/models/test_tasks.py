@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import importlib
+import signal
+import subprocess
 import sys
 from contextlib import nullcontext
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy
 import pytest
 
 import rrl
 from rrl.core.run_spec import EvalSpec, RunSpec, TaskSpec, TokenizerSpec
+from rrl.core.text import shortened
+from rrl.roles.models.rewards import finite_number
 from rrl.roles.models.tasks import TaskError, load_evaluation_task, load_task
 from rrl.roles.models.tokenizer import EOS, PAD, VocabularyTokenizer
 from rrl.roles.reward import Scorer
@@ -190,7 +199,92 @@ def test_scorer_that_raises_loses_only_the_trajectory(users_folder: Path, caplog
     )
 
 
-@pytest.mark.parametrize("returned", [(float("nan"), 0.0), 0.5, None, ("one", 1.0), (1.0, 0.0, 0.0)])
+class Odd(BaseException):
+    """What a user's code may raise."""
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), RecursionError(), Odd()]
+)
+def test_whatever_a_scorer_raises_loses_only_the_trajectory(error: BaseException) -> None:
+    class Raising:
+        def prompt(self, i: int) -> str:
+            return ""
+
+        def answer(self, i: int) -> str:
+            return ""
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            if i == 1:
+                raise error
+            return 1.0, 0.5
+
+    scorer = Scorer(Raising(), DIGITS, Path(__file__).parent)
+    scored = scorer.score([ToScore(n, n, ()) for n in range(3)])
+    assert scored.scores == [Score(0, 1.0, 0.5), Score(2, 1.0, 0.5)]
+    assert list(scored.failed) == scored.faulty == [1]
+    assert type(error).__name__ in scored.failed[1]
+    assert scorer.newest_fault is not None
+    assert scorer.newest_fault[0] is error
+
+
+FORKS = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from rrl.roles.reward import Scorer
+from rrl.roles.trajectories.types import ToScore
+
+def score(i, answer):
+    if not (child := os.fork()):
+        raise SystemExit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0.0
+
+scorer = Scorer(SimpleNamespace(score=score), SimpleNamespace(decode=str), Path())
+print(scorer.score([ToScore(1, 0, ())]).scores[0].reward)
+"""
+
+
+def test_child_that_a_scorer_forks_ends_by_its_own_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("7.0\n", "")
+
+
+def test_timer_that_a_scorer_leaves_running_interrupts_nothing_afterwards() -> None:
+    class Timed:
+        def prompt(self, i: int) -> str:
+            return ""
+
+        def answer(self, i: int) -> str:
+            return ""
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            signal.alarm(3600)
+            raise ValueError
+
+    before = signal.setitimer(signal.ITIMER_REAL, 0)  # that of pytest-timeout
+    try:
+        Scorer(Timed(), DIGITS, Path()).score([ToScore(1, 0, ())])
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+class Spoilt(float):
+    """A number whose methods raise what ends a process."""
+
+    def __float__(self) -> float:
+        raise SystemExit
+
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [(float("nan"), 0.0), 0.5, None, ("one", 1.0), (1.0, 0.0, 0.0), ("1", "0"), "10", (10**400, 0), (1j, 0.0),
+     (numpy.complex64(1), 0), numpy.array([1.0, 0.0, 0.0])],
+)  # fmt: skip
 def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the_scorer(returned: object) -> None:
     class Bad:
         def prompt(self, i: int) -> str:
@@ -209,8 +303,33 @@ def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the
     assert scored.failed == {1: f"the scorer raised ValueError ({place})"}
     assert scorer.note == (
         "1 answer could not be scored, and their groups are dropped; the last error: ValueError: score(7, '1 2')"
-        f" returned {returned!r}; return two finite numbers: the reward to report, and the reward to train on ({place})"
+        f" returned {shortened(returned)}; return two finite numbers: the reward to report, and the reward to train on"
+        f" ({place})"
     )
+
+
+def test_number_whose_methods_raise_is_no_reward() -> None:
+    assert finite_number(Spoilt(1.0)) is None
+    assert shortened(Spoilt(1.0)).startswith("<")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [(1, 0.5), [True, Fraction(1, 2)], (numpy.float32(1), numpy.array(0.5)), numpy.array([1.0, 0.5]),
+     (Decimal(1), numpy.float16(0.5))],
+)  # fmt: skip
+def test_any_two_real_numbers_are_rewards(returned: Any) -> None:
+    class Counting:
+        def prompt(self, i: int) -> str:
+            return ""
+
+        def answer(self, i: int) -> str:
+            return ""
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            return returned  # type: ignore[no-any-return]
+
+    assert Scorer(Counting(), DIGITS, Path()).score([ToScore(1, 0, ())]).scores == [Score(1, 1.0, 0.5)]
 
 
 @pytest.mark.parametrize(("error", "faulty"), [(ConnectionResetError, []), (TypeError, []), (KeyError, [1])])

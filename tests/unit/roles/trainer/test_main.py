@@ -454,7 +454,7 @@ def test_warm_start_imports_the_task_from_the_folder_of_the_job(
         "class Digits:\n"
         "    def __init__(self, seed): pass\n"
         "    def prompt(self, i): return f'{i}='\n"
-        "    def answer(self, i): return str(i)\n"
+        "    def answer(self, i): return exit() if i == 2 else str(i)\n"
         "    def score(self, i, answer): raise AssertionError\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))  # so that the entries of load_task are removed after the test
@@ -463,11 +463,17 @@ def test_warm_start_imports_the_task_from_the_folder_of_the_job(
     worker.job = msgspec.structs.replace(
         worker.job,
         task=TaskSpec(function="rrl_warm_start_task:Digits"),
-        trainer=msgspec.structs.replace(worker.job.trainer, warm_start_steps=2, warm_start_batch=1),
+        trainer=msgspec.structs.replace(worker.job.trainer, warm_start_steps=2, warm_start_batch=2),
     )
     tokenizer = open_tokenizer(worker.job.model)
     examples = list(trainer_main._examples(worker, tokenizer))  # type: ignore[arg-type]
-    assert examples == [[(tokenizer.prompt(f"{i}="), (*tokenizer.encode(str(i)), EOS))] for i in range(2)]
+    of_item = [(tokenizer.prompt(f"{i}="), (*tokenizer.encode(str(i)), EOS)) for i in range(4)]
+    assert examples == [of_item[:2], of_item[3:]], "item 2 has no answer"
+
+    settings = msgspec.structs.replace(worker.job.trainer, warm_start_steps=3, warm_start_batch=1)
+    worker.job = msgspec.structs.replace(worker.job, trainer=settings)
+    with pytest.raises(RuntimeError, match="the code raised SystemExit"):
+        list(trainer_main._examples(worker, tokenizer))  # type: ignore[arg-type]
 
 
 def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(

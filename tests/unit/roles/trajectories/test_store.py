@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,14 @@ def test_item_without_a_prompt_is_dropped_and_replaced_by_the_next_one(tmp_path:
     audit = again.audit()
     assert audit.dropped == {NO_PROMPT: 4 * GROUP}
     assert audit.made == audit.trained + 4 * GROUP + audit.open
+
+
+def test_item_whose_prompt_ends_the_program_is_dropped(tmp_path: Path) -> None:
+    def exits(index: int) -> Prompt:
+        return sys.exit() if index == 1 else prompt(index)
+
+    store = open_store(tmp_path, next_prompt=exits)
+    assert 1 not in {item.group for item in lease(store)}
 
 
 def test_items_without_a_prompt_do_not_make_a_rollout_wait_for_newer_weights(tmp_path: Path) -> None:

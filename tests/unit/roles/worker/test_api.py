@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
 
 import rrl
@@ -22,7 +23,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
-from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
+from rrl.roles.trajectories.types import CommittedState, Done, Item, Score, Scoring
 from rrl.roles.worker import connection, publication
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
@@ -101,6 +102,20 @@ def test_fenced_worker_ends_at_once_even_if_busy(scene: Scene) -> None:
             _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == FENCED_EXIT == 81
             assert b"is fenced: succeeded" in stderr
+
+    play(story)
+
+
+def test_signal_to_a_role_is_a_stop_request_and_no_exception_in_what_it_does(scene: Scene) -> None:
+    async def story() -> None:
+        launch = scene.launch(crew.REWARD)
+        code = "import os, rrl\nwith rrl.join() as me:\n    os.kill(os.getpid(), 2)\n    assert me.stopping.wait(60)"
+        env = {"PATH": "/usr/bin:/bin", LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag))}
+        async with scene.manager():
+            argv = [sys.executable, "-P", "-c", code]
+            child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            assert (child.returncode, stderr) == (0, b"")
 
     play(story)
 
@@ -886,6 +901,29 @@ def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene
             me.progress(2)
             for item in work.items:  # two items are reported before the first post, the others by their posts
                 work.post([], {item.trajectory: "no reason"})
+
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = scene.start(me, score)
+            heartbeat = await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
+            assert heartbeat.done == complete
+            await manager.stop(crew.REWARD)
+            await role.end()
+        store.close()
+
+    play(story)
+
+
+def test_scores_may_be_scalars_of_numpy(scene: Scene) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        complete = len(crew.generate(store))
+        me = scene.worker(crew.REWARD)
+
+        def score() -> None:
+            work = next(me.scoring())
+            reward: Any = numpy.float32(0.5)
+            work.post([Score(item.trajectory, reward, training=reward) for item in work.items])
 
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +23,7 @@ from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
 from rrl.roles.trajectories.store import Store
+from rrl.roles.worker import episode_work
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.episode_work import Episode
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually, lab
@@ -157,6 +160,22 @@ def test_concurrent_episodes_are_limited_and_a_failed_one_frees_its_place(scene:
     play_program(scene, program, then)
     (failed,) = records(scene, AttemptFailed)
     assert (failed.attempt, failed.failures, failed.reason) == (1, 1, "the browser crashed")
+
+
+def test_item_whose_text_cannot_be_made_fails_its_attempts_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(item: int) -> str:
+        return sys.exit() if item == 0 else f"item {item}"
+
+    monkeypatch.setattr(episode_work, "load_task", lambda *_: SimpleNamespace(prompt=text))
+
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=1):
+            reported.put(episode.item)
+
+    async def then(played: Played) -> None:
+        assert await played.tells() == "item 10"
+
+    play_program(scene, program, then, retries=0)
 
 
 def test_attempt_beyond_its_time_limit_fails_and_its_later_end_is_ignored(scene: Scene) -> None:

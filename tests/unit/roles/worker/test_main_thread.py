@@ -73,16 +73,17 @@ def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
     assert len(responses.answers) == 1, "a probe was answered twice"
 
 
-def test_exception_of_a_handler_is_the_answer_and_the_role_continues() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_exception_of_a_handler_is_the_answer_and_the_role_continues(kind: type[BaseException]) -> None:
     responses = Responses()
 
     def fail() -> None:
-        raise RuntimeError("logits are not finite")
+        raise kind("logits are not finite")
 
     responses.probes.on_probe(fail)
     responses.probe()
     responses.probes.answer()
-    assert responses.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
+    assert responses.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, f"{kind.__name__}: logits are not finite")]
 
 
 def test_handler_that_calls_the_api_is_not_reentered() -> None:

@@ -281,7 +281,7 @@ def test_score_of_an_evaluated_answer_that_is_not_finite_is_denied(
 def test_prompt_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
     def prompt(item: int) -> Prompt:
         if item == 1:
-            raise ValueError("no such prompt")
+            raise SystemExit("no such prompt")
         return held_out(item)
 
     store = open_store(tmp_path, evaluations=settings(prompt))

@@ -1,0 +1,52 @@
+"""Rewards, as a function of the user returns them: any real number, also a scalar of numpy or torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ...core.text import shortened
+
+TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
+
+
+class InvalidReward(ValueError):
+    """A function of the user returned no rewards. ``function`` is this function, whose definition is to be named."""
+
+    def __init__(self, text: str, function: Callable[..., Any]) -> None:
+        super().__init__(text)
+        self.function = function
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number as a float; None if the value is not a finite real number (text is none)."""
+    try:
+        scalar = value.item() if hasattr(value, "item") else value  # a complex number of numpy has __float__
+        number = float(scalar) if hasattr(scalar, "__float__") else math.nan
+    except BaseException:  # the value's methods may raise anything
+        return None
+    return number if math.isfinite(number) else None
+
+
+def two_rewards(
+    returned: Any, call: str, function: Callable[..., Any], expected: str = TWO_NUMBERS
+) -> tuple[float, float]:
+    """Return the reward that is reported, and the reward that is trained on.
+
+    Args:
+        returned: What ``function`` returned.
+        call: The call as text, for the error message.
+        function: The function of the user.
+        expected: What the function should return, for the error message.
+
+    Raises:
+        InvalidReward: ``returned`` does not consist of two finite numbers.
+    """
+    try:
+        reward, training = map(finite_number, returned)
+    except (TypeError, ValueError):
+        reward = training = None
+    if reward is None or training is None:
+        raise InvalidReward(f"{call} returned {shortened(returned)}; return {expected}", function)
+    return reward, training
