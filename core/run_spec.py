@@ -304,7 +304,8 @@ class TaskSpec(Struct, frozen=True):
     @property
     def required_columns(self) -> tuple[str, ...]:
         """Return the columns that a row of ``file`` needs beside the columns of the prompt."""
-        return () if self.reward is not None and not self.partial_credit else (self.answer_column,)
+        named = self.partial_credit or self.answer_column != TaskSpec().answer_column
+        return () if self.reward is not None and not named else (self.answer_column,)
 
 
 DEFAULT_STALENESS = 4

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import os
+import platform
 import re
 import shutil
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from importlib.util import decode_source
+from itertools import pairwise
 from pathlib import Path
 
 from ...config.job.schema import Job
@@ -46,6 +52,9 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
         for key, argv in commands.items():
             texts = (_program(job, spec, role, key, argv, folder), _script(argv, folder))
             problems += [Problem(key, text, certain=job.cluster.kind == "local") for text in texts if text]
+            if mistake := _syntax_error(argv, folder):
+                own = os.path.realpath(shutil.which(argv[0]) or "") == os.path.realpath(sys.executable)
+                problems.append(Problem(key, mistake, certain=own and not prelude(spec.env)))
     first_of_each = {problem.key: problem for problem in reversed(problems)}  # built-in roles have one interpreter
     return list(first_of_each.values())[::-1]
 
@@ -80,6 +89,31 @@ def _script(argv: Sequence[str], folder: Path) -> str:
     if script.startswith("-") or (folder / script).exists():
         return ""
     return _missing(script, folder)
+
+
+def _syntax_error(argv: Sequence[str], folder: Path) -> str:
+    """Return the first syntax error in the Python files that a command names, or that these import from their folder.
+
+    The files are only compiled, by this interpreter: the command may run another version of Python. The text is empty
+    if there is no error.
+    """
+    modules = [f"{module.replace('.', '/')}.py" for option, module in pairwise(argv) if option == "-m"]
+    files = [folder / name for name in (*argv, *modules) if name.endswith(".py")]
+    for file in files:  # it grows
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(decode_source(file.read_bytes()))
+                compile(tree, file, "exec", dont_inherit=True)
+        except (OSError, RecursionError, MemoryError):
+            continue
+        except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not UTF-8
+            place = f"{os.path.relpath(file, folder)}:{getattr(error, 'lineno', None) or 1}"
+            return f"{place}: {getattr(error, 'msg', error)} (Python {platform.python_version()})"
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+        names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
+        found = dict.fromkeys(file.parent / f"{name.replace('.', '/')}.py" for name in names if name)
+        files += [path for path in found if path not in files]
+    return ""
 
 
 def _missing(name: str, folder: Path) -> str:

@@ -30,8 +30,9 @@ def _problem(key: tuple[str, ...], task: TaskTable, here: bool) -> Problem | Non
         text = "does not exist" if here else "does not exist on this machine"
         return Problem(key, f"{task.file!r} {text}{'; name a file that does' if here else ''}", certain=here)
     spec = TaskSpec(answer_column=task.answer_column, reward=task.reward, partial_credit=task.partial_credit)
+    named = (task.answer_column,) if "answer_column" in task.model_fields_set else spec.required_columns
     try:
-        open_rows(Path(task.file), task.prompt, spec.required_columns)
+        open_rows(Path(task.file), task.prompt, named)
     except PromptFileError as error:
         return Problem(key, str(error), certain=here or not error.missing_package)
     return None

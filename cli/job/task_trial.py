@@ -7,24 +7,24 @@ result is written to stdout, both as JSON; output of the user's code goes to std
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from ...core.run_spec import RunSpec
+from ...core.run_spec import ModelSpec, RunSpec
 from ...core.text import shortened
-from ...roles.agents.user_function import AgentError, load_agent
+from ...roles.agents.user_function import load_agent
 from ...roles.launcher.end_report import described, place_of
 from ...roles.models.chat import open_chat
-from ...roles.models.conversation import Chat
-from ...roles.models.tasks import Task, TaskError, load_evaluation_task, load_task
+from ...roles.models.rewards import InvalidReward
+from ...roles.models.tasks import Task, TaskError, load_evaluation_task, load_task, score_of
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
 
@@ -32,12 +32,14 @@ ITEMS = 100
 """Number of items whose prompts and answers are made: enough to use each character of a small vocabulary."""
 SAMPLES = 2
 """Number of items that are shown, with the rewards of their answers."""
+_T = TypeVar("_T")
 _PIECES = ("model", "tokenizer", "pieces")
 
 
 def source_key(spec: RunSpec) -> tuple[str, str]:
-    """Return the key of job.toml that names the task's source."""
-    return "task", "function" if spec.task.function else "file" if spec.task.file else "dataset"
+    """Return the key of job.toml that names the user's code in the task, else the task's source."""
+    task = spec.task
+    return "task", "function" if task.function else "reward" if task.reward else "file" if task.file else "dataset"
 
 
 class TrialRequest(Struct, frozen=True):
@@ -141,7 +143,7 @@ class _Trial:
     def _try(self) -> tuple[Sample, ...]:
         if (agents := self._job.agents) is not None or self._job.endpoint is not None:
             return self._try_agent(agents.function if agents is not None else None)
-        tokenizer = self._open_tokenizer()
+        tokenizer = self._opened(open_tokenizer)
         task = self._build(tokenizer)
         items = self._make_items(task, tokenizer)
         self._check_lengths(items)
@@ -154,21 +156,15 @@ class _Trial:
 
     def _try_evaluation(self, tokenizer: Tokenizer) -> None:
         """Build the task of evaluations, make its first prompts, and score an empty answer to the first prompt."""
-        key = ("eval", "task") if self._job.eval is not None and self._job.eval.task is not None else ("eval",)
-        self._source, self._doing = key, "importing and building the task of [eval]"
-        try:
+        own = self._job.eval.task if self._job.eval is not None else None
+        self._source = ("eval",) if own is None else ("eval", "task", "reward") if own.reward else ("eval", "task")
+        self._doing = "importing and building the task of [eval]"
+        with self._reports("building the task"):
             task, count = load_evaluation_task(self._job, tokenizer, self._folder)
-        except TaskError as error:
-            path = (*error.table.split("."), error.key)
-            raise _Failed(TaskProblem(path, error.problem, error.missing_package)) from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            self._fail(f"building the task raised {self._described(error)}", error)
         encode = prompt_encoder(self._job, tokenizer)
         for number in range(min(count, ITEMS)):
-            try:
+            with self._reports(f"prompt({number}) of [eval]"):
                 encode(number, self._text(task.prompt, "prompt", number))
-            except Exception as error:  # user code may raise anything
-                self._fail(f"prompt({number}) of [eval] raised {self._described(error)}", error)
         if self._job.role("reward").built_in:
             self._rewards(task, 0, "")
 
@@ -177,53 +173,47 @@ class _Trial:
 
         ``function`` is None for an agent that is a command. The trial does not start the command.
         """
-        tokenizer = self._open_chat().tokenizer
+        tokenizer = self._opened(open_chat).tokenizer
         if function is not None:
-            self._import_agent(function)
+            source, self._source = self._source, ("roles", "agents", "function")
+            self._doing = f"importing {function}"
+            with self._reports("importing it"):
+                load_agent(function, self._folder)
+            self._source = source
         task = self._build(tokenizer)
         samples: list[Sample] = []
         for number in range(SAMPLES):
-            try:
+            with self._reports(f"prompt({number})"):
                 samples.append(Sample(number, self._text(task.prompt, "prompt", number), 0, "", 0, ""))
-            except Exception as error:  # user code may raise anything
-                self._fail(f"prompt({number}) raised {self._described(error)}", error)
         return tuple(samples)
 
-    def _import_agent(self, function: str) -> None:
-        key = ("roles", "agents", "function")
-        self._doing = f"importing {function}"
-        try:
-            load_agent(function, self._folder)
-        except AgentError as error:
-            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
-
-    def _open_chat(self) -> Chat:
-        try:
-            return open_chat(self._job.model)
-        except ValueError as error:
-            raise _Failed(TaskProblem(("model",), str(error))) from error
-        except ModuleNotFoundError as error:
-            text = f"the tokenizer needs {error.name}, which {sys.prefix} lacks; install it there"
-            raise _Failed(TaskProblem(("model", "path"), text, error.name or "")) from error
-
-    def _open_tokenizer(self) -> Tokenizer:
-        try:
-            return open_tokenizer(self._job.model)
-        except ValueError as error:
-            raise _Failed(TaskProblem(("model",), str(error))) from error
-        except ModuleNotFoundError as error:
-            text = f"the tokenizer needs {error.name}, which {sys.prefix} lacks; install it there"
-            raise _Failed(TaskProblem(("model", "path"), text, error.name or "")) from error
-
     def _build(self, tokenizer: Tokenizer) -> Task:
+        with self._reports("building the task"):
+            task = load_task(self._job.task, self._job.seed, tokenizer, self._folder)
+        return task
+
+    def _opened(self, open_model: Callable[[ModelSpec], _T]) -> _T:
         try:
-            return load_task(self._job.task, self._job.seed, tokenizer, self._folder)
+            return open_model(self._job.model)
+        except ValueError as error:
+            raise _Failed(TaskProblem(("model",), str(error))) from error
+        except ModuleNotFoundError as error:
+            text = f"the tokenizer needs {error.name}, which {sys.prefix} lacks; install it there"
+            raise _Failed(TaskProblem(("model", "path"), text, error.name or "")) from error
+
+    @contextmanager
+    def _reports(self, call: str) -> Iterator[None]:
+        """Return a context manager that reports whatever the user's code raises in ``call`` as a problem."""
+        try:
+            yield
+        except (_Failed, _DeadlineExceeded):
+            raise
         except TaskError as error:
-            raise _Failed(TaskProblem(("task", error.key), error.problem, error.missing_package)) from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            self._fail(f"building the task raised {self._described(error)}", error)
+            key = (*error.table.split("."), error.key)
+            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
+        except BaseException as error:
+            text = str(error) if isinstance(error, InvalidReward) else f"{call} raised {self._described(error)}"
+            raise _Failed(TaskProblem(self._source, text)) from error
 
     def _make_items(self, task: Task, tokenizer: Tokenizer) -> list[_Item]:
         """Make the prompts and answers of the first items, and report items that the store would drop."""
@@ -245,7 +235,9 @@ class _Trial:
                 in_a_row = 0
             except UnencodableText as error:
                 unencodable = unencodable or error
-            except Exception as error:  # user code may raise anything: the store drops the item
+            except (_Failed, _DeadlineExceeded):
+                raise
+            except BaseException as error:  # user code may raise anything: the store drops the item
                 unfit = isinstance(error, UnfitPrompt)
                 dropped.append(str(error) if unfit else f"prompt({number}) raised {self._described(error)}")
                 in_a_row += 1
@@ -265,12 +257,14 @@ class _Trial:
         """Return the right answer of an item, which only a warm start needs; None if the task has no right answers."""
         try:
             return self._text(task.answer, "answer", number)
-        except Exception as error:  # user code may raise anything
+        except (_Failed, _DeadlineExceeded):
+            raise
+        except BaseException as error:  # user code may raise anything
             if self._job.trainer.warm_start_steps and self._job.role("trainer").built_in:
-                text = (
-                    f"answer({number}) raised {self._described(error)}; [roles.trainer] warm_start_steps needs answers"
-                )
-                self._fail(text, error)
+                self._source = ("task", "answer_column") if self._job.task.file else self._source
+                needed = "[roles.trainer] warm_start_steps needs answers"
+                text = f"answer({number}) raised {self._described(error)}; {needed}"
+                raise _Failed(TaskProblem(self._source, text)) from error
             return None
 
     def _text(self, method: Callable[[int], Any], name: str, number: int) -> str:
@@ -354,31 +348,13 @@ class _Trial:
 
     def _rewards(self, task: Task, number: int, answer: str) -> tuple[float, float]:
         self._doing = call = f"score({number}, {shortened(answer)})"
-        try:
-            returned = task.score(number, answer)
-        except Exception as error:  # user code may raise anything
-            self._fail(f"{call} raised {self._described(error)}", error)
-        try:
-            reward, training_reward = map(float, returned)
-        except (TypeError, ValueError):
-            reward = training_reward = math.nan
-        if math.isfinite(reward) and math.isfinite(training_reward):
-            return reward, training_reward
-        text = (
-            f"{call} returned {shortened(returned)}; return two finite numbers: the reward to report, and the reward to"
-            " train on"
-        )
-        raise _Failed(TaskProblem(self._source, text))
-
-    def _fail(self, text: str, error: BaseException) -> NoReturn:
-        raise _Failed(TaskProblem(self._source, text)) from error
+        with self._reports(call):
+            rewards = score_of(task, number, answer)
+        return rewards
 
     def _described(self, error: BaseException) -> str:
         """Return type, text, file and line of an exception of the user's code."""
-        if not isinstance(error, Exception):
-            return f"{type(error).__name__}: {error} ({place_of(error, self._folder)})"
-        raised = described(error, self._folder)
-        return f"{raised.type}{': ' if raised.message else ''}{raised.message} ({raised.place})"
+        return str(described(error, self._folder))
 
 
 def _raise_deadline(*_: object) -> NoReturn:

@@ -196,7 +196,7 @@ def _expected(error: ErrorDetails) -> str:
     if kind in ("literal_error", "enum"):
         return str(context["expected"]).replace("'", '"')
     if kind == "string_pattern_mismatch":
-        return _described(error["loc"]).partition(";")[0] or f"a string that matches {context['pattern']}"
+        return re.split("[;:.] ", _described(error["loc"]))[0] or f"a string that matches {context['pattern']}"
     if kind == "tuple_type" and table_at(error["loc"]):
         return f"a list of tables, each under [[{_dotted(error['loc'])}]]"
     return _KINDS.get(kind) or str(error["msg"]).removeprefix("Input should be ")

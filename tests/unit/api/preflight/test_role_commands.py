@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,38 @@ def test_command_that_can_be_started_is_accepted(folder: Path, command: list[str
 )
 def test_command_that_cannot_be_started_is_named(folder: Path, command: list[str], text: str) -> None:
     assert problems(folder, command) == [Problem(("commands", "judge", "command"), text.format(folder))]
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "text"),
+    [
+        ({"a.py": "x = 1\nwith x\n"}, ["{}", "a.py"], "a.py:2: expected ':'"),
+        ({"a.py": "return 1\n"}, ["{}", "-u", "a.py", "--x"], "a.py:1: 'return' outside function"),
+        ({"sub/a.py": "import b\n", "sub/b.py": "x = (\n"}, ["{}", "sub/a.py"], "sub/b.py:1: '(' was never closed"),
+        ({"p/a.py": "\0"}, ["{}", "-m", "p.a"], "p/a.py:1: source code string cannot contain null bytes"),
+        ({"a.py": b"# \xe9\n"}, ["{}", "a.py"], "a.py:1: "),
+    ],
+)
+def test_syntax_error_in_a_python_file_of_a_command_is_named(
+    folder: Path, files: dict[str, str | bytes], command: list[str], text: str
+) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (found,) = problems(folder, [word.format(sys.executable) for word in command])
+    assert found.text.startswith(text)
+    assert found.certain
+    (other,) = problems(folder, ["env", *[word.format("python") for word in command]])
+    assert not other.certain, "another interpreter may know another syntax"
+
+
+def test_files_of_a_command_are_compiled_and_not_run(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    text = "import missing, judge\nfrom os import path\nopen('run', 'w')\nif 1 is 1: pass\n"
+    (folder / "judge.py").write_text(text)
+    assert problems(folder, ["python3", "judge.py"]) == []
+    assert not (folder / "run").exists()
+    assert not list(folder.glob("__pycache__"))
+    assert [str(one.message) for one in recwarn if one.category is SyntaxWarning] == []
 
 
 def test_file_that_hides_the_package_rrl_is_named(folder: Path) -> None:

@@ -356,6 +356,40 @@ def test_a_bad_row_is_one_line_with_file_line_and_column(
     )
 
 
+REWARD = "def score(answer, row):\n    return {returned}\n"
+REWARD_JOB = FILE_JOB.replace('file = "prompts.jsonl"', 'file = "prompts.jsonl"\nreward = "rewarding:score"')
+
+
+@pytest.mark.parametrize(
+    ("returned", "line"),
+    [
+        ("'1'", "returned '1'; return a finite number, or two finite numbers: the reward to report, and the reward to"),
+        ("1 / 0", "score(0, '4') raised ZeroDivisionError: division by zero (rewarding.py:2)"),
+        ("exit(3)", "score(0, '4') raised SystemExit: 3 (rewarding.py:2)"),
+        ("1 +", "building the task raised SyntaxError: invalid syntax (rewarding.py:2)"),
+    ],
+)
+def test_mistake_in_the_reward_function_of_a_file_is_one_line_at_its_key(
+    checked: Checked, returned: str, line: str
+) -> None:
+    rows_of(checked.folder, {"question": "2", "answer": 4})
+    (checked.folder / "rewarding.py").write_text(REWARD.format(returned=returned))
+    refused = checked.line(job=REWARD_JOB)
+    assert refused.startswith(f"{FILE_LINE + 1}: task.reward: ")
+    assert line in refused
+
+
+@pytest.mark.parametrize("column", ["answer", "reply"])
+def test_answer_column_that_does_not_exist_is_refused_although_a_function_gives_the_rewards(
+    checked: Checked, column: str
+) -> None:
+    rows_of(checked.folder, {"question": "2", "solution": 4})
+    (checked.folder / "rewarding.py").write_text(REWARD.format(returned="numpy.float32(0.5)") + "import numpy\n")
+    assert checked.run(job=REWARD_JOB) == 0, checked.err
+    named = REWARD_JOB.replace("reward =", f'answer_column = "{column}"\nreward =')
+    assert f'there is no column "{column}"; this row has "question", "solution"' in checked.line(job=named)
+
+
 def test_a_file_that_is_not_here_is_refused_only_where_the_roles_run_here(
     checked: Checked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

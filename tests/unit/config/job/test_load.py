@@ -220,6 +220,8 @@ WRONG: list[tuple[str, str, str]] = [
      ' file = "prompts.jsonl", function = "module:function"'),
     ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
      " importable from the folder of job.toml, not \"my task\""),
+    ('dataset = "chain_sum"', 'file = "a.jsonl"\nreward = "reward.py"', "job.toml:14: task.reward: must be"
+     " ``module:function`` that scores the answers to the file's prompts, not \"reward.py\""),
     ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question'"
      " is not a valid format string: expected '}' before end of string; write {{ for a literal brace"),
     ('pieces = "0123456789+= "', "pieces = [1]",
