@@ -167,7 +167,7 @@ class TaskTable(Table):
     file: Annotated[str, AfterValidator(_rows_file)] | None = None
     """File with a prompt in each row, as JSON lines (``.jsonl``) or parquet (``.parquet``, which needs the extra
     ``parquet``), the same on every node; a relative path starts at the folder of job.toml. Its rows are shuffled by the
-    seed, differently in each pass. It must not change during the run."""
+    seed, differently in each pass. It must not change during the run: a change ends the run."""
     prompt: Annotated[str, AfterValidator(_format_string)] = _TASK.prompt
     """A format string over the fields of a dataset's item, or over the columns of the file: ``"{prompt}"``."""
     answer_column: Annotated[str, Field(min_length=1)] = _TASK.answer_column
