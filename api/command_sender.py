@@ -15,7 +15,7 @@ from ..core.types import OperationFailed
 from ..manager.intake.user_commands import Command
 from ..manager.storage.lease import holder
 from ..manager.storage.space_reserve import write_from_reserve
-from .runs import job_of
+from .runs import check_own, job_of
 
 POLL_INTERVAL_S = 0.2
 """Interval (s) between two checks of the run directory while a function waits for the manager."""
@@ -27,8 +27,9 @@ def send(run: RunDir, command: Command) -> str:
     If the file system is full, a cancellation takes space from the run's reserve. The manager carries out no other
     command on a full file system.
 
-    Raises OperationFailed if the run directory cannot be written.
+    Raises OperationFailed if the run directory cannot be written, or is another user's.
     """
+    check_own(run)
     name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.json"
     write = partial(write_atomically, run.mailbox / name, msgspec.json.encode(command))
     try:

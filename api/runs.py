@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..core.run_dir import RunDir, runs_root
+from ..core.run_dir import RunDir, read_file, run_dir_problem, runs_root
 from ..core.run_spec import RunSpec
 from ..core.types import OperationFailed, UsageError
 from ..manager.model.state import State
@@ -19,35 +18,45 @@ from ..manager.storage.resume_request import read_pending
 
 
 def all_runs() -> list[RunDir]:
-    """Return every run under the runs root, newest first."""
+    """Return this user's runs under the runs root, newest first; for root, the runs of all users."""
     try:
-        entries = [Path(entry.path) for entry in os.scandir(runs_root()) if _is_visible_folder(entry)]
+        # a dot begins the name of a run that rrl submit has not finished creating
+        entries = [Path(entry.path) for entry in os.scandir(runs_root()) if not entry.name.startswith(".")]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise OperationFailed(f"{runs_root()}: {error.strerror}") from None
-    runs = [run for run in map(RunDir, entries) if _is_run(run)]
+    runs = [run for run in map(RunDir, entries) if _is_run(run) and not _problem(run)]
     return sorted(runs, key=lambda run: (submit_time(run), run.id), reverse=True)
 
 
-def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether the entry is a folder whose name does not begin with a dot.
-
-    A dot begins the name of a run that ``rrl submit`` has not finished creating.
-    """
-    return entry.is_dir() and not entry.name.startswith(".")
-
-
 def find_run(name: str | None) -> RunDir:
-    """Return the run with this id, unambiguous prefix of an id, or folder; without a name the newest run.
+    """Return the run with this id, unambiguous prefix of an id, or folder; without a name the newest own run.
 
     Raises UsageError, with the ids of candidates, if no run or several runs match ``name``. Raises OperationFailed if
-    this user cannot read the run.
+    this user may not read the run.
     """
     run = _resolve(name)
+    if problem := _problem(run):
+        raise OperationFailed(problem)
     if not os.access(run.journal, os.R_OK | os.X_OK):
         raise OperationFailed(_no_access_message(run))
     return run
+
+
+def check_own(run: RunDir) -> None:
+    """Check that this user may change or manage the run. Raises OperationFailed if not."""
+    if problem := _problem(run, change=True):
+        raise OperationFailed(problem)
+
+
+def _problem(run: RunDir, *, change: bool = False) -> str:
+    """Return why this user may not look at the run, or with ``change`` not change it; empty if the user may."""
+    try:
+        problem = run_dir_problem(run.path, change=change)
+    except OSError as error:
+        return f"{run.path}: {error.strerror}"
+    return f"{run.id} {problem}" if problem else ""
 
 
 def _resolve(name: str | None) -> RunDir:
@@ -58,7 +67,7 @@ def _resolve(name: str | None) -> RunDir:
         return run
     if name is not None and name.strip(".") and _is_run(exact := RunDir(runs_root() / name)):
         return exact
-    runs = all_runs()
+    runs = all_runs() if name is not None else [run for run in all_runs() if not _problem(run, change=True)]
     if not runs:
         raise UsageError(f"there are no runs in {runs_root()}; start one with: rrl submit job.toml")
     if name is None:
@@ -103,7 +112,7 @@ class StateReader:
         except PermissionError:
             raise OperationFailed(_no_access_message(self._run)) from None
         except OSError as error:
-            raise OperationFailed(f"{self._run.journal}: {error.strerror}") from None
+            raise OperationFailed(f"{error.filename or self._run.journal}: {error.strerror}") from None
 
 
 def resume_pending(run: RunDir) -> bool:
@@ -121,7 +130,7 @@ def resume_pending(run: RunDir) -> bool:
 def job_of(run: RunDir) -> RunSpec | None:
     """Return the run spec; None if it cannot be read."""
     try:
-        return msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
+        return msgspec.json.decode(read_file(run.run_spec), type=RunSpec)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -129,7 +138,7 @@ def job_of(run: RunDir) -> RunSpec | None:
 def summary_of(run: RunDir) -> dict[str, Any] | None:
     """Return the decoded summary.json; None if there is none yet or it cannot be read."""
     try:
-        return msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_file(run.summary), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -141,9 +150,10 @@ def check_manageable(run: RunDir) -> None:
     """
     from ..transport.keys import RunKeys
 
+    check_own(run)
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):
         try:
-            msgspec.json.decode(path.read_bytes(), type=kind)
+            msgspec.json.decode(read_file(path), type=kind)
         except PermissionError:
             raise OperationFailed(_no_access_message(run)) from None
         except OSError as error:
@@ -170,17 +180,8 @@ def _is_run(run: RunDir) -> bool:
 
 def _no_access_message(run: RunDir) -> str:
     """Return one line that says why this user cannot work with the run."""
-    try:
-        uid = run.path.stat().st_uid
-    except OSError as error:
-        return f"{run.path}: {error.strerror}"
-    try:
-        owner = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        owner = str(uid)
-    if uid == os.geteuid():
-        return f"{run.path} is yours, but you may not read and write all of it: chmod -R u+rwX {run.path}"
-    return f"{run.id} is a run of {owner}, and only {owner} can look at it or change it"
+    yours = f"{run.path} is yours, but you may not read and write all of it: chmod -R u+rwX {run.path}"
+    return _problem(run, change=True) or yours
 
 
 def submit_time(run: RunDir) -> float:

@@ -1,4 +1,4 @@
-"""Define every path in a run directory. No other module defines such paths.
+"""Define every path in a run directory, and how its files are opened. No other module defines such paths.
 
 The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
 the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names contain the run id.
@@ -11,8 +11,11 @@ import errno
 import hashlib
 import os
 import re
+import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+from .ownership import ROOT, user_name
 
 RUNS_ENV = "RRL_RUNS_DIR"
 HISTORY_ENV = "RRL_HISTORY"
@@ -20,6 +23,7 @@ HISTORY_ENV = "RRL_HISTORY"
 history``."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of full storage (no space, over quota), where the removal of a file frees space."""
+_LINK = "is a link, which rrl does not follow"
 
 
 class Attempt(NamedTuple):
@@ -176,6 +180,62 @@ class RunDir:
     def log_file(self, tag: str) -> Path:
         """Return the path of the log of a step."""
         return self.logs / f"{tag}.log"
+
+
+class Untrusted(OSError):
+    """Another user may have made a file of a run. ``strerror`` says why it is not read."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a run for reading; neither follow a link nor wait for the writer of a FIFO.
+
+    Raises:
+        Untrusted: It is not a regular file of this user or of root.
+        OSError: It cannot be opened.
+    """
+    return open(path, "rb", opener=_trusted_fd)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file of a run, which :func:`open_file` opens."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def _trusted_fd(path: str, flags: int) -> int:
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise Untrusted(errno.ELOOP, _LINK, path) if error.errno == errno.ELOOP else error from None
+    about, trusted = os.fstat(fd), {os.geteuid(), ROOT}  # of the opened file: folders on the path may be exchanged
+    if os.geteuid() == ROOT:  # root may look at the run of a user
+        trusted.add(os.stat(os.path.dirname(path)).st_uid)
+    regular = stat.S_ISREG(about.st_mode)
+    if regular and about.st_uid in trusted:
+        return fd
+    os.close(fd)
+    foreign = f"belongs to {user_name(about.st_uid)}, and is not read"
+    raise Untrusted(errno.EPERM, foreign if regular else "is not a regular file", path)
+
+
+def run_dir_problem(path: Path, *, change: bool = False) -> str:
+    """Return why this user may not look at a run directory, as the end of a sentence; empty if the user may.
+
+    With ``change``, return why the user may not change or manage it: root may look at runs of others, but no more.
+    Raises OSError if there is no such directory.
+    """
+    about, me = path.lstat(), os.geteuid()
+    if stat.S_ISLNK(about.st_mode):
+        return _LINK
+    if about.st_uid != me and (change or (me != ROOT and about.st_uid != ROOT)):
+        owner = user_name(about.st_uid)
+        return f"is a run of {owner}, and only {owner} can look at it or change it"
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written by other users, so nothing in it is trusted: chmod go-w {path}"
+    return ""
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.run_dir import RunDir, runs_root
+from ...core.run_dir import RunDir, read_file, run_dir_problem, runs_root
 
 FILE, FOLDER = ":file", ":folder"
 """Candidates that tell the shell to complete names of files or folders itself."""
@@ -203,7 +203,7 @@ def _runs(root: Path) -> list[RunDir]:
         entries = [RunDir(Path(entry.path)) for entry in os.scandir(root) if not entry.name.startswith(".")]
     except OSError:
         return []
-    times = {run: _submitted_at(run) for run in entries if run.journal.is_dir()}
+    times = {run: _submitted_at(run) for run in entries if not run_dir_problem(run.path) and run.journal.is_dir()}
     return sorted(times, key=lambda run: (times[run], run.id), reverse=True)
 
 
@@ -220,7 +220,8 @@ def _find_run(root: Path, name: str | None) -> RunDir | None:
     Returns None if there is no such run.
     """
     if name is not None and "/" in name:
-        return RunDir(Path(name).expanduser())
+        run = RunDir(Path(name).expanduser().absolute())
+        return run if run.journal.is_dir() and not run_dir_problem(run.path) else None
     runs = _runs(root)
     if name is not None:
         runs = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
@@ -237,7 +238,7 @@ class _Role(NamedTuple):
 def _roles(run: RunDir) -> list[_Role]:
     """Return the roles in the run spec (:class:`rrl.core.run_spec.RoleSpec`); none if it cannot be read."""
     try:
-        roles = json.loads(run.run_spec.read_bytes())["roles"]
+        roles = json.loads(read_file(run.run_spec))["roles"]
         return [_Role(str(role["name"]), int(role["replicas"]), int(role.get("ranks", 1))) for role in roles]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

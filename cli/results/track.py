@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import get_args
 
-from ...api.runs import find_run, job_of
+from ...api.runs import check_own, find_run, job_of
 from ...core.run_dir import RunDir
 from ...core.run_spec import TrackerName
 from ...core.types import OperationFailed, UsageError
@@ -31,6 +31,7 @@ def track(name: str, to: Sequence[str]) -> int:
         OperationFailed: A tracker failed, or another process sends the steps of this run to it.
     """
     run = find_run(name)
+    check_own(run)
     trackers = _trackers(run, to)
     try:
         run.trackers.mkdir(mode=0o700, exist_ok=True)

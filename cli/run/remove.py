@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import sys
 import time
 from pathlib import Path
 
-from ...api.runs import all_runs, find_run, read_state, submit_time
+from ...api.runs import all_runs, check_own, find_run, read_state, submit_time
 from ...api.watching.manager_liveness import surely_gone
 from ...api.watching.start_check import StartCheck
-from ...core.run_dir import RunDir, runs_root
+from ...core.run_dir import RunDir, run_dir_problem, runs_root
 from ...core.types import OperationFailed, UsageError
 from ...core.units import seconds
 from ...manager.model.state import State
@@ -83,8 +82,7 @@ def _named(name: str) -> RunDir:
             raise UsageError(f"{name} is not in {runs_root()}; --runs-dir names the folder of runs")
         name = path.name
     run = find_run(name)
-    if problem := _not_own(run):
-        raise UsageError(f"{run.id} {problem}; it is not removed")
+    check_own(run)
     state = read_state(run)
     if problem := _not_ended(run, state):
         raise UsageError(f"{run.id} {problem}; it is not removed")
@@ -100,7 +98,7 @@ def _ended_before(moment: float) -> list[RunDir]:
     """
     found = []
     for run in all_runs():
-        if _not_own(run):
+        if run_dir_problem(run.path, change=True):
             continue
         try:
             state = read_state(run)
@@ -110,17 +108,6 @@ def _ended_before(moment: float) -> list[RunDir]:
         except (UsageError, OperationFailed) as error:
             print_line(f"rrl: {run.id} is not removed: {error}", to_stderr=True)
     return found
-
-
-def _not_own(run: RunDir) -> str:
-    """Return why the folder is not a run directory of this user; empty if it is a run directory of this user."""
-    try:
-        found = run.path.lstat()
-    except OSError as error:
-        raise OperationFailed(f"{run.path}: {error.strerror}") from None
-    if stat.S_ISLNK(found.st_mode):
-        return "is a link, which rrl does not follow"
-    return "" if found.st_uid == os.geteuid() else "is a run of another user"
 
 
 def _not_ended(run: RunDir, state: State | None) -> str:

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from ...core.command_runner import run_coroutine
-from ...core.run_dir import RunDir
+from ...core.run_dir import RunDir, open_file, read_file
 from ...core.run_spec import RunSpec
 from ...core.text import escaped
 from ..cluster.base import Refused, Unanswered
@@ -67,7 +67,7 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
         except (Refused, Unanswered):
             return True
     try:
-        if (run.submit / HOST_FILE).read_text() != socket.gethostname():
+        if read_file(run.submit / HOST_FILE).decode() != socket.gethostname():
             return True
     except OSError:
         return True
@@ -108,7 +108,7 @@ def _last_line(run: RunDir, ids: list[str]) -> str:
 
 def _tail(log: Path) -> list[str]:
     try:
-        with log.open("rb") as file:
+        with open_file(log) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

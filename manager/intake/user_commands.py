@@ -7,15 +7,12 @@ manager takes the pending commands.
 from __future__ import annotations
 
 import logging
-import os
-import stat
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
-from ...core.run_dir import RunDir
+from ...core.run_dir import RunDir, open_file
 from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
@@ -51,10 +48,10 @@ def pending_commands(run: RunDir) -> list[Command]:
     A file that is not a valid command is renamed to ``.bad``, and logged once.
     """
     commands = []
-    owner = run.path.stat().st_uid
     for path in sorted(run.mailbox.glob("[!.]*.json")):
         try:
-            command = msgspec.json.decode(_read(path, owner), type=Command)
+            with open_file(path) as file:
+                command = msgspec.json.decode(file.read(_MAX_COMMAND_BYTES), type=Command)
         except (OSError, msgspec.MsgspecError) as error:
             _log.warning(
                 "%s in the mailbox is not a valid command, and is renamed to %s.bad: %s", path.name, path.stem, error
@@ -63,15 +60,6 @@ def pending_commands(run: RunDir) -> list[Command]:
             continue
         commands.append(msgspec.structs.replace(command, id=path.stem))
     return commands
-
-
-def _read(path: Path, owner: int) -> bytes:
-    """Return the bytes of a command file. Raise PermissionError unless the run's owner or root wrote it."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        writer = os.fstat(file.fileno())
-        if not stat.S_ISREG(writer.st_mode) or writer.st_uid not in (owner, 0):
-            raise PermissionError(f"the file belongs to user {writer.st_uid}, and the run to user {owner}")
-        return file.read(_MAX_COMMAND_BYTES)
 
 
 def acknowledge(run: RunDir, command: Command) -> None:

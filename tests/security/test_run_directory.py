@@ -19,6 +19,7 @@ from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.intake.user_commands import pending_commands
+from rrl.manager.storage import lease
 from rrl.manager.storage.journal import MAGIC, SCHEMA, Journal, _framed
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed
@@ -163,8 +164,8 @@ def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
             msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
         )
 
-    real = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", read)
+    real = lease.read_file
+    monkeypatch.setattr(lease, "read_file", read)
     assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 is running on node7 (pid 4711)\n"
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]
 
@@ -228,7 +229,7 @@ def test_command_written_by_another_user_is_set_aside(
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     reported = caplog.text
     caplog.clear()
-    assert os.geteuid() != 0 or f": the file belongs to user {NOBODY}, and the run to user 0" in reported
+    assert os.geteuid() != 0 or "1.json belongs to nobody, and is not read" in reported
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     assert not caplog.records, "the file was read and reported again"
 

@@ -24,6 +24,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
+from ...core.run_dir import read_file
 from ..keys import RunKeys
 from .handshake_limit import HandshakeLimiter
 from .sockets import (
@@ -70,7 +71,7 @@ class Address(Struct, frozen=True):
         The file can be incomplete on a full disk, and on storage that shows a file before its content.
         """
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(read_file(path), type=cls)
         except (OSError, ValueError):
             return None
 

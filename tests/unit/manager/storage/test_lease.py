@@ -228,7 +228,7 @@ class Storage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int) -> None:
         self.away = False
         self.failed = 0
-        listdir, read = os.listdir, Path.read_bytes
+        listdir, read = os.listdir, lease_module.read_file
 
         def fail(folder: str) -> None:
             if self.away and "/epochs" in folder:
@@ -246,7 +246,7 @@ class Storage:
         if failing_call == "list":
             monkeypatch.setattr(os, "listdir", listing)
         else:
-            monkeypatch.setattr(Path, "read_bytes", reading)
+            monkeypatch.setattr(lease_module, "read_file", reading)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])

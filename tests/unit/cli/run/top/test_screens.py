@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from textual.widgets import DataTable
 
 from rrl.core.faults import FaultKind
-from rrl.core.run_dir import RunDir
+from rrl.core.run_dir import RunDir, open_file
 from rrl.core.types import Version
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
+from rrl.manager.storage import journal
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.status_scenes import crowded, gang, node_lost
 from rrl.tests.support.cli.story import Story, completed, job_view
@@ -222,29 +224,26 @@ def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_ask
     assert not asked.exists()
 
 
-def test_storage_that_hangs_does_not_stop_the_keys(root: Path) -> None:
+def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story = allowing()
-    run = written(story, root)
-    pipe = run.journal / "000009-000001.seg"
+    segment = written(story, root).journal / "000009-000001.seg"
+    hangs, answers = threading.Event(), threading.Event()
 
-    def reader_hangs() -> bool:
-        """Open the pipe for writing once the thread waits in open(), so that the thread waits for data without end."""
-        try:
-            writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:  # nobody reads yet
-            return False
-        return True
+    def opened(path: Path) -> BinaryIO:
+        if path == segment:
+            hangs.set()
+            answers.wait()
+        return open_file(path)
 
-    writers: list[int] = []
+    monkeypatch.setattr(journal, "open_file", opened)
 
     async def scene(top: Top) -> None:
         await top.shows("quick-7")
-        os.mkfifo(pipe)
-        await top.until(reader_hangs)
+        segment.touch()
+        await top.until(hangs.is_set)
         await top.press("question_mark")
         await top.shows("Keys", "Show the keys of a screen")
-        pipe.unlink()
-        os.close(writers[0])
+        answers.set()
 
     play(scene, story.now)
 
