@@ -58,7 +58,7 @@ def build(repository: str, out: Path) -> list[Path]:
         readme.write_text(with_absolute_links(readme.read_text(), repository), encoding="utf-8")
         with (copy / "pyproject.toml").open("a", encoding="utf-8") as file:
             file.write(_urls(repository))
-        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
+        command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"the build failed:\n{done.stdout}{done.stderr}")

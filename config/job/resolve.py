@@ -201,7 +201,7 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         min_replicas=min_replicas_of(name, role),
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
-        argv=role.program or (python, "-m", _BUILT_IN[name]),
+        argv=role.program or (python, "-P", "-m", _BUILT_IN[name]),
         env=role.env,
         launcher=role.launcher,
         image="" if role.launcher == "direct" else role.image or image or "",

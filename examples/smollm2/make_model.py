@@ -102,7 +102,17 @@ def unpacked(place: Path) -> Path:
 
 
 def pip(command: str, *arguments: str) -> None:
-    line = [sys.executable, "-m", "pip", command, "--no-deps", "--quiet", "--disable-pip-version-check", *arguments]
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        command,
+        "--no-deps",
+        "--quiet",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

@@ -16,7 +16,13 @@ import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
-from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, prelude, select_variables
+from ...core.role_environment import (  # fmt: skip
+    HOST_ONLY_VARIABLES,
+    INHERITED_VARIABLES,
+    SAFE_PATH,
+    prelude,
+    select_variables,
+)
 from ...core.run_dir import RunDir, read_file, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
@@ -264,7 +270,8 @@ def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     The command is empty if no modules are listed, or if all roles run in containers of pyxis, where an agent cannot
     start a process. The probe runs on the host or, if no role runs on the host, in the container of apptainer.
     """
-    modules = f"import {', '.join(job.env.probe)}"
+    # the job's folder, where "-c" looks first, comes last: a file there must not pass for an installed package
+    modules = f"import sys; sys.path.append(sys.path.pop(0)); import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):
         return ()
     if any(role.launcher == "direct" for role in job.roles):
@@ -277,6 +284,7 @@ def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[s
     given = environment(job, role.per_member, job_dir) | passed
     if role.launcher == PYXIS:
         given = {name: value for name, value in given.items() if name not in HOST_ONLY_VARIABLES}
+    given |= SAFE_PATH if role.built_in else {}
     return given | ({} if role.launcher == "direct" else NO_USER_SITE) | role.env
 
 

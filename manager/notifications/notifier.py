@@ -117,7 +117,7 @@ class Notifier:
 
     def _send(self, kind: NotificationKind, document: dict[str, Any]) -> None:
         """Send a claimed notification; on failure log one line."""
-        argv = (sys.executable, "-m", SENDER_MODULE, str(self._run.path))
+        argv = (sys.executable, "-P", "-m", SENDER_MODULE, str(self._run.path))
         try:
             sent = run_command(argv, SEND_TIMEOUT_S, stdin_text=msgspec.json.encode(document).decode())
         except TimeoutError:

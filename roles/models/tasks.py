@@ -7,13 +7,18 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from ...config.prompt_file import PromptFileError, open_rows
+from ...core.role_environment import SAFE_PATH
 from ...core.run_spec import RunSpec, TaskSpec
 from ...core.text import shortened
 from .file_task import FileTask, right_share
@@ -210,10 +215,8 @@ def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise FunctionMissing(f'{json.dumps(name)} must be "module:function"')
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
     try:
-        module = importlib.import_module(module_name)
+        module = _import_module(module_name, folder)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing == module_name or module_name.startswith(f"{missing}."):
@@ -231,6 +234,47 @@ def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
         problem = f"{json.dumps(name)}: {module.__file__} has no function {function_name}"
         raise FunctionMissing(problem + _suggestion(function_name, names))
     return function  # type: ignore[no-any-return]  # the type of a user's function is unknown
+
+
+def _import_module(name: str, folder: Path | None) -> ModuleType:
+    """Import a module that job.toml names: that in the folder of job.toml, else an installed one.
+
+    Every other import, also of this module, looks into the folder last, so that a file there cannot replace a package.
+    If a package has the name of the module, the module is therefore loaded under another name.
+    """
+    for variable in SAFE_PATH:  # this process may now start programs of the user
+        os.environ.pop(variable, None)
+    top, dot, rest = name.partition(".")
+    if folder is None:
+        return importlib.import_module(name)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    own, installed = _spec_in(folder, name), find_spec(top)
+    if own is None or installed is None or own.origin == installed.origin:
+        return importlib.import_module(name)
+    alias = f"{top}_of_job"
+    if alias not in sys.modules:
+        spec = spec_from_file_location(alias, own.origin) or ModuleSpec(alias, None)  # None: a folder of modules
+        spec.submodule_search_locations = own.submodule_search_locations
+        sys.modules[alias] = module = module_from_spec(spec)
+        try:
+            if spec.loader is not None:
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[alias]
+            raise
+    return importlib.import_module(alias + dot + rest)
+
+
+def _spec_in(folder: Path, name: str) -> ModuleSpec | None:
+    """Return the spec of the first part of a dotted name; None if the module of this name is not in the folder."""
+    specs, places = list[ModuleSpec](), [str(folder)]
+    for part in name.split("."):
+        if (spec := PathFinder.find_spec(part, places)) is None:
+            return None
+        specs.append(spec)
+        places = list(spec.submodule_search_locations or ())
+    return specs[0] if specs[-1].origin is not None else None
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
