@@ -73,13 +73,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         if task is not None and task.file is not None and not Path(task.file).exists():
             return TaskReport(not_tried=f"the file of [{table}] does not exist on this machine")
     folder = path.absolute().parent
-    command: Sequence[str] = (
-        role.argv[0],
-        "-P",
-        "-B",
-        "-m",
-        _TRIAL_MODULE,
-    )  # -B: write no __pycache__ into the job's folder
+    command: Sequence[str] = (role.argv[0], "-P", "-B", "-m", _TRIAL_MODULE)  # -B: writes no __pycache__ there
     if here and (script := prelude(spec.env)):  # [env] is for the nodes; a login node may differ from them
         # the script closes these two descriptors when it has succeeded, and must not close stderr
         command = ("bash", "-c", 'exec 3>&2 4>&2; exec "$@"', "rrl", *wrap(script, 3, 4, command))

@@ -102,17 +102,8 @@ def unpacked(place: Path) -> Path:
 
 
 def pip(command: str, *arguments: str) -> None:
-    line = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        command,
-        "--no-deps",
-        "--quiet",
-        "--disable-pip-version-check",
-        *arguments,
-    ]
+    options = ("--no-deps", "--quiet", "--disable-pip-version-check")
+    line = [sys.executable, "-P", "-m", "pip", command, *options, *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

@@ -12,6 +12,7 @@ import getpass
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
+from ...core.role_environment import SAFE_PATH
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, read_file, runs_root, write_atomically
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
@@ -42,7 +44,7 @@ from ..storage.resume_request import ResumeRequest, read_pending, withdraw, writ
 from ..storage.space_reserve import fill_reserve
 from ..tracking.tracker_supervisor import TrackerSupervisor
 from . import manager_job
-from .pool_supervisor import run_ended
+from .pool_supervisor import MANAGER_PROGRAM, run_ended
 from .start_failure import HOST_FILE
 
 if TYPE_CHECKING:
@@ -194,7 +196,10 @@ def _submit_locally(run: RunDir) -> NoReturn:
             os.dup2(source, fd)
         import submitit
 
-        executor = submitit.LocalExecutor(folder=run.submit)
+        os.environ |= SAFE_PATH  # for submitit's controller, which it starts as a module
+        without = (f"--unset={name}" for name in SAFE_PATH)
+        command = shlex.join(("env", *without, sys.executable, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))
+        executor = type("LocalExecutor", (submitit.LocalExecutor,), {"_submitit_command_str": command})(run.submit)
         executor.update_parameters(timeout_min=LOCAL_TIMEOUT_MIN)
         executor.submit(run_manager, run)
         code = 0

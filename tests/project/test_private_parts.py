@@ -46,6 +46,8 @@ def names(*attributes: str) -> Callable[[Any], bool]:
 PARTS = (
     Part("submitit.slurm.slurm:SlurmExecutor._submitit_command_str", "manager/bootstrap/manager_job.py",
          lambda found: isinstance(found, property)),
+    Part("submitit.local.local:LocalExecutor._submitit_command_str", "manager/bootstrap/start.py",
+         lambda found: isinstance(found, property)),
     Part("submitit.local._local", "manager/bootstrap/start_failure.py", inspect.ismodule),
     Part("ucxx._lib.libucxx:UCXContext", "transport/weights/ucx.py", names("info")),
     Part("ucxx._lib.libucxx:UCXWorker", "transport/weights/ucx.py",

@@ -84,7 +84,8 @@ def targets(run: TestRun) -> list[Target]:
     for pid, command in run.processes().items():
         with contextlib.suppress(OSError):
             if ports := ports_of(pid):
-                found.append(Target(names.get(pid, "manager" if "submitit" in command else command), pid, tuple(ports)))
+                other = "manager" if "run_manager" in command else command
+                found.append(Target(names.get(pid, other), pid, tuple(ports)))
     return sorted(found, key=lambda target: target.name)
 
 

@@ -139,7 +139,7 @@ def test_agents_are_a_role_whose_phase_act_may_last_as_long_as_an_attempt() -> N
     assert made.model.tokenizer is not None
     assert made.model.tokenizer.chat == {"user": "{content}="}
     role = made.role("agents")
-    assert (role.replicas, role.min_replicas, role.argv) == (3, 1, ("python", "-m", "rrl.roles.agents.main"))
+    assert (role.replicas, role.min_replicas, role.argv) == (3, 1, ("python", "-P", "-m", "rrl.roles.agents.main"))
     act = made.limits.phase("act")
     assert (act.shortest, act.longest) == (7500.0, 7500.0)
 
@@ -161,4 +161,4 @@ def test_endpoint_is_a_role_with_the_written_settings_and_the_defaults() -> None
     assert made.endpoint == run_spec.EndpointSettings(foreign="context", timeout=7200.0, reward_timeout=3600.0)
     assert made.agents is None
     role = made.role("endpoint")
-    assert (role.replicas, role.min_replicas, role.argv) == (2, 1, ("python", "-m", "rrl.roles.endpoint.main"))
+    assert (role.replicas, role.min_replicas, role.argv) == (2, 1, ("python", "-P", "-m", "rrl.roles.endpoint.main"))

@@ -45,7 +45,7 @@ def written(folder: Path, **modules: str) -> Callable[[str], Callable[..., Any]]
         ({"calendar____init__": "", "calendar__tasks": CALENDAR}, "calendar.tasks:make"),
         ({"calendar____init__": "from .tasks import make", "calendar__tasks": CALENDAR}, "calendar:make"),
         ({"rrl_mine": CALENDAR, "calendar": "raise SystemExit"}, "rrl_mine:make"),
-        ({"rrl_mine____init__": "", "rrl_mine__tasks": CALENDAR, "calendar": "raise SystemExit"}, "rrl_mine.tasks:make"),
+        ({"rrl_own____init__": "", "rrl_own__tasks": CALENDAR, "calendar": "raise SystemExit"}, "rrl_own.tasks:make"),
     ],
     ids=["as installed", "folder", "package", "re-exported", "other name", "package of another name"],
 )  # fmt: skip
