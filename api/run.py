@@ -50,12 +50,12 @@ def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = Non
     from ..config.job.document import JobDocument
     from ..config.job.load import job_from
     from .preflight.job_preflight import checked
-    from .submission import create, start
+    from .submission import start
 
     document = JobDocument(_parts(job), _settings(set))
     checked_job = checked(job_from(document), document)
-    run_dir = create(checked_job)
-    return Run(run_dir, (*checked_job.preflight.doubts, *start(run_dir, checked_job.spec)))
+    run_dir, warnings = start(checked_job)
+    return Run(run_dir, (*checked_job.preflight.doubts, *warnings))
 
 
 def run(id: str | os.PathLike[str] | None = None) -> Run:

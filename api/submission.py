@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +17,6 @@ from ..config.job.document import JobDocument, JobPart, Setting
 from ..config.job.load import job_from, resolved
 from ..config.job.schema import Job
 from ..core.run_dir import RunDir, open_file, read_file, runs_root
-from ..core.run_spec import RunSpec
 from ..core.types import OperationFailed, Outcome, UsageError
 from ..manager.bootstrap import start as starting
 from ..manager.model.state import State
@@ -41,16 +44,53 @@ def create(job: CheckedJob) -> RunDir:
                        " with --runs-dir") from None  # fmt: skip
 
 
-def start(run: RunDir, spec: RunSpec) -> list[str]:
-    """Start the manager of a new run in the background; return warnings.
+def start(job: CheckedJob, announce: Callable[[RunDir], object] = bool) -> tuple[RunDir, list[str]]:
+    """Create a run and start its manager in the background; return the run and warnings.
 
-    If no manager can be started, removes the run directory and raises OperationFailed.
+    Args:
+        job: The job.
+        announce: Called once the manager is started; a command prints the run's id.
+
+    Raises:
+        UsageError: The run directory cannot be written.
+        OperationFailed: No manager could be started. The run directory has been removed.
+        KeyboardInterrupt: A signal has arrived that ends a command. The text says whether the run was started.
     """
+    with signals_held() as check_signals:
+        run = create(job)
+        try:
+            check_signals("nothing was started")
+            warning = starting.start_manager(run, job.spec)
+        except (OSError, RuntimeError, KeyboardInterrupt) as error:  # submitit: RuntimeError if sbatch is refused
+            shutil.rmtree(run.path, ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise OperationFailed(f"the run could not be started: {error}") from None
+        announce(run)
+        check_signals(f"{run.id} was started; to end it: rrl cancel {run.id}")
+    return run, [warning] if warning else []
+
+
+@contextmanager
+def signals_held() -> Iterator[Callable[[str], None]]:
+    """Hold back the signals that end a command, which must not leave a run of which the user does not know.
+
+    Programs that are started meanwhile inherit this, so Ctrl-C does not end sbatch before it has answered. Yields a
+    function that raises KeyboardInterrupt with a text if a signal has arrived.
+    """
+    held = {one for one in (SIGINT, SIGTERM, SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN}  # nohup: SIGHUP
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+
+    def check(text: str) -> None:
+        if arrived := held & signal.sigpending():
+            for one in arrived:
+                signal.sigwait({one})
+            raise KeyboardInterrupt(text)
+
     try:
-        warning = starting.start(run, spec)
-    except (OSError, RuntimeError) as error:  # submitit raises RuntimeError if sbatch is refused
-        raise OperationFailed(f"the run could not be started: {error}") from None
-    return [warning] if warning else []
+        yield check
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ── a run that has ended ───────────────────────────────────────────────────────────────────────────────────────────
@@ -87,8 +127,8 @@ def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Set
     return Resumption(run, state, checked(job, document), source)
 
 
-def resume(resumption: Resumption) -> list[str]:
-    """Continue the run under its id; return warnings.
+def resume(resumption: Resumption, announce: Callable[[RunDir], object] = bool) -> list[str]:
+    """Continue the run under its id; return warnings. ``announce`` is called as in :func:`start`.
 
     Raises:
         UsageError: The journal of the run is damaged.
@@ -96,12 +136,15 @@ def resume(resumption: Resumption) -> list[str]:
     """
     run, state, job, source = resumption
     assert state.ended is not None
-    try:
-        warning = starting.resume(run, job.job, job.spec, job.document.text().encode(), source, state.ended)
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    except (OSError, RuntimeError) as error:
-        raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
+    with signals_held() as check_signals:
+        try:
+            warning = starting.resume(run, job.job, job.spec, job.document.text().encode(), source, state.ended)
+        except JournalError as error:
+            raise UsageError(str(error)) from None
+        except (OSError, RuntimeError) as error:
+            raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
+        announce(run)
+        check_signals(f"{run.id} was resumed; to end it: rrl cancel {run.id}")
     return [warning] if warning else []
 
 

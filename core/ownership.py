@@ -6,7 +6,9 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = 0
 """Uid of root, who can read and write everything anyway."""
@@ -14,45 +16,34 @@ ROOT = 0
 
 def user_name(uid: int) -> str:
     """Return the name of a user; the uid if the user has no name on this machine."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return _name(pwd.getpwuid, uid)
 
 
-def foreign_writers(folder: Path) -> tuple[str, str]:
-    """Return who else can add or replace entries of a folder, besides this user and root.
+def foreign_writers(folder: Path) -> Iterator[tuple[bool, str]]:
+    """Yield who, besides this user and root, can add or replace entries of a folder, or exchange the folder.
 
-    Its parents count too: who may write a parent can exchange the folder, unless the sticky bit of the parent prevents
-    it. A folder that does not exist is judged by its parents.
+    Whoever may write a parent can exchange the folder, unless the sticky bit of the parent prevents this. If the folder
+    does not exist, only its parents count. It may also be a file.
 
-    Returns:
-        (everybody or the other owner of the folder, a group or the other owner of a parent), each with the folder
-        concerned, as a sentence; empty if there is nobody.
+    Yields:
+        (whether this is wrong in any case, who). A group, or another owner of a parent, is normal at some sites.
     """
-    me, certain, possible = os.geteuid(), "", ""
     folder = folder.resolve()
-    for place in (folder, *folder.parents):
-        try:
-            about = place.stat()
-        except OSError:
-            continue
-        owned = about.st_uid in (me, ROOT)
+    for place in (place for place in (folder, *folder.parents) if place.exists()):
+        about = place.stat()
+        owned = about.st_uid in (os.geteuid(), ROOT)
         if place != folder and owned and about.st_mode & stat.S_ISVTX:
             continue
         if about.st_mode & stat.S_IWOTH:
-            certain = certain or f"every user may write {place}"
-        elif not owned and place == folder:
-            certain = certain or f"{place} belongs to {user_name(about.st_uid)}"
+            yield True, f"every user may write {place}"
         elif not owned:
-            possible = possible or f"{place} belongs to {user_name(about.st_uid)}"
+            yield place == folder, f"{place} belongs to {user_name(about.st_uid)}"
         elif about.st_mode & stat.S_IWGRP:
-            possible = possible or f"the group {_group_name(about.st_gid)} may write {place}"
-    return certain, possible
+            yield False, f"the group {_name(grp.getgrgid, about.st_gid)} may write {place}"
 
 
-def _group_name(gid: int) -> str:
+def _name(look_up: Callable[[int], Any], id: int) -> str:
     try:
-        return grp.getgrgid(gid).gr_name
+        return str(look_up(id)[0])
     except KeyError:
-        return str(gid)
+        return str(id)

@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from .ownership import ROOT, user_name
 
@@ -189,7 +190,7 @@ class Untrusted(OSError):
         return f"{self.filename} {self.strerror}"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file of a run for reading; neither follow a link nor wait for the writer of a FIFO.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ...api.runs import find_run
@@ -12,9 +13,10 @@ from ...config.job.document import Setting, parse_setting
 from ...core.types import UsageError
 from ...core.units import seconds
 from ..common.output import print_warnings
-from .submit import print_started, watch_until_end
+from .submit import interruption_shown, print_started, watch_until_end
 
 
+@interruption_shown()
 def resume(
     name: str, files: Sequence[Path], settings: Sequence[str], *, steps: int | None, walltime: str | None, wait: bool,
     json: bool,
@@ -27,8 +29,8 @@ def resume(
     run = find_run(name)
     resumption = prepare_resume(run, files, [*map(parse_setting, settings), *_shorthands(steps, walltime)])
     print_warnings(resumption.checked.preflight.doubts)
-    print_warnings(resume_run(resumption))
-    return watch_until_end(run, json) if wait else print_started(run, json)
+    print_warnings(resume_run(resumption, partial(print_started, json=json, wait=wait)))
+    return watch_until_end(run, json) if wait else 0
 
 
 def _shorthands(steps: int | None, walltime: str | None) -> list[Setting]:

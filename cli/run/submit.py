@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from ...api.interventions import request_end
 from ...api.preflight.job_preflight import checked
 from ...api.runs import check_manageable, find_run, job_of, read_state, summary_of
-from ...api.submission import create, start
+from ...api.submission import create, signals_held, start
 from ...api.watching.run_watcher import await_resumed
 from ...api.watching.start_check import NeverBegan
 from ...config.job.document import JobDocument, parse_setting
@@ -32,6 +34,18 @@ STOPPED_WATCHING = 130
 """Exit code if the user stopped watching before the run had an outcome: the usual code of a program ended by Ctrl-C."""
 
 
+@contextmanager
+def interruption_shown() -> Iterator[None]:
+    """Print what a signal has interrupted, as typer only returns exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if str(error):
+            print(f"rrl: {error}", file=sys.stderr)
+        raise
+
+
+@interruption_shown()
 def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
     """Start a run of the job that the files and settings (``KEY=VALUE``) describe together.
 
@@ -41,11 +55,12 @@ def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, 
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
     job = checked(job_from(document), document, foreground=foreground)
     print_warnings(job.preflight.doubts)
-    run = create(job)
     if foreground:
-        return _foreground(run, json)
-    print_warnings(start(run, job.spec))
-    return watch_until_end(run, json) if wait else print_started(run, json)
+        with signals_held():
+            return _foreground(create(job), json)
+    run, warnings = start(job, partial(print_started, json=json, wait=wait))
+    print_warnings(warnings)
+    return watch_until_end(run, json) if wait else 0
 
 
 def watch_until_end(run: RunDir, json: bool) -> int:
@@ -55,8 +70,6 @@ def watch_until_end(run: RunDir, json: bool) -> int:
 
     If a resume was requested, waits for it first, because the earlier end of the run does not count.
     """
-    if not json:
-        print(f"{run.id}  ({run.path})", flush=True)
     try:
         await_resumed(run)
         with _progress_to_stderr(json):
@@ -134,14 +147,27 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
         raise OperationFailed(str(error)) from None
 
 
-def print_started(run: RunDir, json: bool) -> int:
-    """Print that the run was started; return exit code 0."""
-    if json:
-        print_json(StartedRun(run.id, str(run.path)))
-    else:
-        print(run.id, flush=True)
+def print_started(run: RunDir, *, json: bool, wait: bool) -> None:
+    """Print that the run was started, before it is watched (``wait``) or the command ends.
+
+    If nobody reads the output, print the run's id on stderr. If nobody reads that either, end the run.
+    """
+    try:
+        if wait:
+            print("" if json else f"{run.id}  ({run.path})\n", end="")
+        elif json:
+            print_json(StartedRun(run.id, str(run.path)))
+        else:
+            print(run.id)
+        sys.stdout.flush()
+    except OSError:
+        try:
+            print(f"{run.id} was started; to end it: {program()} cancel {run.id}", file=sys.stderr, flush=True)
+        except OSError:
+            request_end(run, keep=False)
+        raise
+    if not (wait or json):
         print(f"watch it with: {program()} status {run.id} --live", file=sys.stderr)
-    return 0
 
 
 def _print_summary(run: RunDir, json: bool) -> int:

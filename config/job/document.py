@@ -10,7 +10,6 @@ import datetime
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -72,7 +71,7 @@ class JobDocument:
 
     def __init__(
         self, parts: Sequence[JobPart], settings: Sequence[Setting] = (),
-        opened: Callable[[Path], BinaryIO] = partial(open, mode="rb"),
+        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
     ) -> None:  # fmt: skip
         self.file = next((part for part in parts if isinstance(part, Path)), None)
         """The first file; None if there is none."""

@@ -107,20 +107,6 @@ def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path)
     save_passed_env(run, spec)
 
 
-def start(run: RunDir, spec: RunSpec) -> str:
-    """Start the manager of a new run in the background; return a warning (:func:`start_manager`), or "".
-
-    Raises:
-        OSError: the manager cannot be started; the run directory has been removed again.
-        RuntimeError: Slurm rejected the manager's job; the run directory has been removed again.
-    """
-    try:
-        return start_manager(run, spec)
-    except (OSError, RuntimeError):
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
-
-
 def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end: float) -> str:
     """Resume a run that ended at ``end`` (manager's time, s), with this job and its run spec.
 
@@ -190,6 +176,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        for number in signal.pthread_sigmask(signal.SIG_SETMASK, ()):  # what the command holds back is not for us
+            signal.signal(number, signal.SIG_DFL)
         devnull = os.open(os.devnull, os.O_RDWR)
         log = os.open(run.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, source in ((0, devnull), (1, log), (2, log)):
@@ -260,6 +248,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME_REASON)  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # held back since the run was created
     succession = asyncio.create_task(_queue_successor(manager, run, spec))
     trackers, outcome = TrackerSupervisor(run, spec), None
     trackers.start()

@@ -16,13 +16,7 @@ import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
-from ...core.role_environment import (  # fmt: skip
-    HOST_ONLY_VARIABLES,
-    INHERITED_VARIABLES,
-    SAFE_PATH,
-    prelude,
-    select_variables,
-)
+from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH, prelude, select_variables
 from ...core.run_dir import RunDir, read_file, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of

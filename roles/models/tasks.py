@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -249,32 +249,21 @@ def _import_module(name: str, folder: Path | None) -> ModuleType:
         return importlib.import_module(name)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    own, installed = _spec_in(folder, name), find_spec(top)
-    if own is None or installed is None or own.origin == installed.origin:
+    own, found = PathFinder.find_spec(top, [str(folder)]), find_spec(top)
+    if own is None or own.origin is None or found is None or own.origin == found.origin:
         return importlib.import_module(name)
     alias = f"{top}_of_job"
     if alias not in sys.modules:
-        spec = spec_from_file_location(alias, own.origin) or ModuleSpec(alias, None)  # None: a folder of modules
-        spec.submodule_search_locations = own.submodule_search_locations
+        spec = spec_from_file_location(alias, own.origin, submodule_search_locations=own.submodule_search_locations)
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[alias] = module = module_from_spec(spec)
         try:
-            if spec.loader is not None:
-                spec.loader.exec_module(module)
+            spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[alias]
             raise
     return importlib.import_module(alias + dot + rest)
-
-
-def _spec_in(folder: Path, name: str) -> ModuleSpec | None:
-    """Return the spec of the first part of a dotted name; None if the module of this name is not in the folder."""
-    specs, places = list[ModuleSpec](), [str(folder)]
-    for part in name.split("."):
-        if (spec := PathFinder.find_spec(part, places)) is None:
-            return None
-        specs.append(spec)
-        places = list(spec.submodule_search_locations or ())
-    return specs[0] if specs[-1].origin is not None else None
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

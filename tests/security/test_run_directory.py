@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RUNS_ENV, RunDir, read_file
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.intake.user_commands import pending_commands
 from rrl.manager.storage import lease
@@ -161,10 +161,11 @@ def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
 
     def read(path: Path) -> bytes:
         return (
-            msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
+            msgspec.json.encode(LeaseHolder("node7", 4711, next(counter)))
+            if path.parent == run.epochs
+            else read_file(path)
         )
 
-    real = lease.read_file
     monkeypatch.setattr(lease, "read_file", read)
     assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 is running on node7 (pid 4711)\n"
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]

@@ -12,7 +12,6 @@ from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start
 from rrl.manager.storage.lease import LeaseHeld
@@ -35,19 +34,6 @@ def test_runs_created_in_the_same_second_have_different_ids(job: Job, source: Pa
     runs = [start.create(job, resolve(job, "python"), source) for _ in range(5)]
     assert len({run.id for run in runs}) == 5
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in runs)
-
-
-def test_failed_start_leaves_no_run_and_names_the_cause(
-    job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(run: RunDir, spec: RunSpec) -> str:
-        raise OSError("no such partition")
-
-    monkeypatch.setattr(start, "start_manager", fail)
-    run = start.create(job, resolve(job, "python"), source)
-    with pytest.raises(OSError, match="no such partition"):
-        start.start(run, resolve(job, "python"))
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_disk_full_during_creation_removes_the_run_directory(

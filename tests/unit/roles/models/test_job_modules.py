@@ -41,7 +41,7 @@ def written(folder: Path, **modules: str) -> Callable[[str], Callable[..., Any]]
     ("modules", "name"),
     [
         ({"calendar": CALENDAR}, "calendar:make"),
-        ({"calendar__tasks": CALENDAR}, "calendar.tasks:make"),
+        ({"rrl_mine__tasks": CALENDAR}, "rrl_mine.tasks:make"),
         ({"calendar____init__": "", "calendar__tasks": CALENDAR}, "calendar.tasks:make"),
         ({"calendar____init__": "from .tasks import make", "calendar__tasks": CALENDAR}, "calendar:make"),
         ({"rrl_mine": CALENDAR, "calendar": "raise SystemExit"}, "rrl_mine:make"),
