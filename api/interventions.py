@@ -19,6 +19,7 @@ from ..manager.model.state import Replica, State, Status
 from ..manager.storage.resume_request import withdraw
 from .command_sender import POLL_INTERVAL_S, send, wait_until_taken
 from .runs import StateReader, job_of, read_state, resume_pending
+from .watching.start_check import StartCheck
 
 CANCEL_TIMEOUT_S = 120.0
 """Time (s) to wait for the run's end after its manager took the command."""
@@ -61,13 +62,20 @@ def request_end(run: RunDir, *, keep: bool) -> EndRequest:
     return EndRequest(command)
 
 
-def await_end(run: RunDir, command: str) -> State:
+def await_end(run: RunDir, command: str) -> State | str:
     """Wait until the manager has taken the command and ended the run; return the state of the ended run.
 
-    Raises OperationFailed if no manager takes the command, or the end takes too long.
+    If no manager will ever begin the run, return why. Raises OperationFailed if no manager takes the command, or the
+    end takes too long.
     """
+    reader, start, began = StateReader(run), StartCheck(run), time.monotonic()
+    while reader.state() is None and time.monotonic() - began < CANCEL_TIMEOUT_S:
+        if failure := start.failure(None):
+            (run.mailbox / command).unlink(missing_ok=True)
+            return failure
+        time.sleep(POLL_INTERVAL_S)
     wait_until_taken(run, command, "end it")
-    reader, began = StateReader(run), time.monotonic()
+    began = time.monotonic()
     while time.monotonic() - began < CANCEL_TIMEOUT_S:
         state = reader.state()
         if state is not None and state.outcome is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.run_dir import RunDir, read_file, run_dir_problem, runs_root
+from ..core.run_dir import RunDir, run_dir_problem, runs_root
 from ..core.run_spec import RunSpec
 from ..core.types import OperationFailed, UsageError
 from ..manager.model.state import State
@@ -130,7 +130,7 @@ def resume_pending(run: RunDir) -> bool:
 def job_of(run: RunDir) -> RunSpec | None:
     """Return the run spec; None if it cannot be read."""
     try:
-        return msgspec.json.decode(read_file(run.run_spec), type=RunSpec)
+        return msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -138,7 +138,7 @@ def job_of(run: RunDir) -> RunSpec | None:
 def summary_of(run: RunDir) -> dict[str, Any] | None:
     """Return the decoded summary.json; None if there is none yet or it cannot be read."""
     try:
-        return msgspec.json.decode(read_file(run.summary), type=dict[str, Any])
+        return msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -153,7 +153,7 @@ def check_manageable(run: RunDir) -> None:
     check_own(run)
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):
         try:
-            msgspec.json.decode(read_file(path), type=kind)
+            msgspec.json.decode(path.read_bytes(), type=kind)
         except PermissionError:
             raise OperationFailed(_no_access_message(run)) from None
         except OSError as error:

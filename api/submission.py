@@ -16,7 +16,7 @@ from ..config.input_files import check_inputs
 from ..config.job.document import JobDocument, JobPart, Setting
 from ..config.job.load import job_from, resolved
 from ..config.job.schema import Job
-from ..core.run_dir import RunDir, open_file, read_file, runs_root
+from ..core.run_dir import RunDir, runs_root
 from ..core.types import OperationFailed, Outcome, UsageError
 from ..manager.bootstrap import start as starting
 from ..manager.model.state import State
@@ -165,10 +165,10 @@ def _document(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting]
     """Return the job spec to resume with, and the path whose folder is the roles' working folder."""
     if not parts and not run.job_toml.exists():
         raise UsageError(f"{run.job_toml}: no such file; it was a copy of your job spec: name the original with --job")
-    document = JobDocument(parts, settings) if parts else JobDocument([run.job_toml], settings, open_file)
+    document = JobDocument(parts or [run.job_toml], settings)
     if parts and document.file is not None:
         return document, document.file
-    return document, Path(str(msgspec.json.decode(read_file(run.resolved))["source"]))
+    return document, Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
 
 
 def _check_unfinished(run: RunDir, state: State, job: Job) -> None:
@@ -185,7 +185,7 @@ def _check_unfinished(run: RunDir, state: State, job: Job) -> None:
 
 def _check_same_run(run: RunDir, job: Job, document: JobDocument) -> None:
     """Check that the changed job continues this run. Raises UsageError if it would be a different run."""
-    before, after = msgspec.json.decode(read_file(run.resolved))["job"], resolved(job)
+    before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
     for key in FIXED_KEYS:
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
             text = f"is different in {run.id}; to change it start a new run"

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .run_dir import read_file
 from .run_spec import RunSpec
 from .types import TRAINER, Incarnation, NodeName, RaisedException, is_preloaded, role_of, standby_role_of
 
@@ -166,7 +165,7 @@ def read_launch(path: Path) -> Launch:
         OSError: The file cannot be read.
         msgspec.DecodeError: The file is not a launch file.
     """
-    return msgspec.json.decode(read_file(path), type=Launch)
+    return msgspec.json.decode(path.read_bytes(), type=Launch)
 
 
 def read_run_spec(path: Path) -> RunSpec:
@@ -176,7 +175,7 @@ def read_run_spec(path: Path) -> RunSpec:
         OSError: The file cannot be read.
         msgspec.DecodeError: The file is not a run spec.
     """
-    return msgspec.json.decode(read_file(path), type=RunSpec)
+    return msgspec.json.decode(path.read_bytes(), type=RunSpec)
 
 
 def read_exit(path: Path) -> ExitRecord | None:
@@ -185,7 +184,7 @@ def read_exit(path: Path) -> ExitRecord | None:
     A damaged file counts as missing, because it must not end the process that reads it.
     """
     try:
-        return msgspec.json.decode(read_file(path), type=ExitRecord)
+        return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
     except (OSError, ValueError):  # ValueError: not JSON, not an exit record, or not UTF-8
         return None
 
@@ -193,7 +192,7 @@ def read_exit(path: Path) -> ExitRecord | None:
 def read_end_report(path: Path) -> EndReport | None:
     """Return the end report at ``path``, or None if the command left none or the file is damaged."""
     try:
-        report: EndReport = msgspec.json.decode(read_file(path), type=EndReport)
+        report: EndReport = msgspec.json.decode(path.read_bytes(), type=EndReport)
     except (OSError, ValueError):
         return None
     return report

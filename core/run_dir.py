@@ -12,9 +12,8 @@ import hashlib
 import os
 import re
 import stat
-from io import BufferedReader
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
 from .ownership import ROOT, user_name
 
@@ -25,6 +24,26 @@ history``."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of full storage (no space, over quota), where the removal of a file frees space."""
 _LINK = "is a link, which rrl does not follow"
+
+
+class Untrusted(OSError):
+    """Another user may have made a file of a run. ``strerror`` says why it is not read."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+class OwnPath(PosixPath):
+    """A path in a run directory. Reading it follows no link, waits for no FIFO, and needs a file of this user or root.
+
+    Paths that are made from it are of this class too.
+    """
+
+    if not TYPE_CHECKING:  # its types are those of Path.open
+
+        def open(self, mode="r", *arguments, **options):
+            """Open the file. Raises Untrusted if it is to be read, and another user may have made it."""
+            return open(self, mode, *arguments, **options, opener=_trusted_fd if mode in ("r", "rb") else None)
 
 
 class Attempt(NamedTuple):
@@ -58,6 +77,7 @@ class RunDir:
     """The paths of one run. Only :meth:`create` writes to the disk."""
 
     def __init__(self, path: Path) -> None:
+        path = OwnPath(path)
         self.path = path
         self.id = path.name
         self.job_toml = path / "job.toml"
@@ -181,29 +201,6 @@ class RunDir:
     def log_file(self, tag: str) -> Path:
         """Return the path of the log of a step."""
         return self.logs / f"{tag}.log"
-
-
-class Untrusted(OSError):
-    """Another user may have made a file of a run. ``strerror`` says why it is not read."""
-
-    def __str__(self) -> str:
-        return f"{self.filename} {self.strerror}"
-
-
-def open_file(path: Path) -> BufferedReader:
-    """Open a file of a run for reading; neither follow a link nor wait for the writer of a FIFO.
-
-    Raises:
-        Untrusted: It is not a regular file of this user or of root.
-        OSError: It cannot be opened.
-    """
-    return open(path, "rb", opener=_trusted_fd)
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of a file of a run, which :func:`open_file` opens."""
-    with open_file(path) as file:
-        return file.read()
 
 
 def _trusted_fd(path: str, flags: int) -> int:

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from .run_dir import open_file
-
 _CONTROL_CHARS = re.compile(
     "["
     "\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 except the tab, DEL, C1: among them ESC, CSI and OSC
@@ -79,7 +77,7 @@ def last_lines(text: str) -> str:
 def last_lines_of(path: Path) -> str:
     """Return :func:`last_lines` of a file; empty if it does not exist or cannot be read."""
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             return last_lines(file.read().decode(errors="replace"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..core.run_dir import open_file, write_atomically
+from ..core.run_dir import write_atomically
 
 _SECRET_BYTES = 32
 """Length of the HMAC secret in bytes, equal to the length of a SHA-256 digest."""
@@ -57,7 +57,7 @@ class RunKeys(Struct, frozen=True):
             PermissionError: Group or others may access the file, so that the keys are no longer secret.
             OSError: The file cannot be read or is damaged.
         """
-        with open_file(path) as file:
+        with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise PermissionError(f"{path} has mode {mode:04o}; the run's keys must be 0600: chmod 600 {path}")

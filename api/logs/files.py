@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...core.launch import tag_of
-from ...core.run_dir import RunDir
+from ...core.run_dir import OwnPath, RunDir
 from ...core.types import Incarnation, ReplicaId, gang_of, replica_id, role_of
 from ...roles.launcher.logs.files import FILES
 
@@ -143,7 +143,7 @@ def _entries(folder: Path) -> Iterator[Path]:
         for entry in os.scandir(folder):
             try:
                 if entry.is_file() and entry.stat().st_size:
-                    yield Path(entry.path)
+                    yield OwnPath(entry.path)
             except OSError:  # rotated away at this moment
                 continue
     except OSError:  # no such folder (any more)

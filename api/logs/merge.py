@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ...core.log_lines import STAMP_BYTES, is_notice, stamp, stamp_of
-from ...core.run_dir import open_file
 from ...core.types import OperationFailed
 from .files import Log, rotated_files
 
@@ -223,7 +222,7 @@ def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
 
 def _open(path: Path) -> BinaryIO | None:
     try:
-        return open_file(path)
+        return path.open("rb")
     except FileNotFoundError:  # the file was just rotated, or does not exist yet
         return None
     except OSError as error:

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from ...core.run_dir import RunDir, read_file
+from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, Outcome, UsageError
 from ...manager.model.state import State
 from ...manager.reporting.summary import Summary
@@ -51,7 +51,7 @@ def completed_summary(run: RunDir) -> Summary:
         verb = "was cancelled" if state.outcome is Outcome.CANCELLED else "failed"
         raise OperationFailed(f"{run.id} {verb} after {state.step} steps{reason}; see: rrl status {run.id}")
     try:
-        return msgspec.json.decode(read_file(run.summary), type=Summary)
+        return msgspec.json.decode(run.summary.read_bytes(), type=Summary)
     except (OSError, msgspec.MsgspecError):
         raise OperationFailed(f"{run.id} has ended, but left no summary; see: rrl status {run.id}") from None
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.run_dir import RunDir, read_file, run_dir_problem, runs_root
+from ...core.run_dir import RunDir, run_dir_problem, runs_root
 
 FILE, FOLDER = ":file", ":folder"
 """Candidates that tell the shell to complete names of files or folders itself."""
@@ -238,7 +238,7 @@ class _Role(NamedTuple):
 def _roles(run: RunDir) -> list[_Role]:
     """Return the roles in the run spec (:class:`rrl.core.run_spec.RoleSpec`); none if it cannot be read."""
     try:
-        roles = json.loads(read_file(run.run_spec))["roles"]
+        roles = json.loads(run.run_spec.read_bytes())["roles"]
         return [_Role(str(role["name"]), int(role["replicas"]), int(role.get("ranks", 1))) for role in roles]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

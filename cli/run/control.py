@@ -149,6 +149,9 @@ def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
     else:
         print(f"{run.id}: ending ...", file=sys.stderr, flush=True)
         state = await_end(run, request.command)
+        if isinstance(state, str):
+            print_line(f"{run.id} never began: {state}; to remove it: rrl rm {run.id}")
+            return 0
         retained = retained_jobs(state)
         left = f"kept: {retained} (rrl resume {run.id} uses it, scancel {retained} gives it back)"
         given = left if retained else "everything is given back"

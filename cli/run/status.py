@@ -15,7 +15,7 @@ from ...api.runs import StateReader, all_runs, find_run, job_of, submit_time, su
 from ...api.watching.manager_liveness import Liveness, liveness, manager_gone
 from ...api.watching.run_state import listed_states
 from ...api.watching.start_check import StartCheck
-from ...core.run_dir import RunDir, read_file, runs_root
+from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ...manager.storage.model_folders import ModelFolders, model_folders
@@ -109,7 +109,7 @@ def metrics_failure(run: RunDir, state: State) -> str:
     if state.outcome is not None or not state.job.health.metrics:
         return ""
     try:
-        return read_file(run.metrics_failure).decode(errors="replace").strip()
+        return run.metrics_failure.read_text(errors="replace").strip()
     except OSError:
         return ""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.text import on_one_line
 from ...core.types import UsageError
@@ -63,16 +63,12 @@ class JobDocument:
     Args:
         parts: Files, TOML texts and tables, in their order; at least one.
         settings: Values that replace those of the parts. If several set the same key, the last one counts.
-        opened: Opens a file for reading.
 
     Raises:
         SpecError: A file cannot be read, a text is not valid TOML, or a table has a value that TOML does not have.
     """
 
-    def __init__(
-        self, parts: Sequence[JobPart], settings: Sequence[Setting] = (),
-        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: Sequence[JobPart], settings: Sequence[Setting] = ()) -> None:
         self.file = next((part for part in parts if isinstance(part, Path)), None)
         """The first file; None if there is none."""
         self.source = self.file or Path(_NO_FILE)
@@ -96,7 +92,7 @@ class JobDocument:
                 data = _plain(part, self._sources[index])
                 lines: Mapping[KeyPath, int] = dict.fromkeys(_keys_of(data, ()), 0)
             else:
-                text = _read(part, opened) if isinstance(part, Path) else part.replace("\r\n", "\n")
+                text = _read(part) if isinstance(part, Path) else part.replace("\r\n", "\n")
                 data, lines = _parsed(self._sources[index], text)
             self._add(data, {key: _Place(index, line) for key, line in lines.items()})
         for index, setting in self._settings.items():
@@ -278,10 +274,10 @@ def _keys_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _read(path: Path, opened: Callable[[Path], BinaryIO]) -> str:
+def _read(path: Path) -> str:
     shown = _one_line(path)
     try:
-        with opened(path) as file:
+        with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{shown}: no such file{_setting_hint(path)}") from None

@@ -30,7 +30,7 @@ from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
 from ...core.role_environment import SAFE_PATH
-from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, read_file, runs_root, write_atomically
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, runs_root, write_atomically
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
@@ -164,7 +164,7 @@ def _start_locally(run: RunDir) -> None:
     if (child := os.fork()) == 0:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
-        lines = read_file(run.controller_log).decode(errors="replace").split("\n")
+        lines = run.controller_log.read_text(errors="replace").split("\n")
         raise OSError(next((line for line in reversed(lines) if line), "submitit failed without any output"))
 
 
@@ -239,7 +239,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
         spec, source = request.job, request.source
     else:
         spec = read_run_spec(run.run_spec)
-        source = str(msgspec.json.decode(read_file(run.resolved))["source"])
+        source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
     start_logging(spec.manager.log_level)
     cluster, host = _cluster(run, spec)
     manager = Manager(run, cluster, spec, source, host)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from pathlib import Path
 
 from ...core.command_runner import run_coroutine
-from ...core.run_dir import RunDir, open_file, read_file
+from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import escaped
 from ..cluster.base import Refused, Unanswered
@@ -29,6 +30,9 @@ _FOREIGN_LINES = (
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
 match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped:
 slurmstepd prints why a program cannot be started, but srun only reports that the program ended."""
+SUBMISSION_S = 60.0
+"""Seconds after which a command that has created a run has either started a manager or ended. sbatch takes some seconds
+if slurmctld is busy."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
@@ -41,8 +45,12 @@ def start_failure(run: RunDir, spec: RunSpec) -> str:
     read (10 s) if Slurm does not answer. Raises OSError.
     """
     marks = _submitted(run)
-    if not marks or _any_alive(run, spec, marks):
+    if not marks and abs(time.time() - run.path.stat().st_mtime) < SUBMISSION_S:  # it may be about to start one
         return ""
+    if _any_alive(run, spec, marks):
+        return ""
+    if not marks:
+        return "the command that was to start its manager was interrupted"
     line = _last_line(run, marks)
     wrote = f"the last line logged: {line}" if line else "nothing was logged"
     managers = "its manager" if len(marks) == 1 else f"all {len(marks)} managers"
@@ -67,10 +75,10 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
         except (Refused, Unanswered):
             return True
     try:
-        if read_file(run.submit / HOST_FILE).decode() != socket.gethostname():
+        if (run.submit / HOST_FILE).read_text() != socket.gethostname():
             return True
     except OSError:
-        return True
+        return bool(ids)  # the file is written before the first manager is started
     return any(_is_submitit_of(Path("/proc", pid), run) for pid in ids)
 
 
@@ -108,7 +116,7 @@ def _last_line(run: RunDir, ids: list[str]) -> str:
 
 def _tail(log: Path) -> list[str]:
     try:
-        with open_file(log) as file:
+        with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

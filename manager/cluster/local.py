@@ -32,7 +32,7 @@ from ...core.processes import (
     send_signal,
     sweep,
 )
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import OwnPath, RunDir, write_atomically
 from ...core.types import NodeName
 from .base import (  # fmt: skip
     STOP_MARGIN_S,
@@ -296,7 +296,7 @@ class LocalCluster:
 
 def _is_in_force(mark: Path) -> bool:
     """Return whether the node is still marked as down, and remove a mark whose time has passed."""
-    until = read_file(mark).decode()
+    until = mark.read_text()
     if until and time.time() >= float(until):
         mark.unlink(missing_ok=True)
         return False
@@ -305,7 +305,7 @@ def _is_in_force(mark: Path) -> bool:
 
 def _node_of(launch_file: str) -> NodeName | None:
     try:
-        return read_launch(Path(launch_file)).node
+        return read_launch(OwnPath(launch_file)).node
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -317,7 +317,7 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
         Refused: a record cannot be read, so the state of the cluster is not known completely.
     """
     try:
-        return {path.stem: msgspec.json.decode(read_file(path), type=kind)
+        return {path.stem: msgspec.json.decode(path.read_bytes(), type=kind)
                 for path in sorted(folder.iterdir()) if path.suffix == ".json" and path.name[0] != "."}  # fmt: skip
     except (OSError, msgspec.DecodeError) as error:
         raise Refused(f"{folder}: {error}") from error

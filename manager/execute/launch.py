@@ -17,7 +17,7 @@ import msgspec
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH, prelude, select_variables
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
@@ -303,7 +303,7 @@ def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
 
     The variables are read again for each launch, so that neither the journal nor the manager's memory contains them.
     """
-    return msgspec.json.decode(read_file(run.passed_env), type=dict[str, str]) if job.env.passed else {}
+    return msgspec.json.decode(run.passed_env.read_bytes(), type=dict[str, str]) if job.env.passed else {}
 
 
 def save_passed_env(run: RunDir, job: RunSpec) -> None:

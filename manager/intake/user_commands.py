@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
-from ...core.run_dir import RunDir, open_file
+from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
@@ -50,7 +50,7 @@ def pending_commands(run: RunDir) -> list[Command]:
     commands = []
     for path in sorted(run.mailbox.glob("[!.]*.json")):
         try:
-            with open_file(path) as file:
+            with path.open("rb") as file:
                 command = msgspec.json.decode(file.read(_MAX_COMMAND_BYTES), type=Command)
         except (OSError, msgspec.MsgspecError) as error:
             _log.warning(

@@ -15,7 +15,7 @@ from typing import get_args
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import read_file, sync
+from ...core.run_dir import sync
 from ...core.run_spec import NotificationKind
 
 
@@ -85,6 +85,6 @@ class Claims:
 def _read(path: Path, kind: NotificationKind) -> Claim:
     """Return a claim. If its writer died during the write, the claim has no keys and the time of its file."""
     try:
-        return msgspec.json.decode(read_file(path), type=Claim)
+        return msgspec.json.decode(path.read_bytes(), type=Claim)
     except msgspec.MsgspecError:
         return Claim(kind, path.stat().st_mtime)

@@ -18,7 +18,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from ...core.run_dir import RunDir, read_file
+from ...core.run_dir import RunDir
 
 REQUEST_TIMEOUT_S = 20.0
 """Seconds for each operation on the connection to a webhook."""
@@ -44,7 +44,7 @@ def main(run_dir: str) -> None:
 def _target(run: RunDir) -> dict[str, Any]:
     """Return the table [notify] of the run's job. Raises NotSent."""
     try:
-        text = read_file(run.job_toml).decode("utf-8-sig")
+        text = run.job_toml.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text).get("notify")
     except (OSError, ValueError) as error:
         raise NotSent(f"{run.job_toml} cannot be read: {getattr(error, 'strerror', None) or 'not valid'}") from None
@@ -56,7 +56,7 @@ def _target(run: RunDir) -> dict[str, Any]:
 def _working_folder(run: RunDir) -> Path:
     """Return the folder of the submitted job.toml, in which roles work too; if it is gone, return the run directory."""
     try:
-        folder = Path(str(json.loads(read_file(run.resolved))["source"])).parent
+        folder = Path(str(json.loads(run.resolved.read_bytes())["source"])).parent
     except (OSError, ValueError, KeyError):
         return run.path
     return folder if folder.is_dir() else run.path

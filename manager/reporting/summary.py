@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
 from ...core.types import NodeName, role_of
@@ -291,7 +291,7 @@ class _Audit(Struct, frozen=True):
 def _drop_reasons(run: RunDir) -> dict[str, int]:
     """Return the number of dropped episodes by reason; empty if the store has written no ``audit.json``."""
     try:
-        return msgspec.json.decode(read_file(run.audit), type=_Audit).dropped
+        return msgspec.json.decode(run.audit.read_bytes(), type=_Audit).dropped
     except (OSError, msgspec.MsgspecError):
         return {}
 

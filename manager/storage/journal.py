@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, open_file, sync
+from ...core.run_dir import RunDir, sync
 from ...core.text import escaped
 from ..model.events import Stamped
 from ..model.reducer import fold
@@ -357,7 +357,7 @@ def _frame_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
 def _head(path: Path) -> tuple[Head | None, int]:
     """Return the head and the offset of the records; the head is None if it is not (yet) complete."""
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             start = file.read(len(MAGIC) + _FRAME.size)
             if start and not start.strip(b"\0"):  # the file grew before a power cut, but its data was not written
                 return None, 0
@@ -389,7 +389,7 @@ def _head(path: Path) -> tuple[Head | None, int]:
 
 
 def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[Stamped, int]]:
-    with open_file(path) as file:
+    with path.open("rb") as file:
         file.seek(offset)
         data = file.read() if end is None else file.read(max(0, end - offset))
     at = 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 
 _log = logging.getLogger("rrl.manager")
 
@@ -198,7 +198,7 @@ def _newest(run: RunDir) -> int:
 
 def _read(run: RunDir, epoch: int) -> LeaseHolder | None:
     try:
-        return msgspec.json.decode(read_file(_file(run, epoch)), type=LeaseHolder)
+        return msgspec.json.decode(_file(run, epoch).read_bytes(), type=LeaseHolder)
     except (FileNotFoundError, msgspec.DecodeError):  # being created at this moment
         return None
 

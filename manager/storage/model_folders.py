@@ -10,7 +10,7 @@ import re
 
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, attempt_of, read_file
+from ...core.run_dir import RunDir, attempt_of
 
 
 class ModelFolder(Struct, frozen=True):
@@ -62,6 +62,6 @@ def _newest_export(run: RunDir) -> ModelFolder | None:
 
 def _export_failure(run: RunDir) -> str:
     try:
-        return read_file(run.export_failure).decode(errors="replace").strip()
+        return run.export_failure.read_text(errors="replace").strip()
     except OSError:
         return ""

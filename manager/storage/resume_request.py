@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
 
 _log = logging.getLogger("rrl.manager")
@@ -87,7 +87,7 @@ def read_pending(run: RunDir) -> ResumeRequest | None:
     """
     for folder in (run.resume_claimed, run.resume):
         try:
-            return msgspec.json.decode(read_file(folder / _REQUEST_FILE), type=ResumeRequest)
+            return msgspec.json.decode((folder / _REQUEST_FILE).read_bytes(), type=ResumeRequest)
         except FileNotFoundError:
             continue
         except msgspec.MsgspecError as error:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...core.run_dir import RunDir, read_file
+from ...core.run_dir import RunDir
 from ...core.run_spec import TrackerName
 from ...core.text import on_one_line
 from ...core.types import Outcome
@@ -144,7 +144,7 @@ class TrackingProcess:
         written_at = self._run.resolved.stat().st_mtime_ns
         if self._tracker is not None and written_at == self._job_written_at:
             return self._tracker
-        job = _without_secrets(msgspec.json.decode(read_file(self._run.resolved))["job"])
+        job = _without_secrets(msgspec.json.decode(self._run.resolved.read_bytes())["job"])
         digest = hashlib.sha256(msgspec.json.encode(job)).hexdigest()
         folder = self._run.trackers / self._name
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.processes import kill_and_wait, pids, read_process
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 
 TRACKER_ENV = "RRL_TRACKER"
 """Environment variable of the process of a tracker, and of the processes that it starts. Its value is ``<run
@@ -55,7 +55,7 @@ def mark_of(run: RunDir, tracker: str) -> str:
 def read_progress(run: RunDir, tracker: str) -> Progress:
     """Return the recorded progress of a tracker; if there is none, or it cannot be read, return the defaults."""
     try:
-        return msgspec.json.decode(read_file(_file(run, tracker, "json")), type=Progress)
+        return msgspec.json.decode(_file(run, tracker, "json").read_bytes(), type=Progress)
     except (OSError, msgspec.MsgspecError):
         return Progress()
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ...core.command_runner import kill_session
 from ...core.role_environment import INHERITED_VARIABLES
-from ...core.run_dir import RunDir, read_file
+from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec, TrackerName
 from .main import FOLLOW, HUNG_EXIT, ONCE
 from .tracker_files import TRACKER_ENV, end_leftovers, log_file, mark_of, read_progress
@@ -101,7 +101,7 @@ class TrackerSupervisor:
         if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
             os.truncate(log, 0)
         inherited = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
-        passed = msgspec.json.decode(read_file(self._run.passed_env), type=dict[str, str])
+        passed = msgspec.json.decode(self._run.passed_env.read_bytes(), type=dict[str, str])
         return inherited | passed | {TRACKER_ENV: mark_of(self._run, name)}
 
     async def _end(self, name: TrackerName, ended: bool) -> None:

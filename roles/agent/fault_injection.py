@@ -21,7 +21,6 @@ from msgspec import Struct
 from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.processes import STEP_MODULE, Process, command_name, processes, read_process, send_signal
-from ...core.run_dir import read_file
 from ...transport.messages import Inject, Injected
 from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
@@ -65,7 +64,7 @@ def resume_process(launch_file: str) -> bool:
     """Continue a step and return True if a killed pause helper has left its mark file; otherwise return False."""
     mark = Path(launch_file + PAUSED_SUFFIX)
     try:
-        pid, _, started = read_file(mark).decode().partition(".")
+        pid, _, started = mark.read_text().partition(".")
     except OSError:
         return False
     helper = read_process(int(pid)) if pid.isdigit() else None

@@ -35,6 +35,7 @@ from ...core.processes import (
     send_signal,
     sweep,
 )
+from ...core.run_dir import OwnPath
 from ...core.text import exit_invalid_config
 from ...core.types import AGENT, DEFAULT_LOG_LEVEL, GpuUse, Incarnation, role_of
 from ...transport.address import NoAddress
@@ -74,7 +75,7 @@ def main() -> int:
     raise_limits()
     see_all_gpus()
     launch_file = os.path.abspath(sys.argv[1])
-    launch = read_launch(Path(launch_file))
+    launch = read_launch(OwnPath(launch_file))
     os.environ.setdefault(LOG_LEVEL_ENV, launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))  # the readers inherit it
     start_logging()
     asyncio.run(_run(launch, launch_file))
@@ -265,7 +266,7 @@ class _Agent:
         The result is cached, except for a file that cannot be read.
         """
         try:
-            launch = read_launch(Path(path))
+            launch = read_launch(OwnPath(path))
         except OSError:
             return None
         except msgspec.DecodeError:

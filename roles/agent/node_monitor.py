@@ -21,7 +21,7 @@ import msgspec
 from ...config.health_rules import Rules
 from ...config.health_rules_file import RulesError, load_rules
 from ...core.launch import LAUNCH_ENV, Launch
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
 from ...health.checks.evaluate import evaluate, is_uninformative, pending
 from ...health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
@@ -41,7 +41,7 @@ def load_inventory(path: Path) -> HardwareInventory | None:
     """Return the stored hardware inventory, or None if none can be read."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         if path.stat().st_size <= _MAX_FILE_BYTES:
-            return msgspec.json.decode(read_file(path), type=HardwareInventory)
+            return msgspec.json.decode(path.read_bytes(), type=HardwareInventory)
     return None
 
 

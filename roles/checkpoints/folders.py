@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.run_dir import Attempt, open_file, sync
+from ...core.run_dir import Attempt, sync
 
 Digest = dict[str, Any]
 """The digest of one file in a manifest: ``{"sha256": hex, "bytes": n}``."""
@@ -124,6 +124,6 @@ def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | No
 
 def digest_of(path: Path) -> Digest:
     """Return the digest of a file, which is read completely. Raises OSError."""
-    with open_file(path) as file:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"sha256": digest, "bytes": file.tell()}

@@ -20,8 +20,6 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct
 
-from ...core.run_dir import open_file
-
 METADATA = ".metadata"
 """Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
 verified first."""
@@ -62,7 +60,7 @@ class StoredTensor(Struct, frozen=True):
             OSError: A file could not be read.
         """
         for shard in self.shards:
-            with open_file(folder / shard.file) as file:
+            with (folder / shard.file).open("rb") as file:
                 yield from _blocks(file, shard, shard.elements * itemsize, f"{folder / shard.file}: {self.name}")
 
 
@@ -75,7 +73,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     """
     path = folder / METADATA
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             metadata = _Unpickler(file).load()
         positions = {(one.fqn, tuple(one.offset)): stored for one, stored in metadata.storage_data.items()}
         return {name: _stored_tensor(name, tensor, positions) for name, tensor in metadata.state_dict_metadata.items()}

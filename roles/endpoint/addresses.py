@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, read_file, write_atomically
+from ...core.run_dir import RunDir, write_atomically
 
 
 class EndpointAddress(Struct, frozen=True):
@@ -47,7 +47,7 @@ def read_addresses(run: RunDir) -> dict[int, str]:
         return found
     for path in names:
         try:
-            found[int(path.stem)] = msgspec.json.decode(read_file(path), type=EndpointAddress).base_url
+            found[int(path.stem)] = msgspec.json.decode(path.read_bytes(), type=EndpointAddress).base_url
         except (OSError, msgspec.MsgspecError):
             continue
     return dict(sorted(found.items()))

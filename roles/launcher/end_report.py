@@ -23,7 +23,7 @@ from types import TracebackType
 import msgspec
 
 from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
-from ...core.run_dir import RunDir, write_atomically
+from ...core.run_dir import OwnPath, RunDir, write_atomically
 from ...core.text import exit_invalid_config, on_one_line
 from ...core.types import RaisedException
 
@@ -193,7 +193,7 @@ def _report(report: EndReport) -> None:
 
     def write() -> None:
         try:
-            launch = read_launch(Path(launch_file))
+            launch = read_launch(OwnPath(launch_file))
             write_atomically(RunDir(Path(launch.run_dir)).end_report_file(launch.tag), msgspec.json.encode(report))
         except (OSError, msgspec.DecodeError) as error:
             _log.warning("cannot report why this process ends: %s", error)

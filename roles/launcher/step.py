@@ -25,6 +25,7 @@ from ...core.launch import (
     read_launch,
 )
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
+from ...core.run_dir import OwnPath
 from ...core.text import exit_invalid_config
 from ...core.types import DEFAULT_LOG_LEVEL
 from .activity import report_activity
@@ -50,7 +51,7 @@ def main() -> int:
         exit_invalid_config("usage: python -m rrl.roles.launcher.step FILE.launch")
     raise_limits()
     launch_file = os.path.abspath(sys.argv[1])
-    launch = read_launch(Path(launch_file))
+    launch = read_launch(OwnPath(launch_file))
     start_logging(launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))
     return asyncio.run(_run(launch, launch_file))
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, attempt_of, read_file
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, attempt_of
 from ..checkpoints.folders import (
     DamagedCheckpoint,
     Digest,
@@ -174,12 +174,14 @@ class Checkpoints:
                     f"{manifest['folder']}: the committed checkpoint lacks the file {min(missing)}; it contains {names}"
                 )
             verified(self._run_dir.path, manifest, only=mine)
-            about = msgspec.json.decode(read_file(folder / _ABOUT), type=_About)
+            about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
         except (OSError, DamagedCheckpoint) as error:
             damage = str(error)
         self._load(learner.tensors(), folder, damage)
         same = about.world == gang.world
-        learner.resume(read_file(folder / _rank_file(gang.rank if same else 0)), random_states=same or gang.rank == 0)
+        learner.resume(
+            (folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0
+        )
 
     def save_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> StoredFiles:
         """Write the weights of ``model`` in ``dtype`` into the new, empty ``folder``; all members must call it.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
 from ...core.phases import BETWEEN
-from ...core.run_dir import RunDir
+from ...core.run_dir import OwnPath, RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import exit_invalid_config
 from ...core.types import DataReport, NodeName, ReplicaId, Version
@@ -498,7 +498,7 @@ def join() -> Worker:
     if path is None:
         exit_invalid_config(f"{LAUNCH_ENV} is not set: rrl.join() works only in a command that a run of rrl started")
     start_logging(stamped=False)
-    launch = read_launch(Path(path))
+    launch = read_launch(OwnPath(path))
     report_uncaught_exceptions(launch)
     run = RunDir(Path(launch.run_dir))
     return Worker(launch, run, RunKeys.load(run.keys))

@@ -19,7 +19,7 @@ from rrl.api.runs import StateReader, check_manageable, find_run, job_of
 from rrl.cli import main
 from rrl.core.launch import read_launch
 from rrl.core.ownership import foreign_writers
-from rrl.core.run_dir import RUNS_ENV, RunDir, Untrusted, open_file
+from rrl.core.run_dir import RUNS_ENV, OwnPath, RunDir, Untrusted
 from rrl.core.types import OperationFailed, Outcome
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.manager.jobs import job
@@ -192,11 +192,10 @@ def test_root_looks_at_a_run_of_a_user_but_neither_manages_nor_changes_it(owner:
 
 def test_only_a_regular_file_of_this_user_or_root_is_opened(owner: PlainUser, attacker: PlainUser) -> None:
     def victim() -> None:
-        folder = owner.home / "files"
+        folder = OwnPath(owner.home / "files")
         folder.mkdir()
         (folder / "own").write_bytes(b"own")
-        with open_file(folder / "own") as file:
-            assert file.read() == b"own"
+        assert (folder / "own").read_bytes() == b"own"
         (folder / "link").symlink_to("own")
         os.mkfifo(folder / "fifo")
         bound = socket.socket(socket.AF_UNIX)
@@ -204,13 +203,13 @@ def test_only_a_regular_file_of_this_user_or_root_is_opened(owner: PlainUser, at
         (folder / "folder").mkdir()
         for name in ("link", "fifo", "folder", "/dev/null"):
             with pytest.raises(Untrusted):
-                open_file(folder / name)
+                (folder / name).read_bytes()
         with pytest.raises(OSError, match="No such device"):
-            open_file(folder / "socket")
+            (folder / "socket").read_bytes()
         with pytest.raises(FileNotFoundError):
-            open_file(folder / "none")
+            (folder / "none").read_bytes()
         with pytest.raises(Untrusted, match=attacker.name):
-            open_file(attacker_file)
+            OwnPath(attacker_file).read_text()
 
     attacker_file = Path(tempfile.mkdtemp(dir="/tmp")) / "file"
     attacker_file.parent.chmod(0o755)

@@ -16,10 +16,9 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.run_dir import RUNS_ENV, RunDir, read_file
+from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.intake.user_commands import pending_commands
-from rrl.manager.storage import lease
 from rrl.manager.storage.journal import MAGIC, SCHEMA, Journal, _framed
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed
@@ -161,12 +160,11 @@ def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
 
     def read(path: Path) -> bytes:
         return (
-            msgspec.json.encode(LeaseHolder("node7", 4711, next(counter)))
-            if path.parent == run.epochs
-            else read_file(path)
+            msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
         )
 
-    monkeypatch.setattr(lease, "read_file", read)
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", read)
     assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 is running on node7 (pid 4711)\n"
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]
 

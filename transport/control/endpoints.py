@@ -24,7 +24,6 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from ...core.run_dir import read_file
 from ..keys import RunKeys
 from .handshake_limit import HandshakeLimiter
 from .sockets import (
@@ -71,7 +70,7 @@ class Address(Struct, frozen=True):
         The file can be incomplete on a full disk, and on storage that shows a file before its content.
         """
         try:
-            return msgspec.json.decode(read_file(path), type=cls)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError):
             return None
 

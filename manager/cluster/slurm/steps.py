@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from ....core.command_runner import CommandResult, kill_session
 from ....core.processes import AGENT_MODULE, STEP_MODULE
-from ....core.run_dir import read_file
 from ....core.text import last_lines, last_lines_of, shows_missing_command
 from ....core.units import slurm_mem
 from ..base import ExitedAtOnce, NotStarted, Refused, RefusedForNow, Step, Unanswered
@@ -198,6 +197,6 @@ def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered
 
 def _tail(path: Path) -> str:
     try:
-        return read_file(path).decode(errors="replace")[-2000:]
+        return path.read_text(errors="replace")[-2000:]
     except OSError:
         return ""

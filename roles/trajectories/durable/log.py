@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from ....core.run_dir import open_file, sync
+from ....core.run_dir import sync
 from .audit import Audit, audit
 from .records import (
     Binding,
@@ -62,7 +62,7 @@ def read_frames(path: Path) -> Iterator[bytes]:
             the result of a crash.
     """
     torn = 0
-    with open_file(path) as file:
+    with path.open("rb") as file:
         while True:
             at = file.tell()
             frame = _read_frame(file)

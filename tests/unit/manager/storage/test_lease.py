@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.run_dir import RunDir, read_file, write_atomically
+from rrl.core.run_dir import RunDir, write_atomically
 from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseLost, holder
 from rrl.tests.support.manager import virtual
@@ -228,7 +228,7 @@ class Storage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int) -> None:
         self.away = False
         self.failed = 0
-        listdir, read = os.listdir, read_file
+        listdir, read = os.listdir, Path.read_bytes
 
         def fail(folder: str) -> None:
             if self.away and "/epochs" in folder:
@@ -246,7 +246,7 @@ class Storage:
         if failing_call == "list":
             monkeypatch.setattr(os, "listdir", listing)
         else:
-            monkeypatch.setattr(lease_module, "read_file", reading)
+            monkeypatch.setattr(Path, "read_bytes", reading)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from textual.widgets import DataTable
 
 from rrl.core.faults import FaultKind
-from rrl.core.run_dir import RunDir, open_file
+from rrl.core.run_dir import OwnPath, RunDir
 from rrl.core.types import Version
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
-from rrl.manager.storage import journal
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.status_scenes import crowded, gang, node_lost
 from rrl.tests.support.cli.story import Story, completed, job_view
@@ -229,13 +228,13 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pyte
     segment = written(story, root).journal / "000009-000001.seg"
     hangs, answers = threading.Event(), threading.Event()
 
-    def opened(path: Path) -> BinaryIO:
+    def opened(path: OwnPath, mode: str) -> Any:
         if path == segment:
             hangs.set()
             answers.wait()
-        return open_file(path)
+        return Path.open(path, mode)
 
-    monkeypatch.setattr(journal, "open_file", opened)
+    monkeypatch.setattr(OwnPath, "open", opened)
 
     async def scene(top: Top) -> None:
         await top.shows("quick-7")
