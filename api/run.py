@@ -32,13 +32,16 @@ JobSpec = str | os.PathLike[str] | Mapping[str, Any]
 """The path of a job.toml, its text (a string of several lines), or its tables as a dict."""
 
 
-def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = None) -> Run:
+def submit(
+    job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = None, *, trust_folder: bool = False
+) -> Run:
     """Start a run, as ``rrl submit`` does.
 
     Args:
         job: The job spec, or a list of job specs. Each job spec adds keys to those before it, or replaces their values.
             Relative paths start at the folder of the first file, or without a file at the current folder.
         set: Values that replace those of the job, by dotted key: ``{"roles.trainer.learning_rate": 1e-6}``.
+        trust_folder: Whether to start the run although other users can write the job's folder.
 
     Returns:
         The run, whose manager has been started or is in Slurm's queue. Its ``warnings`` say why it may fail or wait.
@@ -53,8 +56,8 @@ def submit(job: JobSpec | Sequence[JobSpec], set: Mapping[str, Any] | None = Non
     from .submission import start
 
     document = JobDocument(_parts(job), _settings(set))
-    checked_job = checked(job_from(document), document)
-    run_dir, warnings = start(checked_job)
+    checked_job = checked(job_from(document), document, trust_folder=trust_folder)
+    run_dir, warnings = start(checked_job, _announce)
     return Run(run_dir, (*checked_job.preflight.doubts, *warnings))
 
 
@@ -172,13 +175,15 @@ class Run:
             await_end(self._run_dir, request.command)
 
     def resume(
-        self, job: JobSpec | Sequence[JobSpec] | None = None, set: Mapping[str, Any] | None = None
+        self, job: JobSpec | Sequence[JobSpec] | None = None, set: Mapping[str, Any] | None = None, *,
+        trust_folder: bool = False,
     ) -> None:  # fmt: skip
         """Continue the run, which has ended, from its last committed step, as ``rrl resume`` does.
 
         Args:
             job: The job spec to continue with; by default the job spec of the run.
             set: Values that replace those of the job: ``{"run.steps": 500, "cluster.walltime": "8h"}``.
+            trust_folder: Whether to continue although other users can write the job's folder.
 
         Raises:
             UsageError: The run has not ended, or cannot continue with this job.
@@ -186,8 +191,9 @@ class Run:
         """
         from .submission import prepare_resume, resume
 
-        resumption = prepare_resume(self._run_dir, [] if job is None else _parts(job), _settings(set))
-        self.warnings = (*resumption.checked.preflight.doubts, *resume(resumption))
+        parts = [] if job is None else _parts(job)
+        resumption = prepare_resume(self._run_dir, parts, _settings(set), trust_folder=trust_folder)
+        self.warnings = (*resumption.checked.preflight.doubts, *resume(resumption, _announce))
 
     def restart(self, replica: str, *, wait: bool = True) -> None:
         """Restart a replica, such as ``rollout/0``, as ``rrl restart`` does.
@@ -223,6 +229,11 @@ class Run:
         except OSError as error:
             place = error.filename or path
             raise OperationFailed(f"{place}: {error.strerror or error}; nothing was exported") from None
+
+
+def _announce(run_dir: RunDir, interrupted: bool) -> None:
+    if interrupted:
+        raise KeyboardInterrupt(f"{run_dir.id} was started; to end it: rrl cancel {run_dir.id}")
 
 
 def _parts(job: JobSpec | Sequence[JobSpec]) -> list[JobPart]:

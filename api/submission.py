@@ -33,6 +33,10 @@ LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
 """Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""
 
 
+Announce = Callable[[RunDir, bool], None]
+"""Names a run to the user, before a signal that has arrived (True) ends the command."""
+
+
 # ── a new run ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def create(job: CheckedJob) -> RunDir:
     """Create the run directory of a new run. Raises UsageError if it cannot be written."""
@@ -44,51 +48,41 @@ def create(job: CheckedJob) -> RunDir:
                        " with --runs-dir") from None  # fmt: skip
 
 
-def start(job: CheckedJob, announce: Callable[[RunDir], object] = bool) -> tuple[RunDir, list[str]]:
+def start(job: CheckedJob, announce: Announce) -> tuple[RunDir, list[str]]:
     """Create a run and start its manager in the background; return the run and warnings.
 
     Args:
         job: The job.
-        announce: Called once the manager is started; a command prints the run's id.
+        announce: Called once the manager is started.
 
     Raises:
         UsageError: The run directory cannot be written.
         OperationFailed: No manager could be started. The run directory has been removed.
-        KeyboardInterrupt: A signal has arrived that ends a command. The text says whether the run was started.
     """
-    with signals_held() as check_signals:
+    with signals_held() as arrived:
         run = create(job)
         try:
-            check_signals("nothing was started")
+            if arrived():
+                raise OSError("interrupted")
             warning = starting.start_manager(run, job.spec)
-        except (OSError, RuntimeError, KeyboardInterrupt) as error:  # submitit: RuntimeError if sbatch is refused
+        except (OSError, RuntimeError) as error:  # submitit raises RuntimeError if sbatch is refused
             shutil.rmtree(run.path, ignore_errors=True)
-            if isinstance(error, KeyboardInterrupt):
-                raise
             raise OperationFailed(f"the run could not be started: {error}") from None
-        announce(run)
-        check_signals(f"{run.id} was started; to end it: rrl cancel {run.id}")
+        announce(run, arrived())
     return run, [warning] if warning else []
 
 
 @contextmanager
-def signals_held() -> Iterator[Callable[[str], None]]:
+def signals_held() -> Iterator[Callable[[], bool]]:
     """Hold back the signals that end a command, which must not leave a run of which the user does not know.
 
     Programs that are started meanwhile inherit this, so Ctrl-C does not end sbatch before it has answered. Yields a
-    function that raises KeyboardInterrupt with a text if a signal has arrived.
+    function that returns whether a signal has arrived. The signals are delivered at the end of the block.
     """
     held = {one for one in (SIGINT, SIGTERM, SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN}  # nohup: SIGHUP
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-
-    def check(text: str) -> None:
-        if arrived := held & signal.sigpending():
-            for one in arrived:
-                signal.sigwait({one})
-            raise KeyboardInterrupt(text)
-
     try:
-        yield check
+        yield lambda: bool(held & signal.sigpending())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -104,13 +98,16 @@ class Resumption(NamedTuple):
     """The path whose folder is the working folder of the roles."""
 
 
-def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting]) -> Resumption:
+def prepare_resume(
+    run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting], *, trust_folder: bool = False
+) -> Resumption:
     """Check that a run has ended and can continue; nothing is changed.
 
     Args:
         run: The run.
         parts: The parts of the job spec to continue with; if empty, the run continues with its own job spec.
         settings: Settings that replace values of the job spec.
+        trust_folder: Whether the run may continue although other users can write the job's folder.
 
     Raises:
         UsageError: The run cannot continue, or cannot continue with this job.
@@ -124,11 +121,12 @@ def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Set
     check_inputs(run, state.job)
     if parts or any(setting.key not in LENGTH_KEYS for setting in settings):
         _check_same_run(run, job, document)
-    return Resumption(run, state, checked(job, document), source)
+    checked_job = checked(job, document, folder=source.absolute().parent, trust_folder=trust_folder)
+    return Resumption(run, state, checked_job, source)
 
 
-def resume(resumption: Resumption, announce: Callable[[RunDir], object] = bool) -> list[str]:
-    """Continue the run under its id; return warnings. ``announce`` is called as in :func:`start`.
+def resume(resumption: Resumption, announce: Announce) -> list[str]:
+    """Continue the run under its id; return warnings. ``announce`` is called once a manager is started.
 
     Raises:
         UsageError: The journal of the run is damaged.
@@ -136,15 +134,14 @@ def resume(resumption: Resumption, announce: Callable[[RunDir], object] = bool) 
     """
     run, state, job, source = resumption
     assert state.ended is not None
-    with signals_held() as check_signals:
+    with signals_held() as arrived:
         try:
             warning = starting.resume(run, job.job, job.spec, job.document.text().encode(), source, state.ended)
         except JournalError as error:
             raise UsageError(str(error)) from None
         except (OSError, RuntimeError) as error:
             raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
-        announce(run)
-        check_signals(f"{run.id} was resumed; to end it: rrl cancel {run.id}")
+        announce(run, arrived())
     return [warning] if warning else []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
@@ -28,6 +29,7 @@ from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...manager.cluster.slurm.limits import JobLimits, read_limits
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
+from .job_folder import folder_doubts
 from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
 from .notifications import notification_problem
@@ -60,23 +62,29 @@ class CheckedJob(NamedTuple):
     preflight: Preflight
 
 
-def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> CheckedJob:
+def checked(
+    job: Job, document: JobDocument, *, foreground: bool = False, folder: Path | None = None, trust_folder: bool = False
+) -> CheckedJob:
     """Resolve a valid job and check it; nothing is changed.
 
     Args:
         job: The job that ``document`` describes.
         document: The job spec, from which error messages take file and line.
         foreground: Whether the manager will run in this process. If so, Slurm is not asked to test a manager job.
+        folder: The folder in which the roles work; default: that of the job spec.
+        trust_folder: Whether the job may run although other users can write this folder.
 
     Raises:
         UsageError: The run cannot work, or an option cannot be passed on to Slurm.
     """
+    doubts = folder_doubts(document, folder or document.source.absolute().parent, trust_folder)
     spec = resolve_for_submission(job)
     try:
         plan = preview(spec)
     except ValueError as error:
         raise UsageError(f"{document.name}: slurm: {error}") from None
-    return CheckedJob(document, job, spec, plan, _preflight(job, spec, document, foreground))
+    found = _preflight(job, spec, document, foreground)
+    return CheckedJob(document, job, spec, plan, replace(found, doubts=[*doubts, *found.doubts]))
 
 
 def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool) -> Preflight:

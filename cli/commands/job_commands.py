@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.arguments import JobFiles, Json, Settings
+from ..common.arguments import JobFiles, Json, Settings, Trust
 from .app import app
 
 
@@ -43,6 +43,7 @@ def check(
     detection: Annotated[
         bool, typer.Option("--detection", help="Print after which time without progress each role would be restarted.")
     ] = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Check a job spec; show what it needs, what is doubtful, what would be submitted, and two items of its task.
@@ -58,7 +59,8 @@ def check(
     """
     from ..job import check as command
 
-    raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, detection=detection, json=json))
+    shown = {"task": task, "defaults": defaults, "detection": detection, "json": json}
+    raise typer.Exit(command.check(job, settings or [], trust=trust, **shown))
 
 
 @app.command(short_help="Print the JSON Schema of job.toml, for editors.")

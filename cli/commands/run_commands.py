@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.arguments import JobFiles, Json, NamedRun, Run, Settings
+from ..common.arguments import JobFiles, Json, NamedRun, Run, Settings, Trust
 from .app import app
 
 
@@ -17,6 +17,7 @@ def submit(
     settings: Settings = None,
     foreground: Annotated[bool, typer.Option(help="Run the manager here; Ctrl-C cancels the run.")] = False,
     wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Start a run and print its id.
@@ -30,7 +31,7 @@ def submit(
     """
     from ..run import submit as command
 
-    raise typer.Exit(command.submit(job, settings or [], foreground=foreground, wait=wait, json=json))
+    raise typer.Exit(command.submit(job, settings or [], foreground=foreground, wait=wait, trust=trust, json=json))
 
 
 @app.command(short_help="Show the state of a run.")
@@ -116,7 +117,7 @@ def resume(
         str | None, typer.Option(metavar="TIME", show_default=False, help='Time for the run from now on: "8h".')
     ] = None,
     wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
-    json: Json = False,
+    trust: Trust = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Continue an ended run (failed, cancelled, out of walltime) from its last committed step, under the same id.
 
@@ -129,9 +130,8 @@ def resume(
     """
     from ..run import resume as command
 
-    raise typer.Exit(
-        command.resume(run, job or [], settings or [], steps=steps, walltime=walltime, wait=wait, json=json)
-    )
+    changes = command.changes(settings or [], steps, walltime)
+    raise typer.Exit(command.resume(run, job or [], changes, wait=wait, trust=trust, json=json))
 
 
 @app.command("rm", short_help="Remove runs that have ended.")

@@ -19,6 +19,8 @@ JobFiles = Annotated[
         help="The job spec. Each of several files adds keys to those before it, or replaces their values.",
     ),
 ]
+_TRUST = "Go on although other users may write the job's folder, and so make code run as you."
+Trust = Annotated[bool, typer.Option("--trust-folder", help=_TRUST)]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...api.preflight.job_folder import runs_root_doubts
 from ...core.command_runner import CommandResult, run
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
@@ -242,7 +243,8 @@ def read_storage(root: Path) -> Storage:
         exclusive, fsync = _probe_write(existing / f".rrl-doctor-{secrets.token_hex(4)}")
     except OSError as error:
         trouble = error.strerror or str(error)
-    return Storage(str(root), str(existing), filesystem(existing), free, inodes, exclusive, fsync, trouble)
+    kind, doubts = filesystem(existing), runs_root_doubts()
+    return Storage(str(root), str(existing), kind, free, inodes, exclusive, fsync, trouble, doubts)
 
 
 def _probe_write(path: Path) -> tuple[bool, float]:

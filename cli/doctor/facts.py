@@ -160,6 +160,8 @@ class Storage(Struct, frozen=True, tag=True):
     """Whether O_EXCL lets only one of two creators succeed."""
     fsync: float
     trouble: str
+    doubts: list[str] = []
+    """Who else may exchange the directories of runs."""
 
 
 class Visit(Struct, frozen=True, tag=True):

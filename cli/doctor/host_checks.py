@@ -83,6 +83,8 @@ def storage_checks(facts: Facts) -> list[Check]:
     else:
         where = storage.root if storage.at == storage.root else f"{storage.root} (missing; {storage.at} exists)"
         writable, durable = ok("runs.writable", where), _durable(storage)
+        if storage.doubts:
+            writable = warn("runs.writable", storage.doubts[0])
     return [writable, _kind(storage, facts), _space(storage), durable]
 
 

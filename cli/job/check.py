@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ...api.preflight.job_folder import unimportable_modules
 from ...api.preflight.job_preflight import checked, with_location
 from ...api.preflight.notifications import notifications_text
 from ...config.job.document import JobDocument, parse_setting
@@ -66,7 +67,8 @@ class CheckReport(Struct, frozen=True):
 
 
 def check(
-    files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, detection: bool, json: bool
+    files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, detection: bool, trust: bool,
+    json: bool,
 ) -> int:  # fmt: skip
     """Check a job spec and print the result, the most important part first; nothing is changed.
 
@@ -76,13 +78,14 @@ def check(
         task: Whether the task is tried.
         defaults: Whether every key of the job is printed.
         detection: Whether the deadlines of each role and phase are printed.
+        trust: Whether the job's folder may be used although other users can write it.
         json: Whether the result is printed as JSON, which always has every key.
 
     Raises:
         SpecError, UsageError: The run cannot work.
     """
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
-    _, job, spec, parts, found = checked(job_from(document), document)
+    _, job, spec, parts, found = checked(job_from(document), document, trust_folder=trust)
     plan = [*parts, ("weights", _transport_text(job))]
     if notifications := notifications_text(job):
         plan.append(("notifications", notifications))
@@ -92,7 +95,7 @@ def check(
     report = try_task(job, spec, document.source) if task or job.task is None else TaskReport(not_tried="--no-task")
     if report.problem is not None:
         raise UsageError(with_location(document, report.problem))
-    doubts = [*found.doubts, *report.warnings]
+    doubts = [*found.doubts, *unimportable_modules(document.source.absolute().parent), *report.warnings]
     plan += [("at most", found.limits)] if found.limits else []
     if json:
         overview = Overview(**msgspec.structs.asdict(needs), starts=found.starts)

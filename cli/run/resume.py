@@ -13,29 +13,26 @@ from ...config.job.document import Setting, parse_setting
 from ...core.types import UsageError
 from ...core.units import seconds
 from ..common.output import print_warnings
-from .submit import interruption_shown, print_started, watch_until_end
+from .submit import print_started, watch_until_end
 
 
-@interruption_shown()
 def resume(
-    name: str, files: Sequence[Path], settings: Sequence[str], *, steps: int | None, walltime: str | None, wait: bool,
-    json: bool,
+    name: str, files: Sequence[Path], settings: Sequence[Setting], *, wait: bool, trust: bool, json: bool
 ) -> int:  # fmt: skip
     """Continue a run that has ended. The exit codes have the same meaning as for ``rrl submit``.
 
-    The job comes from ``files``, or from the run if there are none; ``settings`` (``KEY=VALUE``), ``steps`` and
-    ``walltime`` change it.
+    The job comes from ``files``, or from the run if there are none; ``settings`` change it.
     """
     run = find_run(name)
-    resumption = prepare_resume(run, files, [*map(parse_setting, settings), *_shorthands(steps, walltime)])
+    resumption = prepare_resume(run, files, settings, trust_folder=trust)
     print_warnings(resumption.checked.preflight.doubts)
     print_warnings(resume_run(resumption, partial(print_started, json=json, wait=wait)))
     return watch_until_end(run, json) if wait else 0
 
 
-def _shorthands(steps: int | None, walltime: str | None) -> list[Setting]:
-    """Return the settings for which ``rrl resume`` has options of their own."""
-    settings = []
+def changes(texts: Sequence[str], steps: int | None, walltime: str | None) -> list[Setting]:
+    """Return the settings (``KEY=VALUE``), and those for which ``rrl resume`` has options of their own."""
+    settings = [parse_setting(text) for text in texts]
     if steps is not None:
         settings.append(Setting(("run", "steps"), steps, f"--steps {steps}"))
     if walltime is not None:

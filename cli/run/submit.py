@@ -34,26 +34,16 @@ STOPPED_WATCHING = 130
 """Exit code if the user stopped watching before the run had an outcome: the usual code of a program ended by Ctrl-C."""
 
 
-@contextmanager
-def interruption_shown() -> Iterator[None]:
-    """Print what a signal has interrupted, as typer only returns exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if str(error):
-            print(f"rrl: {error}", file=sys.stderr)
-        raise
-
-
-@interruption_shown()
-def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
+def submit(
+    files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, trust: bool, json: bool
+) -> int:
     """Start a run of the job that the files and settings (``KEY=VALUE``) describe together.
 
     Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects
     the job.
     """
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
-    job = checked(job_from(document), document, foreground=foreground)
+    job = checked(job_from(document), document, foreground=foreground, trust_folder=trust)
     print_warnings(job.preflight.doubts)
     if foreground:
         with signals_held():
@@ -147,27 +137,28 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
         raise OperationFailed(str(error)) from None
 
 
-def print_started(run: RunDir, *, json: bool, wait: bool) -> None:
+def print_started(run: RunDir, interrupted: bool, *, json: bool, wait: bool) -> None:
     """Print that the run was started, before it is watched (``wait``) or the command ends.
 
-    If nobody reads the output, print the run's id on stderr. If nobody reads that either, end the run.
+    If nobody reads the output, or a signal has arrived (``interrupted``), say so on stderr. If nobody reads that
+    either, end the run.
     """
+    started = f"{run.id} was started; to end it: {program()} cancel {run.id}"
     try:
-        if wait:
-            print("" if json else f"{run.id}  ({run.path})\n", end="")
-        elif json:
+        if json and not wait:
             print_json(StartedRun(run.id, str(run.path)))
-        else:
-            print(run.id)
+        elif not json:
+            print(f"{run.id}  ({run.path})" if wait else run.id)
         sys.stdout.flush()
     except OSError:
         try:
-            print(f"{run.id} was started; to end it: {program()} cancel {run.id}", file=sys.stderr, flush=True)
+            print(started, file=sys.stderr, flush=True)
         except OSError:
             request_end(run, keep=False)
         raise
-    if not (wait or json):
-        print(f"watch it with: {program()} status {run.id} --live", file=sys.stderr)
+    if interrupted or not (wait or json):
+        hint = f"watch it with: {program()} status {run.id} --live"
+        print(started if interrupted else hint, file=sys.stderr)
 
 
 def _print_summary(run: RunDir, json: bool) -> int:

@@ -69,7 +69,8 @@ class JobDocument:
     """
 
     def __init__(self, parts: Sequence[JobPart], settings: Sequence[Setting] = ()) -> None:
-        self.file = next((part for part in parts if isinstance(part, Path)), None)
+        self.files = [part for part in parts if isinstance(part, Path)]
+        self.file = next(iter(self.files), None)
         """The first file; None if there is none."""
         self.source = self.file or Path(_NO_FILE)
         """Relative paths of the job start at the folder of this path: the first file, or else job.toml in the current

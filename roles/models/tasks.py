@@ -258,11 +258,7 @@ def _import_module(name: str, folder: Path | None) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         sys.modules[alias] = module = module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[alias]
-            raise
+        spec.loader.exec_module(module)
     return importlib.import_module(alias + dot + rest)
 
 

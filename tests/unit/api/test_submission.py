@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import rrl
 from rrl.api.preflight.job_preflight import CheckedJob, checked
 from rrl.api.submission import signals_held, start
 from rrl.config.job.document import JobDocument
@@ -34,6 +37,21 @@ def job(tmp_path: Path, runs: Path) -> CheckedJob:
     return checked(job_from(document), document)
 
 
+@contextmanager
+def ended_by(number: signal.Signals) -> Iterator[None]:
+    """Check that the signal ends the command, by raising KeyboardInterrupt instead of killing this process."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(number, before)
+
+
+def announce(run: RunDir, interrupted: bool) -> None:
+    raise AssertionError(f"{run.id} was announced")
+
+
 def test_failed_start_leaves_no_run_and_names_the_cause(
     job: CheckedJob, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +60,7 @@ def test_failed_start_leaves_no_run_and_names_the_cause(
 
     monkeypatch.setattr(starting, "start_manager", fail)
     with pytest.raises(OperationFailed, match="no such partition"):
-        start(job)
+        start(job, announce)
     assert list(runs.iterdir()) == []
 
 
@@ -57,8 +75,8 @@ def test_signal_while_the_run_is_created_leaves_nothing(
     real = starting._write_run_dir
     monkeypatch.setattr(starting, "_write_run_dir", write)
     monkeypatch.setattr(starting, "start_manager", lambda *_: pytest.fail("the manager was started"))
-    with pytest.raises(KeyboardInterrupt, match="nothing was started"):
-        start(job)
+    with ended_by(number):
+        start(job, announce)
     assert list(runs.iterdir()) == []
 
 
@@ -67,24 +85,32 @@ def test_signal_while_the_manager_is_started_waits_until_the_run_is_announced(
     job: CheckedJob, runs: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def start_manager(run: RunDir, spec: RunSpec) -> str:
-        for _ in range(2):
-            signal.pthread_kill(threading.get_ident(), number)
+        signal.pthread_kill(threading.get_ident(), number)
         return ""
 
-    announced: list[str] = []
+    announced: list[tuple[str, bool]] = []
     monkeypatch.setattr(starting, "start_manager", start_manager)
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        start(job, lambda run: announced.append(run.id))
+    with ended_by(number):
+        start(job, lambda run, interrupted: announced.append((run.id, interrupted)))
     (run,) = runs.iterdir()
-    assert announced == [run.name]
-    assert str(interrupted.value) == f"{run.name} was started; to end it: rrl cancel {run.name}"
+    assert announced == [(run.name, True)]
+
+
+def test_call_from_python_that_is_interrupted_names_the_run(
+    job: CheckedJob, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "start_manager", lambda *_: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        rrl.submit(job.document.text())
+    (run,) = runs.iterdir()
+    assert str(interrupted.value.__context__) == f"{run.name} was started; to end it: rrl cancel {run.name}"
 
 
 def test_signal_that_nohup_ignores_does_not_interrupt() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals_held() as check_signals:
+        with signals_held() as arrived:
             signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
-            check_signals("interrupted")
+            assert not arrived()
     finally:
         signal.signal(signal.SIGHUP, before)

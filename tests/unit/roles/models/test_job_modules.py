@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rrl.roles.models.tasks import FunctionMissing, import_function
+from rrl.roles.models.tasks import import_function
 
 CALENDAR = "import calendar, {others}\ndef make(): return calendar.__file__, {others}.__file__, __file__\n"
 
@@ -63,13 +63,6 @@ def test_named_module_is_the_folders_and_its_imports_are_installed_first_then_th
 
 def test_installed_module_is_used_if_the_folder_has_none_of_its_name(folder: Path) -> None:
     assert written(folder, calendar__data="")("calendar:isleap") is calendar.isleap
-
-
-def test_module_that_fails_is_not_taken_for_loaded_at_the_next_import(folder: Path) -> None:
-    load = written(folder, calendar="import rrl_no_such_package")
-    for _ in range(2):
-        with pytest.raises(FunctionMissing, match="rrl_no_such_package"):
-            load("calendar:make")
 
 
 def test_objects_of_the_module_reach_spawned_processes(folder: Path) -> None:
