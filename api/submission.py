@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM
 from typing import Any, NamedTuple
 
 import msgspec
@@ -79,7 +78,7 @@ def signals_held() -> Iterator[Callable[[], bool]]:
     Programs that are started meanwhile inherit this, so Ctrl-C does not end sbatch before it has answered. Yields a
     function that returns whether a signal has arrived. The signals are delivered at the end of the block.
     """
-    held = {one for one in (SIGINT, SIGTERM, SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN}  # nohup: SIGHUP
+    held = {one for one in starting.ENDING_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN}  # nohup ignores one
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield lambda: bool(held & signal.sigpending())

@@ -58,6 +58,8 @@ RETRY_DELAY_S = 5.0
 """Seconds before a manager is started again after an exception."""
 UNWRITABLE_STORAGE_ERRNOS = (*STORAGE_FULL_ERRNOS, errno.EFBIG, errno.EROFS)
 """Error numbers of storage that cannot be written at present."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which a user, or a terminal that is closed, ends a command."""
 WALLTIME_REASON = "its walltime ends"
 """Reason that a manager gives for its exit when submitit announces the end of its Slurm job."""
 LOCAL_TIMEOUT_MIN = 60 * 24 * 365
@@ -176,8 +178,10 @@ def _submit_locally(run: RunDir) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        for number in signal.pthread_sigmask(signal.SIG_SETMASK, ()):  # what the command holds back is not for us
-            signal.signal(number, signal.SIG_DFL)
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):  # first drop what the command holds back: it is not for us
+            for number in ENDING_SIGNALS:
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
         devnull = os.open(os.devnull, os.O_RDWR)
         log = os.open(run.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, source in ((0, devnull), (1, log), (2, log)):
