@@ -8,6 +8,7 @@ and never followed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -19,6 +20,7 @@ from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, run_dir_problem, runs_root
 from ...core.types import OperationFailed, UsageError
 from ...core.units import seconds
+from ...manager.bootstrap.start_failure import SUBMISSION_S
 from ...manager.model.state import State
 from ...manager.storage.lease import holder, renewed_at
 from ...manager.storage.resume_request import read_pending
@@ -128,7 +130,7 @@ def _not_ended(run: RunDir, state: State | None) -> str:
 
 
 def _leftovers() -> list[Path]:
-    """Return this user's run directories whose removal was interrupted."""
+    """Return this user's run directories whose removal, or whose creation (long ago), was interrupted."""
     try:
         entries = list(os.scandir(runs_root()))
     except OSError:
@@ -136,9 +138,14 @@ def _leftovers() -> list[Path]:
     return [
         Path(entry.path)
         for entry in entries
-        if entry.name.startswith(".") and entry.name.endswith(REMOVED)
-        and entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        and ((entry.name.startswith(".") and entry.name.endswith(REMOVED)) or _is_unfinished(entry))
     ]  # fmt: skip
+
+
+def _is_unfinished(entry: os.DirEntry[str]) -> bool:
+    id = re.fullmatch(r"\..+-\d{4}-\d{6}-[0-9a-f]{4}", entry.name, re.ASCII)
+    return id is not None and time.time() - entry.stat().st_mtime > SUBMISSION_S
 
 
 def disk_usage(folder: Path) -> int:

@@ -31,8 +31,8 @@ _FOREIGN_LINES = (
 match the first pattern are skipped. If no line remains, only the lines that match the second pattern are skipped:
 slurmstepd prints why a program cannot be started, but srun only reports that the program ended."""
 SUBMISSION_S = 60.0
-"""Seconds after which a command that has created a run has either started a manager or ended. sbatch takes some seconds
-if slurmctld is busy."""
+"""Seconds after which a command that creates a run has either started a manager or ended. sbatch takes some seconds if
+slurmctld is busy."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 

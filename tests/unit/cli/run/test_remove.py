@@ -16,6 +16,7 @@ from rrl.cli import main
 from rrl.cli.run import remove
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
+from rrl.manager.bootstrap import start_failure
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.manager.storage.resume_request import ResumeRequest, write_request
 from rrl.tests.support.cli.story import BEGAN, Story, completed, job_view
@@ -195,3 +196,34 @@ def test_interrupted_removal_is_hidden_and_completed_by_the_next(
     assert "over-1" not in capsys.readouterr().out
     assert main.run(["rm", "over-2", "--yes"]) == 0
     assert os.listdir(root) == []
+
+
+def test_run_that_never_began_is_ended_by_cancel_and_then_removed(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed rrl submit has left a run without a manager: rrl rm names rrl cancel, which names rrl rm."""
+    run = RunDir(root / "mine-1")
+    run.create()
+    run.run_spec.write_bytes(msgspec.json.encode(job_view()))
+    assert main.run(["rm", "mine-1", "--yes"]) == 2
+    assert "has not begun yet (rrl cancel mine-1 ends it)" in capsys.readouterr().err
+    monkeypatch.setattr(start_failure, "SUBMISSION_S", 0.5)
+    assert main.run(["cancel", "mine-1"]) == 0
+    assert capsys.readouterr().out == (
+        "mine-1 never began: the command that was to start its manager was interrupted; to remove it: rrl rm mine-1\n"
+    )
+    assert not list(run.mailbox.iterdir())
+    assert main.run(["rm", "mine-1", "--yes"]) == 0
+    assert not run.path.exists()
+
+
+def test_what_a_killed_submission_has_left_is_removed_but_not_one_in_progress(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed, fresh, other = (root / name for name in (".q-1120-064114-1f2a", ".q-1120-064115-1f2b", ".snapshot"))
+    for folder in (killed, fresh, other):
+        folder.mkdir()
+    for folder in (killed, other):
+        os.utime(folder, (1, 1))
+    assert main.run(["rm", "--older-than", "1d", "--yes"]) == 0
+    assert sorted(root.iterdir()) == [fresh, other]
