@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ...api.runs import StateReader, find_run
+from ...core.ownership import user_name
 from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, UsageError
+from ...health.readers.trust import listeners
 from ...roles.endpoint.addresses import read_addresses
 from ..common.output import print_line
 from .endpoint import check_serves
@@ -36,7 +39,11 @@ def relay(name: str | None, port: int) -> int:
     try:
         server = EndpointServer(Relay(_Look(run)).application, port=port)
     except OSError as error:
-        raise OperationFailed(f"{LOOPBACK}:{port}: {error.strerror}; choose another port: --port 0") from None
+        others = [user_name(uid) for uid in sorted(listeners("/proc", port)) if uid != os.geteuid()]
+        keys = f" by {others[0]}, who gets the keys of agents that call it" if others else ""
+        raise OperationFailed(
+            f"{LOOPBACK}:{port}: {os.strerror(error.errno or 0)}{keys}; choose another port: --port 0"
+        ) from None
     ends = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the threads start: they inherit this mask
     server.start()

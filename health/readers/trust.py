@@ -42,7 +42,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
     ``proc`` is the root of procfs. The uid in its table belongs to the process that created the listening socket (linux
     Documentation/networking/proc_net_tcp.rst).
     """
-    owners = _listeners(proc, port)
+    owners = listeners(proc, port)
     if not owners:
         raise NotTrusted(f"no process listens on port {port} of 127.0.0.1")
     if strangers := owners - set(trusted):
@@ -68,7 +68,7 @@ def check_program(path: str, trusted: Collection[int]) -> None:
             place = os.path.dirname(place)
 
 
-def _listeners(proc: str, port: int) -> set[int]:
+def listeners(proc: str, port: int) -> set[int]:
     """Return the uids of the processes that listen on this port of 127.0.0.1."""
     found: set[int] = set()
     for table in ("tcp", "tcp6"):
