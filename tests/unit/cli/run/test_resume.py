@@ -97,6 +97,14 @@ def test_nothing_is_changed_if_no_manager_can_be_started(ended: Ended, capsys: p
     assert load_job(ended.run.job_toml).run.steps == 40
 
 
+def test_folder_of_the_job_that_others_may_write_by_now_is_refused(
+    ended: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended.job.parent.chmod(0o777)
+    assert f"every user may write {ended.job.parent}, and so make code run as you" in ended.refuses(capsys)
+    assert main.run(["resume", RUN, "--trust-folder"]) == 0
+
+
 def test_manager_that_took_the_request_continues_although_its_start_was_reported_as_failed(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
