@@ -189,8 +189,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
         import submitit
 
         os.environ |= SAFE_PATH  # for submitit's controller, which it starts as a module
-        without = (f"--unset={name}" for name in SAFE_PATH)
-        command = shlex.join(("env", *without, sys.executable, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))
+        program = f"import os; [os.environ.pop(name) for name in {list(SAFE_PATH)}]; {MANAGER_PROGRAM}"
+        command = shlex.join((sys.executable, "-u", "-P", "-c", program, str(run.path)))
         executor = type("LocalExecutor", (submitit.LocalExecutor,), {"_submitit_command_str": command})(run.submit)
         executor.update_parameters(timeout_min=LOCAL_TIMEOUT_MIN)
         executor.submit(run_manager, run)

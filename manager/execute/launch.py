@@ -91,6 +91,9 @@ def _image(role: RoleSpec, job_dir: str) -> str:
     return str(Path(job_dir) / Path(role.image).expanduser())
 
 
+RUNS_MODEL_CODE = ("agents", "reward")
+"""Kinds of roles in which code that the model writes often runs. They get no variable of the run's trackers, such as
+``WANDB_API_KEY``."""
 AGENT_CPUS = 1
 """CPUs of an agent's step. The step overlaps with other steps and takes no resources of its own, but sees all GPUs of
 its node."""
@@ -275,7 +278,9 @@ def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
 
 
 def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[str, str]) -> dict[str, str]:
-    given = environment(job, role.per_member, job_dir) | passed
+    trackers = tuple(f"{name.upper()}_" for name in job.track.to) if role.kind in RUNS_MODEL_CODE else ()
+    reaching = {name: value for name, value in passed.items() if not name.startswith(trackers)}
+    given = environment(job, role.per_member, job_dir) | reaching
     if role.launcher == PYXIS:
         given = {name: value for name, value in given.items() if name not in HOST_ONLY_VARIABLES}
     given |= SAFE_PATH if role.built_in else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ import pytest
 from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TransportSpec
+from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackerName, TrackSpec, TransportSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, preloaded_id
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import (
@@ -30,6 +32,7 @@ from rrl.manager.model.state import Allocation, State
 from rrl.tests.support.manager.jobs import job
 
 NODE = Resources(cpus=8, gpus=4)
+PROBE = "import sys; sys.path.append(sys.path.pop(0)); import torch"
 
 
 def role(launcher: str, image: str = "rl.sif", gpus: int = 1) -> RoleSpec:
@@ -135,6 +138,34 @@ def test_passed_secrets_reach_roles_and_are_stored_in_private_files(
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in secret_files} == {0o600}
 
 
+@pytest.mark.parametrize(
+    ("kind", "trackers", "gets"),
+    [("rollout", ("wandb",), True), ("agents", (), True), ("agents", ("wandb",), False), ("reward", ("wandb",), False)],
+)
+def test_key_of_a_tracker_does_not_reach_roles_that_run_the_models_code(
+    run: RunDir, kind: str, trackers: tuple[TrackerName, ...], gets: bool
+) -> None:
+    one = msgspec.structs.replace(role("direct"), name=kind, kind=kind)
+    run_spec = run_spec_with("direct", roles=(one,), track=TrackSpec(trackers))
+    save_passed_env(run, run_spec)
+    assert ("WANDB_API_KEY" in Prepared(run, run_spec, f"{kind}/0").launch.env) is gets
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_only_programs_of_rrl_ignore_the_working_folder_when_they_start_python(run: RunDir, built_in: bool) -> None:
+    run_spec = run_spec_with("direct", roles=(msgspec.structs.replace(role("direct"), built_in=built_in),))
+    save_passed_env(run, run_spec)
+    assert ("PYTHONSAFEPATH" in Prepared(run, run_spec).launch.env) is built_in
+
+
+def test_probe_finds_installed_modules_before_those_in_the_working_folder(tmp_path: Path) -> None:
+    for name in ("msgspec", "rrl_beside"):
+        (tmp_path / f"{name}.py").touch()
+    shown = PROBE.replace("torch", "msgspec, rrl_beside; print(msgspec.__file__)")
+    found = subprocess.run([sys.executable, "-c", shown], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == msgspec.__file__
+
+
 @pytest.mark.parametrize(("gpus", "granted", "overlap", "cpus"), [(0, 2, False, 2), (0, 1, True, 8), (1, 1, False, 2)])
 def test_step_without_gpus_overlaps_if_its_job_has_lost_a_node(
     run: RunDir, gpus: int, granted: int, overlap: bool, cpus: int
@@ -161,7 +192,7 @@ def test_agent_sees_all_gpus_and_probes_in_the_environment_of_roles(run: RunDir)
         True,
         Resources(cpus=1, gpus=4),
     )
-    assert prepared.launch.probe == ("/opt/py", "-c", "import torch")
+    assert prepared.launch.probe == ("/opt/py", "-c", PROBE)
     assert prepared.launch.env["WANDB_API_KEY"] == "secret"
     assert prepared.launch.probe_timeout == run_spec.limits.join / 2
 
@@ -172,7 +203,7 @@ def test_probe_runs_where_roles_run(run: RunDir) -> None:
         save_passed_env(run, run_spec)
         probe = Prepared(run, run_spec, "agent/n1").launch.probe
         assert probe[:2] == expected
-        assert probe[-3:] == (("python3.12", "-c", "import torch") if probe else ())
+        assert probe[-3:] == (("python3.12", "-c", PROBE) if probe else ())
 
 
 def test_job_network_precedes_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
