@@ -397,7 +397,7 @@ def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None
         return None if story.recorded().outcome is None else story.recorded().outcome
 
     monkeypatch.setattr(starting, "create", create)
-    monkeypatch.setattr(starting, "start", start)
+    monkeypatch.setattr(starting, "start_manager", start)
     monkeypatch.setattr(starting, "run_manager", run_here)
 
 

@@ -180,6 +180,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("runs.kind", WARN, "ext4", findings.facts(storage=findings.storage(kind="ext4"), node=WHY)),
     ("runs.kind", OK, "n1 sees it", findings.facts(storage=findings.storage(kind="ext4"))),
     ("runs.kind", UNKNOWN, "zonkfs", findings.facts(storage=findings.storage(kind="zonkfs"), node=WHY)),
+    ("runs.writable", WARN, "exchange", findings.facts(storage=findings.storage(doubts=["others, and so exchange"]))),
     ("runs.space", WARN, "1 GiB", findings.facts(storage=findings.storage(free=GIB))),
     ("runs.space", FAIL, "0 bytes", findings.facts(storage=findings.storage(free=0))),
     ("runs.space", FAIL, "12 inodes", findings.facts(storage=findings.storage(inodes=12))),

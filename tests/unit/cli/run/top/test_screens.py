@@ -150,10 +150,9 @@ def test_without_runs_the_table_is_empty(root: Path) -> None:
 
 # ── runs that cannot be read ───────────────────────────────────────────────────────────────────────────────────────
 def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.manager.storage.journal.SCHEMA", 1)
-    written(Story("old-1").works(), root)
-    monkeypatch.undo()
-    monkeypatch.setenv("HOME", str(root.parent))
+    with monkeypatch.context() as older:
+        older.setattr("rrl.manager.storage.journal.SCHEMA", 1)
+        written(Story("old-1").works(), root)
     story = allowing("new-1")
     written(story, root, 10)
 
