@@ -19,25 +19,26 @@ def user_name(uid: int) -> str:
     return _name(pwd.getpwuid, uid)
 
 
-def foreign_writers(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Yield who, besides this user and root, can add or replace entries of a folder, or exchange the folder.
+def foreign_writers(path: Path) -> Iterator[tuple[bool, str]]:
+    """Yield who, besides this user and root, can change a file or a folder's entries, or exchange the path.
 
-    Whoever may write a parent can exchange the folder, unless the sticky bit of the parent prevents this. If the folder
-    does not exist, only its parents count. It may also be a file.
+    Whoever may write a parent can exchange the path, unless the sticky bit of the parent prevents this. If the path
+    does not exist, only its parents count. If it has links, the parents of both paths count.
 
     Yields:
-        (whether this is wrong in any case, who). A group, or another owner of a parent, is normal at some sites.
+        (whether this is wrong in any case, who). A group is normal at sites, and so is another owner of a parent that
+        belongs to a group of this user.
     """
-    folder = folder.resolve()
-    for place in (place for place in (folder, *folder.parents) if place.exists()):
+    real = Path(os.path.realpath(path))
+    for place in filter(Path.exists, dict.fromkeys((real, *real.parents, *path.absolute().parents))):
         about = place.stat()
         owned = about.st_uid in (os.geteuid(), ROOT)
-        if place != folder and owned and about.st_mode & stat.S_ISVTX:
+        if place != real and owned and about.st_mode & stat.S_ISVTX:
             continue
         if about.st_mode & stat.S_IWOTH:
             yield True, f"every user may write {place}"
         elif not owned:
-            yield place == folder, f"{place} belongs to {user_name(about.st_uid)}"
+            yield place == real or about.st_gid not in os.getgroups(), f"{place} belongs to {user_name(about.st_uid)}"
         elif about.st_mode & stat.S_IWGRP:
             yield False, f"the group {_name(grp.getgrgid, about.st_gid)} may write {place}"
 

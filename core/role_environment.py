@@ -135,10 +135,10 @@ INHERITED_VARIABLES = (
 )  # fmt: skip
 """The only variables of the manager's environment that roles inherit. The last two name folders that torch and
 matplotlib (a requirement of reasoning-gym) would otherwise create in /tmp and in the home directory."""
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Keeps ``python -m`` from searching the working folder for modules, also in processes that torch, vLLM and trackers
-start. ``python -P`` does the same for one process. Programs of the user must not inherit it, as they may import modules
-beside their script."""
+SAFE_PATH_ENV = "PYTHONSAFEPATH"
+"""Environment variable: keeps ``python -m`` from searching the working folder for modules, also in processes that torch
+and vLLM start. ``python -P`` does the same for one process. Programs of the user must not inherit it, as they may
+import modules beside their script."""
 HOST_ONLY_VARIABLES = (
     "PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR",
     "MPLCONFIGDIR",

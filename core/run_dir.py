@@ -154,7 +154,7 @@ class RunDir:
         Raises:
             FileExistsError: The run exists already.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
         for folder in (self.journal, self.epochs, self.mailbox, self.steps, self.logs, self.store,
                        self.checkpoints, self.submit, self.cluster):  # fmt: skip

@@ -16,7 +16,8 @@ def folder_doubts(document: JobDocument, folder: Path, trust: bool) -> list[str]
 
     Raises UsageError if every user may write the job's folder or one of its files, except if the user trusts it.
     """
-    places = (folder, *document.files, *folder.glob("*.py"))
+    modules = (*folder.glob("*.py"), *folder.glob("*/__init__.py"), folder / "__pycache__")
+    places = (folder, *document.files, *modules)
     writers = dict.fromkeys(one for place in places for one in foreign_writers(place))
     if (certain := [who for is_wrong, who in writers if is_wrong]) and not trust:
         raise UsageError(f"{certain[0]}, and so make code run as you; to run this job nevertheless: --trust-folder")
@@ -31,6 +32,6 @@ def runs_root_doubts() -> list[str]:
 def unimportable_modules(folder: Path) -> list[str]:
     """Return a warning if modules in the job's folder have the names of installed ones, which imports find first."""
     names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    specs = {name: find_spec(name) for name in sorted(names) if not name.startswith("__")}
+    specs = {name: find_spec(name) for name in sorted(names) if name.isidentifier() and name[:2] != "__"}
     same = [name for name, spec in specs.items() if spec and not (spec.origin or "").startswith(f"{folder.resolve()}/")]
     return [f"imports find the installed {', '.join(same)}, not what {folder} has: use other names"] if same else []

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
@@ -83,17 +82,17 @@ def checked(
         plan = preview(spec)
     except ValueError as error:
         raise UsageError(f"{document.name}: slurm: {error}") from None
-    found = _preflight(job, spec, document, foreground)
-    return CheckedJob(document, job, spec, plan, replace(found, doubts=[*doubts, *found.doubts]))
+    return CheckedJob(document, job, spec, plan, _preflight(job, spec, document, foreground, doubts))
 
 
-def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool) -> Preflight:
-    """Compare the job with this machine, and have Slurm test it.
+def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool, doubts: list[str]) -> Preflight:
+    """Compare the job with this machine, and have Slurm test it; add the result to ``doubts``.
 
     With ``foreground`` the manager will run in this process, so Slurm is not asked to test a manager job. Raises
     UsageError, with the key to change, if the job can never start.
     """
     doubts = [
+        *doubts,
         *_missing_paths(job, document),
         *_python_mismatch(job),
         *_check_commands(job, spec, document),

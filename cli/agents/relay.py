@@ -41,9 +41,8 @@ def relay(name: str | None, port: int) -> int:
     except OSError as error:
         others = [user_name(uid) for uid in sorted(listeners("/proc", port)) if uid != os.geteuid()]
         keys = f" by {others[0]}, who gets the keys of agents that call it" if others else ""
-        raise OperationFailed(
-            f"{LOOPBACK}:{port}: {os.strerror(error.errno or 0)}{keys}; choose another port: --port 0"
-        ) from None
+        why = f"{os.strerror(error.errno or 0)}{keys}"
+        raise OperationFailed(f"{LOOPBACK}:{port}: {why}; choose another port: --port 0") from None
     ends = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the threads start: they inherit this mask
     server.start()

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import get_args
 
 from ...api.runs import check_own, find_run, job_of
-from ...core.role_environment import SAFE_PATH
 from ...core.run_dir import RunDir
 from ...core.run_spec import TrackerName
 from ...core.types import OperationFailed, UsageError
@@ -73,12 +72,11 @@ def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
 
 def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
     """Start a tracker's process. It ends with this command, and its output goes to a file of the run."""
-    environment = os.environ | SAFE_PATH | {TRACKER_ENV: mark_of(run, tracker)}
+    environment = os.environ | {TRACKER_ENV: mark_of(run, tracker)}
     argv = [sys.executable, "-P", "-m", MODULE, str(run.path), tracker, str(os.getpid()), UNTIL_END]
     with log_file(run, tracker).open("ab") as log:
-        return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                                start_new_session=True, cwd=run.trackers)  # fmt: skip
 
 
 def _failure(run: RunDir, tracker: TrackerName, code: int) -> str:

@@ -29,7 +29,7 @@ from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
-from ...core.role_environment import SAFE_PATH
+from ...core.role_environment import SAFE_PATH_ENV
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, runs_root, write_atomically
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
@@ -188,10 +188,10 @@ def _submit_locally(run: RunDir) -> NoReturn:
             os.dup2(source, fd)
         import submitit
 
-        os.environ |= SAFE_PATH  # for submitit's controller, which it starts as a module
-        program = f"import os; [os.environ.pop(name) for name in {list(SAFE_PATH)}]; {MANAGER_PROGRAM}"
-        command = shlex.join((sys.executable, "-u", "-P", "-c", program, str(run.path)))
-        executor = type("LocalExecutor", (submitit.LocalExecutor,), {"_submitit_command_str": command})(run.submit)
+        os.environ[SAFE_PATH_ENV] = "1"  # for submitit's controller, which it starts as a module
+        manager = ("env", f"--unset={SAFE_PATH_ENV}", sys.executable, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path))
+        started = {"_submitit_command_str": shlex.join(manager)}
+        executor = type("LocalExecutor", (submitit.LocalExecutor,), started)(run.submit)
         executor.update_parameters(timeout_min=LOCAL_TIMEOUT_MIN)
         executor.submit(run_manager, run)
         code = 0

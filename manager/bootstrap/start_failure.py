@@ -45,9 +45,8 @@ def start_failure(run: RunDir, spec: RunSpec) -> str:
     read (10 s) if Slurm does not answer. Raises OSError.
     """
     marks = _submitted(run)
-    if not marks and abs(time.time() - run.path.stat().st_mtime) < SUBMISSION_S:  # it may be about to start one
-        return ""
-    if _any_alive(run, spec, marks):
+    starting = not marks and abs(time.time() - run.path.stat().st_mtime) < SUBMISSION_S
+    if starting or _any_alive(run, spec, marks):
         return ""
     if not marks:
         return "the command that was to start its manager was interrupted"

@@ -16,7 +16,7 @@ import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
-from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH, prelude, select_variables
+from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH_ENV, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
@@ -92,8 +92,8 @@ def _image(role: RoleSpec, job_dir: str) -> str:
 
 
 RUNS_MODEL_CODE = ("agents", "reward")
-"""Kinds of roles in which code that the model writes often runs. They get no variable of the run's trackers, such as
-``WANDB_API_KEY``."""
+"""Kinds of roles that start programs of the user, and in which code that the model writes often runs. They get no
+variable of the run's trackers, such as ``WANDB_API_KEY``."""
 AGENT_CPUS = 1
 """CPUs of an agent's step. The step overlaps with other steps and takes no resources of its own, but sees all GPUs of
 its node."""
@@ -283,7 +283,7 @@ def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[s
     given = environment(job, role.per_member, job_dir) | reaching
     if role.launcher == PYXIS:
         given = {name: value for name, value in given.items() if name not in HOST_ONLY_VARIABLES}
-    given |= SAFE_PATH if role.built_in else {}
+    given |= {SAFE_PATH_ENV: "1"} if role.built_in and role.kind not in RUNS_MODEL_CODE else {}
     return given | ({} if role.launcher == "direct" else NO_USER_SITE) | role.env
 
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from ...core.role_environment import SAFE_PATH
 from ...core.text import on_one_line
 from .user_function import Agent
 
@@ -80,10 +79,9 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
 
 
 def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subprocess.Popen[bytes]:
-    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
     try:
         return subprocess.Popen(
-            command, cwd=folder, env=environment | given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            command, cwd=folder, env=os.environ | given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from ...config.prompt_file import PromptFileError, open_rows
-from ...core.role_environment import SAFE_PATH
+from ...core.role_environment import SAFE_PATH_ENV
 from ...core.run_spec import RunSpec, TaskSpec
 from ...core.text import shortened
 from .file_task import FileTask, right_share
@@ -242,13 +242,12 @@ def _import_module(name: str, folder: Path | None) -> ModuleType:
     Every other import, also of this module, looks into the folder last, so that a file there cannot replace a package.
     If a package has the name of the module, the module is therefore loaded under another name.
     """
-    for variable in SAFE_PATH:  # this process may now start programs of the user
-        os.environ.pop(variable, None)
-    top, dot, rest = name.partition(".")
+    os.environ.pop(SAFE_PATH_ENV, None)  # this process may now start programs of the user
     if folder is None:
         return importlib.import_module(name)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+    top, dot, rest = name.partition(".")
     own, found = PathFinder.find_spec(top, [str(folder)]), find_spec(top)
     if own is None or own.origin is None or found is None or own.origin == found.origin:
         return importlib.import_module(name)

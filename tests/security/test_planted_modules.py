@@ -46,7 +46,7 @@ def folder(attacker: PlainUser) -> Iterator[Path]:
 
 @pytest.mark.parametrize("where", ["working folder", "job's folder"])
 def test_planted_modules_never_run(owner: PlainUser, folder: Path, where: str) -> None:
-    place = folder if where == "job's folder" else owner.home
+    place = folder if where == "job's folder" else owner.home / "planted"
     runs = owner.home / "runs"
 
     def rrl(*argv: str, **_: object) -> subprocess.Popen[str]:
@@ -59,6 +59,7 @@ def test_planted_modules_never_run(owner: PlainUser, folder: Path, where: str) -
         return process.returncode, out, err
 
     def write() -> None:
+        place.mkdir(exist_ok=True)
         write_job(place, light_job("local", 2, rollouts=1, spares=0, warm=False, one_node=True, extra=NOTIFY))
 
     end_runs_with_caller(runs)

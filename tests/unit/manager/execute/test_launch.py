@@ -151,11 +151,15 @@ def test_key_of_a_tracker_does_not_reach_roles_that_run_the_models_code(
     assert ("WANDB_API_KEY" in Prepared(run, run_spec, f"{kind}/0").launch.env) is gets
 
 
-@pytest.mark.parametrize("built_in", [True, False])
-def test_only_programs_of_rrl_ignore_the_working_folder_when_they_start_python(run: RunDir, built_in: bool) -> None:
-    run_spec = run_spec_with("direct", roles=(msgspec.structs.replace(role("direct"), built_in=built_in),))
+@pytest.mark.parametrize(("kind", "built_in", "safe"), [("rollout", True, True), ("rollout", False, False),
+                                                        ("agents", True, False)])  # fmt: skip
+def test_only_programs_of_rrl_ignore_the_working_folder_when_they_start_python(
+    run: RunDir, kind: str, built_in: bool, safe: bool
+) -> None:
+    one = msgspec.structs.replace(role("direct"), name=kind, kind=kind, built_in=built_in)
+    run_spec = run_spec_with("direct", roles=(one,))
     save_passed_env(run, run_spec)
-    assert ("PYTHONSAFEPATH" in Prepared(run, run_spec).launch.env) is built_in
+    assert ("PYTHONSAFEPATH" in Prepared(run, run_spec, f"{kind}/0").launch.env) is safe
 
 
 def test_probe_finds_installed_modules_before_those_in_the_working_folder(tmp_path: Path) -> None:
