@@ -189,7 +189,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
         import submitit
 
         os.environ[SAFE_PATH_ENV] = "1"  # for submitit's controller, which it starts as a module
-        manager = ("env", f"--unset={SAFE_PATH_ENV}", sys.executable, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path))
+        program = f"import os; del os.environ[{SAFE_PATH_ENV!r}]; {MANAGER_PROGRAM}"
+        manager = (sys.executable, "-u", "-P", "-c", program, str(run.path))
         started = {"_submitit_command_str": shlex.join(manager)}
         executor = type("LocalExecutor", (submitit.LocalExecutor,), started)(run.submit)
         executor.update_parameters(timeout_min=LOCAL_TIMEOUT_MIN)
