@@ -2,7 +2,8 @@
 
 The manager's decisions use this report, never the output of the process. Two reasons are reported: an invalid
 configuration of the job (:func:`exits_on_invalid_config`), and an uncaught exception
-(:func:`report_uncaught_exceptions`). The exceptions :class:`ScorerFails` and :class:`Misuse` are marked in the report.
+(:func:`report_uncaught_exceptions`). The exceptions :class:`Unrepairable`, :class:`Misuse` and :class:`Diverged` are
+marked in the report.
 Outside of a run nothing is reported.
 """
 
@@ -25,7 +26,7 @@ import msgspec
 from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
 from ...core.run_dir import RunDir, write_atomically
 from ...core.text import exit_invalid_config, on_one_line
-from ...core.types import RaisedException
+from ...core.types import RaisedException, Version
 
 _log = logging.getLogger("rrl.worker")
 
@@ -50,7 +51,20 @@ _MARK = "_rrl_environmental"
 """Attribute of an exception that was raised in a call of a service (:func:`mark_environmental`)."""
 
 
-class ScorerFails(Exception):
+class Unrepairable(RuntimeError):
+    """Ends the run, because every further start would end in the same way.
+
+    Args:
+        message: What was observed.
+        why: Why a start would not help, and what would be right; for people.
+    """
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+class ScorerFails(Unrepairable):
     """Ends a reward role whose scorer fails for most groups.
 
     Args:
@@ -59,12 +73,20 @@ class ScorerFails(Exception):
     """
 
     def __init__(self, raised: RaisedException, groups: int) -> None:
-        super().__init__(f"the scorer failed for {groups} of the newest groups, which were dropped; this run ends")
-        self.raised, self.groups = raised, groups
+        why = f"scorer exceptions dropped {groups} groups, including most of the newest ones"
+        super().__init__(f"{why}; this run ends", why)
+        self.raised = raised
 
 
 class Misuse(ValueError):
     """The role's code breaks a rule of the worker API, so that this process would lose or corrupt its work."""
+
+
+class Diverged(RuntimeError):
+    """A model with the weights of ``version`` has ``returned`` values that are not finite, or the GPU is broken."""
+
+    def __init__(self, version: Version | None, returned: str) -> None:
+        super().__init__(f"the model with weights {version} returned {returned}: training may have diverged")
 
 
 @contextmanager
@@ -111,9 +133,9 @@ def mark_environmental(error: BaseException) -> None:
 
 def _described_end(error: BaseException, folder: Path) -> RaisedException:
     """Describe the exception that ends this process; for :class:`ScorerFails`, describe the exception of the scorer."""
-    if isinstance(error, ScorerFails):
-        return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
-    return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
+    raised = error.raised if isinstance(error, ScorerFails) else described(error, folder)
+    why = error.why if isinstance(error, Unrepairable) else None
+    return msgspec.structs.replace(raised, counts_always=isinstance(error, Misuse | Diverged), unrepairable=why)
 
 
 def described(error: BaseException, folder: Path) -> RaisedException:
@@ -123,7 +145,7 @@ def described(error: BaseException, folder: Path) -> RaisedException:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()
     except BaseException:  # a user's __str__ may raise
         message = ""
-    name = "ValueError" if isinstance(error, Misuse) else _class_name(type(error))
+    name = _class_name(next(kind for kind in type(error).__mro__ if kind.__module__ != __name__))  # marks are not shown
     calls = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     return RaisedException(
         type=name,
