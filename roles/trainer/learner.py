@@ -45,11 +45,7 @@ LOSS_DIVISOR = 2.0**16
 step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
 tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
 tokens of a step, so that losses and gradients have their usual size."""
-
-
-_DIVERGED = (
-    "a restart would repeat the step; rrl resume --set roles.trainer.learning_rate=... goes on from the last commit"
-)
+_DIVERGED = "a restart would repeat it; rrl resume --set roles.trainer.learning_rate=... goes on from the last commit"
 
 
 class _ExtraState(Struct, frozen=True):
