@@ -22,6 +22,25 @@ STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of full storage (no space, over quota), where the removal of a file frees space."""
 
 
+def full_storage_error(error: BaseException) -> OSError | None:
+    """Return the error of full storage behind ``error``; None if there is none.
+
+    Libraries hide it: torch's archive writer raises "unexpected pos 704 vs 598" while it handles the error, and
+    torch.distributed.checkpoint keeps the errors of the ranks in ``failures``.
+    """
+    behind, seen = [error], set[int]()
+    while behind:
+        one = behind.pop()
+        if isinstance(one, OSError) and one.errno in STORAGE_FULL_ERRNOS:
+            return one
+        if id(one) not in seen:
+            seen.add(id(one))
+            failures = getattr(one, "failures", None)
+            ranks = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+            behind += [found for found in (one.__cause__, one.__context__, *ranks) if found is not None]
+    return None
+
+
 class Attempt(NamedTuple):
     """An attempt to write a checkpoint, as the name of the checkpoint's folder describes it."""
 

@@ -10,7 +10,6 @@ Outside of a run nothing is reported.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import sysconfig
@@ -24,11 +23,9 @@ from types import TracebackType
 import msgspec
 
 from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
-from ...core.run_dir import RunDir, write_atomically
+from ...core.run_dir import RunDir, full_storage_error, write_atomically
 from ...core.text import exit_invalid_config, on_one_line
 from ...core.types import RaisedException, Version
-
-_log = logging.getLogger("rrl.worker")
 
 _WRITE_TIMEOUT_S = 2.0
 """Timeout (s) for writing the report, because a process that ends must not wait for hung storage."""
@@ -145,6 +142,8 @@ def described(error: BaseException, folder: Path) -> RaisedException:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()
     except BaseException:  # a user's __str__ may raise
         message = ""
+    if (full := full_storage_error(error)) is not None and full is not error:
+        message = f"{on_one_line(full)} ({message})"
     name = _class_name(next(kind for kind in type(error).__mro__ if kind.__module__ != __name__))  # marks are not shown
     calls = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     return RaisedException(
@@ -164,7 +163,7 @@ def _class_name(kind: type[BaseException]) -> str:
 
 def _is_environmental(error: BaseException) -> bool:
     """Return whether storage, network, memory, a GPU or a service may have caused the error."""
-    if getattr(error, _MARK, False):
+    if getattr(error, _MARK, False) or full_storage_error(error) is not None:
         return True
     if isinstance(error, OSError):
         return not isinstance(error, _DETERMINISTIC_OS_ERRORS)
@@ -214,11 +213,9 @@ def _report(report: EndReport) -> None:
         return
 
     def write() -> None:
-        try:
+        with suppress(OSError, msgspec.DecodeError):  # the launcher takes the last line of the traceback instead
             launch = read_launch(Path(launch_file))
             write_atomically(RunDir(Path(launch.run_dir)).end_report_file(launch.tag), msgspec.json.encode(report))
-        except (OSError, msgspec.DecodeError) as error:
-            _log.warning("cannot report why this process ends: %s", error)
 
     writer = threading.Thread(target=write, name="end report", daemon=True)
     writer.start()

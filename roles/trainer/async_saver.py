@@ -9,6 +9,7 @@ torch). An error in this thread ends the process, because a trainer that cannot 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import shutil
@@ -25,6 +26,7 @@ from msgspec import Struct
 import rrl
 
 from ..trajectories.types import TrainedStep
+from ..worker.status.external_waits import waiting
 from ..worker.uncommitted_steps import UncommittedSteps
 from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
@@ -187,21 +189,25 @@ class AsyncSaver:
     def _write_and_commit(self, staged: _Staged) -> None:
         meta = staged.meta
         tensors = self.layout.views(staged.buffer)
-        while True:
-            path, no_folder = self._broadcast_from_rank0(lambda: self._create_folder(meta.number), tuple[str, Written])
-            folder, written = Path(path), [no_folder]
-            if path:
-                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, meta.extra_state))
-            failures = [result for result in written if result.trouble]
-            if not failures:
-                break
-            if not all(failure.disk_full for failure in failures) or self._me.stopping.is_set():
-                raise OSError(failures[0].trouble)
-            if self._gang.rank == 0:
-                _log.warning("%s; trying again", failures[0].trouble)
+        with contextlib.ExitStack() as waits:  # the wait lasts until an attempt succeeds
+            while True:
+                path, no_folder = self._broadcast_from_rank0(
+                    lambda: self._create_folder(meta.number), tuple[str, Written]
+                )
+                folder, written = Path(path), [no_folder]
                 if path:
-                    shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(_DISK_FULL_RETRY_S)
+                    written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, meta.extra_state))
+                failures = [result for result in written if result.trouble]
+                if not failures:
+                    break
+                if not all(failure.disk_full for failure in failures) or self._me.stopping.is_set():
+                    raise OSError(failures[0].trouble)
+                if self._gang.rank == 0:
+                    _log.warning("%s; trying again", failures[0].trouble)
+                    if path:
+                        shutil.rmtree(folder, ignore_errors=True)
+                waits.enter_context(waiting(f"space for a checkpoint: {failures[0].trouble}"))
+                time.sleep(_DISK_FULL_RETRY_S)
         with blocked_on_rank0(self._me, self._gang):
             self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 

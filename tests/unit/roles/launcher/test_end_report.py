@@ -112,6 +112,18 @@ def test_errors_of_storage_network_and_memory_are_environmental(error: Exception
     assert caught(_raise(error)).environmental is environmental
 
 
+def test_full_disk_is_named_although_a_library_raises_another_error() -> None:
+    def save() -> None:
+        try:
+            Path("/dev/full").write_text("a checkpoint")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    exception = caught(save)
+    assert exception.environmental
+    assert exception.message == "[Errno 28] No space left on device (unexpected pos 704 vs 598)"
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [("httpx", "TransportError"), ("urllib3.exceptions", "HTTPError"), ("aiohttp.client_exceptions", "ClientError")],
