@@ -114,7 +114,7 @@ def test_full_disk_is_recognised_behind_the_error_of_torchs_archive_writer(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch replaces the error of the disk by "unexpected pos 704 vs 598"."""
-    monkeypatch.setattr(FileSystem, "create_stream", lambda *_: open("/dev/full", "wb"))
+    monkeypatch.setattr(FileSystem, "create_stream", lambda *_: open("/dev/full", "wb", buffering=0))
     student, folder = _learner(1), fresh_folder(run_dir.checkpoints, 1, 1)
     written = Checkpoints(run_dir).write(folder, student.tensors(), student.tensors(), student.extra_state())
     assert (written.files, written.disk_full) == ({}, True)
