@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -364,7 +365,9 @@ class Manager:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
             _log.error("the journal cannot be written, so no action is taken: %s", error)
+            self._lease.write_errno = error.errno or errno.EIO
             return False
+        self._lease.write_errno = 0
         return True
 
     # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────
