@@ -1,10 +1,10 @@
 """The epoch lease: the proof that a manager is the only one of its run.
 
-An epoch is claimed by creating its file and held by increasing a counter in it. The counter is written in place, which
-needs no free space, so that a manager whose run directory is full keeps its lease and says there what it waits for. No clocks of different hosts are
+An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
 compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock. If
 several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock is not used,
-because it may not be available.
+because it may not be available. The counter is written in place, which needs no free space: a manager whose run
+directory is full keeps its lease, and says there why it waits.
 """
 
 from __future__ import annotations

@@ -13,8 +13,11 @@ import pytest
 from rrl.api.watching.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Outcome
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job
+from rrl.manager.model.actions import Finish, Why
+from rrl.manager.model.events import Decided
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 
@@ -75,6 +78,14 @@ def job(name: str, state: AllocationState = AllocationState.RUNNING, detail: str
 def test_run_without_any_slurm_job_is_interrupted_with_the_command_to_continue() -> None:
     found = judge(Story(RUN, job=job_view(cluster="slurm")).works().recorded(), GONE, SlurmJobs())
     assert (found.standing, found.advice) == (INTERRUPTED, f"rrl manage {RUN} goes on from step 12")
+
+
+@pytest.mark.parametrize("slurm", [None, SlurmJobs(), SlurmJobs((job("pool"),))], ids=["local", "no job", "nodes"])
+def test_run_whose_end_was_decided_does_not_go_on(slurm: SlurmJobs | None) -> None:
+    story = Story(RUN, job=job_view(cluster="slurm")).works()
+    story.record(Decided(Finish(Outcome.FAILED, Why(("the trainer failed",)))))
+    assert f"the run was ending (failed): rrl manage {RUN} ends it" in str(judge(story.recorded(), GONE, slurm))
+    assert "go on" not in str(judge(story.recorded(), GONE, slurm))
 
 
 def test_run_with_nodes_and_no_manager_job_is_unattended() -> None:

@@ -143,8 +143,11 @@ def test_nodes_kept_after_the_end_of_the_run_are_shown() -> None:
 
 def test_one_line_summary_names_the_replicas_that_do_not_work() -> None:
     story = just_lost().fences("rollout/0")
-    assert one_line(story.recorded(), story.now, silent=True) == (
-        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
+    assert one_line(story.recorded(), story.now, "silent for 40 s", "unattended") == (
+        "small-1120-064114: unattended, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
+    )
+    assert one_line(story.recorded(), story.now, "the run directory is full: …") == (
+        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, the run directory is full: …"
     )
 
 

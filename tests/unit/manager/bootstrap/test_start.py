@@ -98,7 +98,8 @@ def test_manager_that_nobody_waits_for_waits_for_space_however_long(
 
     monkeypatch.setattr(start, "_run", run_once)
     monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
-    assert start.run_manager(run := start.create(job, resolve(job, "python"), source)) == "completed"
+    run = start.create(job, resolve(job, "python"), source)
+    assert start.run_manager(run) == "completed"
     ends.append(OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with pytest.raises(OSError, match="Read-only"):
         start.run_manager(run, by_hand=True)

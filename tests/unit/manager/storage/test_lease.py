@@ -243,9 +243,10 @@ def test_claim_that_cannot_be_written_leaves_no_epoch(run: RunDir, monkeypatch: 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        acquire(run)
+        with pytest.raises(OSError, match="No space left"):
+            acquire(run)
     assert acquire(run).epoch == 1
 
 
