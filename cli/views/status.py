@@ -188,6 +188,8 @@ def _facts(
     if state.outcome is None:
         for label, text in _of_nodes(state, now, width, held):
             facts.add_row(label, text)
+        if state.cluster_unknown:
+            facts.add_row("cluster", bounded(_unknown_cluster(state, now), "yellow"))
         for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
             facts.add_row(label, bounded(note, "red" if notes else ""))
         if notes:
@@ -266,6 +268,11 @@ def _manager(state: State, now: float) -> str:
         f"{number_text}on {state.host or '?'} for {span(now - state.managed_since)},"
         f" last record {span(now - state.at)} ago"
     )
+
+
+def _unknown_cluster(state: State, now: float) -> str:
+    silent = f"no complete answer for {span(now - state.cluster_unknown_since)} ({state.cluster_unknown})"
+    return f"{silent}: what needs one waits, such as a replacement; the roles go on"
 
 
 def _weights(state: State) -> Iterator[Text]:

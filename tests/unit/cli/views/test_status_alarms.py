@@ -15,7 +15,7 @@ from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.core.text import span
 from rrl.manager.cluster.base import AllocationState
-from rrl.manager.model.events import AllocationChanged
+from rrl.manager.model.events import AllocationChanged, ClusterUnknown
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.cli.text_snapshots import drawn
@@ -82,6 +82,15 @@ def test_storage_explains_no_manager_that_is_surely_gone(run: RunDir, monkeypatc
 
 def test_missing_run_directory_is_shown(tmp_path: Path) -> None:
     assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is unavailable (No such file")
+
+
+def test_cluster_that_does_not_answer_is_shown_with_its_beginning() -> None:
+    story = Story().works()
+    story.record(ClusterUnknown("squeue: timed out", story.now)).wait(300)
+    shown = " ".join(drawn(status_view(story.recorded(), story.now, 80), 80).split())
+    assert "cluster no complete answer for 5m00s (squeue: timed out): what needs one waits" in shown
+    story.record(ClusterUnknown("", story.now))
+    assert "cluster" not in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
 def test_figures_that_nobody_updates_are_shown_as_such() -> None:
