@@ -28,13 +28,13 @@ def full_storage_error(error: BaseException) -> OSError | None:
     Libraries hide it: torch's archive writer raises "unexpected pos 704 vs 598" while it handles the error, and
     torch.distributed.checkpoint keeps the errors of the ranks in ``failures``.
     """
-    behind, seen = [error], set[int]()
+    behind, examined = [error], set[int]()
     while behind:
         one = behind.pop()
         if isinstance(one, OSError) and one.errno in STORAGE_FULL_ERRNOS:
             return one
-        if id(one) not in seen:
-            seen.add(id(one))
+        if id(one) not in examined:
+            examined.add(id(one))
             failures = getattr(one, "failures", None)
             ranks = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
             behind += [found for found in (one.__cause__, one.__context__, *ranks) if found is not None]

@@ -114,16 +114,17 @@ def storage_trouble(run: RunDir) -> str:
         return f"{trouble}: the manager decides nothing until it is available; the roles go on"
     if lease is None or surely_gone(lease):
         return ""
-    number, rest = lease.write_errno, "the manager decides nothing until it can be written; the roles go on"
+    number = lease.write_errno
     if file_system.f_flag & os.ST_RDONLY or number == errno.EROFS:
-        return f"the run directory is read-only: {rest}"
+        return "the run directory is read-only: the manager decides nothing until it can be written; the roles go on"
     if number in STORAGE_FULL_ERRNOS or file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
         why = f" ({os.strerror(number)})" if number == errno.EDQUOT else ""
         return (
             f"the run directory is full{why}: the manager decides nothing until space is free; the roles go on;"
             " rrl cancel works"
         )
-    return f"the run directory cannot be written ({os.strerror(number)}): {rest}" if number else ""
+    failure = f"the run directory cannot be written ({os.strerror(number)})"
+    return f"{failure}: the manager decides nothing until it can; the roles go on" if number else ""
 
 
 def stale_lease(run: RunDir, state: State) -> str:

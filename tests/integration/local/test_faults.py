@@ -173,17 +173,17 @@ def survives_a_full_disk(disk: Path) -> None:
 def is_cancelled_on_a_full_disk(disk: Path) -> None:
     """Cancel a run on a disk that stays full until the run's end, so that only the run's own reserve can free space.
 
-    Until then the manager says what it waits for, for longer than a lease without renewals would be believed.
+    Until then the manager says what it waits for, for longer than a lease without renewals would be patience.
     """
     run = submit_here(disk, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     run.wait_steps(2)
     with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         while filler.write(bytes(4096)):
             pass
-    believed = STALE_LEASES * RENEWALS_PER_TIMEOUT
+    patience = STALE_LEASES * RENEWALS_PER_TIMEOUT
     wait_until(lambda: _lease(run).write_errno == errno.ENOSPC)
     before = _lease(run).counter
-    wait_until(lambda: _lease(run).counter > before + believed)
+    wait_until(lambda: _lease(run).counter > before + patience)
     status = run.call("status", run.run.id, "--json", stdout=subprocess.PIPE)
     shown = json.loads(status.communicate(timeout=TIMEOUT_S)[0])
     assert shown["note"].startswith("the run directory is full: "), shown["note"]

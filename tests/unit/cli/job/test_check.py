@@ -468,11 +468,11 @@ def test_check_merges_files_and_settings_and_names_the_one_that_is_wrong(
     job = json.loads(capsys.readouterr().out)["job"]
     assert (job["roles"]["trainer"]["learning_rate"], job["roles"]["rollout"]["replicas"]) == (1e-6, 3)
     assert main.run([*files, "--set", "roles.trainer.lerning_rate=1e-6"]) == 2
-    reported = '--set roles.trainer.lerning_rate=1e-6: unknown key; did you mean "learning_rate"?\n'
+    reported = 'rrl: --set roles.trainer.lerning_rate=1e-6: unknown key; did you mean "learning_rate"?\n'
     assert capsys.readouterr().err == reported
     more.write_text("[roles.rollout]\nreplicsa = 3\n")
     assert main.run(files) == 2
-    assert capsys.readouterr().err == f'{more}:2: roles.rollout.replicsa: unknown key; did you mean "replicas"?\n'
+    assert capsys.readouterr().err == f'rrl: {more}:2: roles.rollout.replicsa: unknown key; did you mean "replicas"?\n'
 
 
 def test_a_key_that_only_slurm_rejects_is_reported_with_its_setting(

@@ -26,7 +26,7 @@ class _There:
         self.f_bavail, self.f_frsize, self.f_flag = free // 4096, 4096, flags
 
 
-ROOM = _There(2**40)
+WRITABLE = _There(2**40)
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def _shown(run: RunDir) -> Liveness:
     [
         (_There(0), 0, "the run directory is full: "),
         (_There(2**40, os.ST_RDONLY), 0, "the run directory is read-only: "),
-        (ROOM, errno.ENOSPC, "the run directory is full: "),
-        (ROOM, errno.EDQUOT, "the run directory is full (Disk quota exceeded): "),
-        (ROOM, errno.EROFS, "the run directory is read-only: "),
-        (ROOM, errno.EIO, "the run directory cannot be written (Input/output error): "),
+        (WRITABLE, errno.ENOSPC, "the run directory is full: "),
+        (WRITABLE, errno.EDQUOT, "the run directory is full (Disk quota exceeded): "),
+        (WRITABLE, errno.EROFS, "the run directory is read-only: "),
+        (WRITABLE, errno.EIO, "the run directory cannot be written (Input/output error): "),
     ],
     ids=["full", "read-only", "full for the manager", "quota", "read-only for the manager", "broken"],
 )
@@ -75,7 +75,7 @@ def test_manager_that_cannot_write_is_neither_gone_nor_silent(
 def test_storage_explains_no_manager_that_is_surely_gone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: _There(0))
     assert _shown(run).standing == INTERRUPTED
-    monkeypatch.setattr(os, "statvfs", lambda path: ROOM)
+    monkeypatch.setattr(os, "statvfs", lambda path: WRITABLE)
     _held(run, 1.0)
     assert _shown(run) == Liveness()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rrl.api.runs import summary_of
 from rrl.api.watching.run_state import RunState, standing
+from rrl.cli.common.output import show
 from rrl.cli.views.formatting import bar, curve, folded, resampled, stage
 from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
@@ -191,6 +192,18 @@ def test_suggested_next_steps_match_the_outcome(outcome: str, commands: list[str
     assert (shown[0][:6], "step 12" in shown[0]) == ("next  ", True)
     without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, ""), 80)
     assert ("export" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
+
+
+def test_suggested_commands_can_be_copied_from_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    run, program = "quickstart-1128-143413-f227", "rrl/.venv/bin/rrl"
+    show(next_steps_view({"run": run, "outcome": "completed", "steps": 300}, 300, "", program))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[6:].split("  ")[0] for line in lines] == [
+        f"{program} logs {run}", f"{program} resume {run} --steps 600", f"{program} list"
+    ]  # fmt: skip
 
 
 def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:
