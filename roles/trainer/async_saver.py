@@ -10,6 +10,7 @@ torch). An error in this thread ends the process, because a trainer that cannot 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import shutil
@@ -43,6 +44,9 @@ COMMITS_CAUSE = "commits"
 """Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
 """Seconds before another attempt to write to a full disk."""
+_ATTEMPTS_PER_WAIT = 360
+"""Attempts (half an hour) after which the wait for space is reported anew: a wait for a service that lasts for an hour
+counts as a hang, but these attempts show that this thread works."""
 
 T = TypeVar("T")
 
@@ -190,7 +194,7 @@ class AsyncSaver:
         meta = staged.meta
         tensors = self.layout.views(staged.buffer)
         with contextlib.ExitStack() as waits:  # the wait lasts until an attempt succeeds
-            while True:
+            for attempt in itertools.count(1):
                 path, no_folder = self._broadcast_from_rank0(
                     lambda: self._create_folder(meta.number), tuple[str, Written]
                 )
@@ -206,6 +210,8 @@ class AsyncSaver:
                     _log.warning("%s; trying again", failures[0].trouble)
                     if path:
                         shutil.rmtree(folder, ignore_errors=True)
+                if attempt % _ATTEMPTS_PER_WAIT == 0:
+                    waits.close()
                 waits.enter_context(waiting(f"space for a checkpoint: {failures[0].trouble}"))
                 time.sleep(_DISK_FULL_RETRY_S)
         with blocked_on_rank0(self._me, self._gang):

@@ -272,11 +272,13 @@ def test_full_disk_is_waited_out_and_another_error_is_raised(
 ) -> None:
     monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)
     monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
-    troubles, awaited = [errno.ENOSPC, errno.ENOSPC], list[str]()
+    monkeypatch.setattr(saver_module, "_ATTEMPTS_PER_WAIT", 2)
+    troubles, awaited, began = [errno.ENOSPC] * 4, list[str](), set[float]()
     real = os.fsync
 
     def fsync(fd: int) -> None:
         awaited.append(external_waits.awaited_service())
+        began.add(external_waits._waiting_since)
         if troubles:
             number = troubles.pop()
             raise OSError(number, os.strerror(number))
@@ -286,7 +288,8 @@ def test_full_disk_is_waited_out_and_another_error_is_raised(
     scene.me.may_commit.set()
     scene.save(1)
     scene.save(2)
-    assert caplog.text.count("No space left on device; trying again") == 2
+    assert caplog.text.count("No space left on device; trying again") == 4
+    assert len(began) == 4, "the wait was not begun anew with every second attempt"
     wait_until(lambda: len(scene.me.commits) == 2)
     assert (awaited[0], external_waits.awaited_service()) == ("", "")
     assert any(text.endswith("[Errno 28] No space left on device") for text in awaited), "status names no wait"
