@@ -158,10 +158,11 @@ def assembled(
             return replace(submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
         why = f"{run.id} was to be resumed, but {start_failure}; to try again: rrl manage {run.id}"
         state = replace(state, why=why)
+    known_until = state.at if liveness.note else now  # nobody knows whether a run without a manager still goes on
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
         state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
-        round(state.run_seconds(now), 2), str(run.path), state.why if state.outcome else str(liveness),
+        round(state.run_seconds(known_until), 2), str(run.path), state.why if state.outcome else str(liveness),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rrl.api.watching.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
+from rrl.api.watching.run_state import listed_states
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
@@ -124,6 +125,12 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert json.loads(capsys.readouterr().out)["standing"] == UNATTENDED
     assert main.run(["list"]) == 0
     assert "unattended" in capsys.readouterr().out
+
+
+def test_time_that_a_run_took_ends_with_its_last_record_while_no_manager_works(root: Path) -> None:
+    story = Story(RUN).works()
+    (listed,) = listed_states([story.written(root)])
+    assert listed.run_seconds == round(story.recorded().run_seconds(story.recorded().at), 2)
 
 
 def test_manager_liveness_is_unknown_if_slurm_does_not_answer() -> None:
