@@ -195,7 +195,9 @@ def _facts(
         if notes:
             facts.add_row("as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red"))
         for store in (one for one in workers(state) if one.is_current and one.outside is not None):
-            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, known_until(state, now, notes))}", "yellow"))
+            facts.add_row(
+                "outside", bounded(f"the run {outside_wait_text(store, known_until(state, now, notes))}", "yellow")
+            )
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
     for label, text in model_folder_rows(folders):
