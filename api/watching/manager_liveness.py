@@ -186,30 +186,29 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
 
     ``stale`` says why the lease is stale. ``slurm`` is None if the run is not on Slurm.
     """
+    left, advice = _left(state.run, state)
     if slurm is None:
-        return Liveness(f"{stale}; {_left(state.run, state)}", standing=UNATTENDED)
+        return Liveness(f"{stale}; {left}", advice, UNATTENDED)
     if slurm.unknown:
-        note = f"{stale}; whether the roles go on is unknown"
-        return Liveness(note, slurm.unknown, UNKNOWN)
+        return Liveness(f"{stale}; whether the roles go on is unknown", slurm.unknown, UNKNOWN)
     run_jobs = [job for job in slurm.jobs if _belongs_to_run(job, state.run)]
     managers = [job for job in run_jobs if _brings_a_manager(job, state)]
     if not run_jobs:
-        goes_on = f"rrl manage {state.run} goes on" + (f" from step {state.step}" if state.job.steps else "")
-        then = goes_on if state.finish is None else _left(state.run, state)
-        return Liveness(f"{stale}, and Slurm lists no job of this run", then, INTERRUPTED)
-    holds_nodes = len(run_jobs) > len(managers) or state.job.manager.where == "pool"
-    roles = "the roles go on" if holds_nodes else "no nodes are held"
-    if not managers:
-        return Liveness(f"{stale}; {_left(state.run, state, roles)}", standing=UNATTENDED)
+        ending = f"; {left}" if state.finish is not None else ""
+        if not ending:
+            advice = f"rrl manage {state.run} goes on" + (f" from step {state.step}" if state.job.steps else "")
+        return Liveness(f"{stale}, and Slurm lists no job of this run{ending}", advice, INTERRUPTED)
+    if len(run_jobs) == len(managers) and state.job.manager.where != "pool":
+        left = "no nodes are held"
     standing = "" if _manager_runs(state, slurm) else UNATTENDED
-    return Liveness(f"{stale}; {roles}", _managers_text(managers), standing)
+    return Liveness(f"{stale}; {left}", _managers_text(managers) if managers else advice, standing)
 
 
-def _left(run: str, state: State | None, roles: str = "the roles go on") -> str:
-    """Return what is left of a run without a manager, and what to do."""
+def _left(run: str, state: State | None) -> tuple[str, str]:
+    """Return what is left of a run without a manager, and what to do: texts short enough for a command to copy."""
     if state is not None and state.finish is not None:
-        return f"the run was ending ({state.finish.outcome}): rrl manage {run} ends it"
-    return f"{roles}. Start one: rrl manage {run}"
+        return f"the run was ending ({state.finish.outcome})", f"rrl manage {run} ends it"
+    return "the roles go on", f"start one: rrl manage {run}"
 
 
 def _belongs_to_run(job: Job, run_id: str) -> bool:
@@ -250,4 +249,4 @@ def manager_gone(run: RunDir, state: State | None) -> str:
         lease_holder = holder(run)
     except OSError as error:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
-    return f"no manager is running; {_left(run.id, state)}" if surely_gone(lease_holder) else ""
+    return "; ".join(("no manager is running", *_left(run.id, state))) if surely_gone(lease_holder) else ""

@@ -130,10 +130,8 @@ class RunWatcher:
         """
         if self.state is None or self.state.outcome is not None:
             return Liveness()
-        if trouble := storage_trouble(self.run):
+        if (trouble := storage_trouble(self.run)) or not self.silence_s:
             return Liveness(trouble)
-        if not self.silence_s:
-            return Liveness()
         if self.state.job.cluster == "slurm":
             now = time.monotonic()
             if self._slurm is None or now - self._slurm_polled_at >= SQUEUE_EVERY_S:

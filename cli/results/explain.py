@@ -46,8 +46,7 @@ def nothing_decided(run: RunDir, about: str | None) -> str:
     nothing, state = f"{run.id}: its manager has decided nothing", read_state(run)
     if state is None or about is None:
         return f"{nothing} yet"
-    is_at = f"is at step {state.step}" if state.outcome is None else f"has ended after step {state.step}"
-    return f"{nothing} in step {about}; the run {is_at} of {state.job.steps}"
+    return f"{nothing} in step {about}; the run {'ended' if state.outcome else 'is'} at step {state.step}"
 
 
 def _about(explanations: list[Explanation], about: str, run: str) -> list[Explanation]:

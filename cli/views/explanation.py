@@ -15,13 +15,7 @@ from ...core.text import span
 from ...core.types import Finding
 from ...manager.model.actions import Finish, Why
 from ...manager.reporting.decisions.expectations import Arrival, Result
-from ...manager.reporting.decisions.explanations import (
-    Explanation,
-    incarnations_of,
-    is_repair,
-    subject_of,
-    words_of,
-)
+from ...manager.reporting.decisions.explanations import Explanation, incarnations_of, is_repair, subject_of, words_of
 from .formatting import stage
 
 MAX_GROUP_NAMES = 8
@@ -45,10 +39,8 @@ def explanation_view(explanations: Sequence[Explanation], *, grouped: bool) -> R
     else:
         views += map(_entry, explanations)
     restarted = [one for explanation in explanations for one in incarnations_of(explanation.action) if one.number > 1]
-    if restarted:
-        views.append(
-            Text(f"{restarted[0]} is start number {restarted[0].number} of {restarted[0].replica}.", "bright_black")
-        )
+    for one in restarted[:1]:
+        views.append(Text(f"{one} is start number {one.number} of {one.replica}.", "bright_black"))
     return Group(*views)
 
 

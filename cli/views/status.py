@@ -183,7 +183,8 @@ def _facts(
     facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS - 2)
     facts.add_column(overflow="fold", ratio=1)
-    for label, text in _of_training(state, known_until(state, now, notes), width, bool(notes)):
+    until = known_until(state, now, notes)
+    for label, text in _of_training(state, until, width, bool(notes)):
         facts.add_row(label, text)
     if state.outcome is None:
         for label, text in _of_nodes(state, now, width, held):
@@ -195,9 +196,7 @@ def _facts(
         if notes:
             facts.add_row("as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red"))
         for store in (one for one in workers(state) if one.is_current and one.outside is not None):
-            facts.add_row(
-                "outside", bounded(f"the run {outside_wait_text(store, known_until(state, now, notes))}", "yellow")
-            )
+            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, until)}", "yellow"))
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
     for label, text in model_folder_rows(folders):

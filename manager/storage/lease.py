@@ -197,16 +197,14 @@ def _write(path: Path, holder: LeaseHolder, flags: int = 0) -> None:
 
     With O_CREAT and O_EXCL in ``flags``, raise FileExistsError if it exists: only one process can create it.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600)
-    try:
-        os.write(fd, msgspec.json.encode(holder).ljust(FILE_BYTES))
-        os.fsync(fd)
-    except OSError:
-        if flags:  # an epoch without a holder would only delay the next manager
-            path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600), "wb", buffering=0) as file:
+        try:
+            file.write(msgspec.json.encode(holder).ljust(FILE_BYTES))
+            os.fsync(file.fileno())
+        except OSError:
+            if flags:  # an epoch without a holder would only delay the next manager
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _newest(run: RunDir) -> int:

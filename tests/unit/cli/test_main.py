@@ -213,7 +213,7 @@ def test_status_of_a_finished_run_names_its_recoveries(root: Path, capsys: pytes
 def test_status_says_that_no_manager_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story().works().written(root)
     main.run(["status"])
-    assert f"no manager is running; the roles go on. Start one: rrl manage {run.id}" in capsys.readouterr().out
+    assert f"start one: rrl manage {run.id}" in capsys.readouterr().out
 
 
 def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,13 +85,13 @@ def test_run_without_any_slurm_job_is_interrupted_with_the_command_to_continue()
 def test_run_whose_end_was_decided_does_not_go_on(slurm: SlurmJobs | None) -> None:
     story = Story(RUN, job=job_view(cluster="slurm")).works()
     story.record(Decided(Finish(Outcome.FAILED, Why(("the trainer failed",)))))
-    assert f"the run was ending (failed): rrl manage {RUN} ends it" in str(judge(story.recorded(), GONE, slurm))
+    assert f"; the run was ending (failed); rrl manage {RUN} ends it" in str(judge(story.recorded(), GONE, slurm))
     assert "go on" not in str(judge(story.recorded(), GONE, slurm))
 
 
 def test_run_with_nodes_and_no_manager_job_is_unattended() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"),)))
-    assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
+    assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on; start one: rrl manage {RUN}")
 
 
 def test_job_of_another_run_with_the_same_name_prefix_does_not_count() -> None:
@@ -120,7 +120,8 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert main.run(["status"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{RUN}  ● unattended   step 12/40")
-    assert f"manager     no manager is running; the roles go on. Start one: rrl manage {RUN}" in shown
+    assert "manager     no manager is running; the roles go on\n" in shown
+    assert f"\n            start one: rrl manage {RUN}\n" in shown, "the command is not on a line of its own"
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["standing"] == UNATTENDED
     assert main.run(["list"]) == 0

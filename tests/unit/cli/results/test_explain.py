@@ -348,14 +348,14 @@ def test_a_number_selects_a_training_step(run: RunDir, capsys: pytest.CaptureFix
     assert ("replace", "rollout/0#1 on n3") not in decided(capsys, "3")
     state = read_state(run)
     assert state is not None
-    text = f"{RUN}: its manager has decided nothing in step 99; the run is at step {state.step} of {state.job.steps}"
+    text = f"{RUN}: its manager has decided nothing in step 99; the run is at step {state.step}"
     assert shown(capsys, "99") == f"{text}\n"
 
 
 def test_step_beyond_the_end_of_a_run_is_not_expected_to_come(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     completed("done-1").written(run.path.parent)
     assert main.run(["explain", "done-1", "4000"]) == 0
-    assert capsys.readouterr().out.endswith("decided nothing in step 4000; the run has ended after step 12 of 12\n")
+    assert capsys.readouterr().out.endswith("decided nothing in step 4000; the run ended at step 12\n")
 
 
 def test_an_unknown_name_is_refused_in_one_line_with_the_names_that_exist(

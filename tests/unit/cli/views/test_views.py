@@ -113,7 +113,7 @@ def test_note_about_the_manager_replaces_its_line() -> None:
     assert "manager     silent for 40 s" in text
     assert "            job 7 waits" in text
     assert "epoch" not in text
-    note = "no manager is running; the roles go on. Start one: rrl manage quickstart-1123-035950-e6eb"
+    note = "no manager is running; the roles go on; start one: rrl manage quickstart-1123-035950-e6eb"
     assert note in " ".join(drawn(status_view(story.recorded(), story.now, 80, [note]), 80).split())
 
 

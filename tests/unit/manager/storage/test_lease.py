@@ -240,11 +240,11 @@ def test_renewal_needs_no_space_and_says_that_the_journal_cannot_be_written(run:
 
 
 def test_claim_that_cannot_be_written_leaves_no_epoch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, data: bytes) -> int:
+    def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             acquire(run)
     assert acquire(run).epoch == 1
