@@ -116,10 +116,7 @@ class Manager:
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
             self.begun.set()
-            number, run, step = self._lease.epoch, self._run_dir.id, self.state.step
-            _log.info(
-                "manager %d of %s works, from step %d on; to watch it: rrl status %s --live", number, run, step, run
-            )
+            _log.info("manager %d of %s works, from step %d on", self._lease.epoch, self._run_dir.id, self.state.step)
             return await self._manage()
 
     async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:
