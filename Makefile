@@ -1,6 +1,7 @@
-# make demo, make test: both work on a fresh Debian with Python 3.11 and make. Everything goes into .venv.
+# make demo, make test: both work on a fresh Debian with Python 3.11 to 3.13 and make. Everything goes into .venv.
 # A system interpreter is preferred: jobs of another user must be able to run it.
-PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
+VERSIONS := python3.11 python3.13 python3.12
+PYTHON ?= $(firstword $(wildcard $(addprefix /usr/bin/,$(VERSIONS))) $(shell which $(VERSIONS) 2>/dev/null) python3.13)
 BIN := .venv/bin
 EXTRAS := dev,docs,torch,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
@@ -19,11 +20,13 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
 .PHONY: setup setup-vllm smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-gpu wheelhouse test-long \
-  test-slurm-versions test-pyslurm slurm uninstall-slurm check docs dist bench clean soak
+  test-slurm-versions test-pyslurm test-python slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import ensurepip, sys; print((3, 11) <= sys.version_info < (3, 14))' 2>/dev/null | grep -q True || { echo \
+	  "make setup needs Python 3.11, 3.12 or 3.13 with venv; $(PYTHON) is no such Python: on Debian install python3-venv, or name another one: make setup PYTHON=/path/to/python3.13" >&2; exit 2; }
 	@echo "Installing into .venv, once: pip downloads 520 MB (2.1 GB on disk), or 3 GB where $(TORCH_INDEX) cannot be reached"
 	$(PYTHON) -m venv .venv
 	-$(BIN)/python -m pip install $(PIP_FLAGS) --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints.txt torch
@@ -116,6 +119,10 @@ wheelhouse:
 test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m rrl.tests.support.slurm.versions
+
+# The pure tests and one whole run on Python 3.13, which is fetched from Debian 13 (as root), and on 3.12 if there is one.
+test-python: setup
+	@$(BIN)/python -m rrl.tests.support.pythons
 
 # The readers of Slurm, by commands and by pyslurm, on a real Slurm, where pyslurm is installed in .venv and was built for
 # that version (docs/sites.md). PYSLURM_PYTHON=... names another interpreter that has both.

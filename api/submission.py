@@ -150,7 +150,7 @@ def _ended_state(run: RunDir) -> State:
     if state is None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.outcome is None:
-        alone = manager_gone(run)
+        alone = manager_gone(run, state)
         raise UsageError(
             f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}"
         )

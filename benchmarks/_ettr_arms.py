@@ -133,7 +133,7 @@ def _long_tail(model: Path | None) -> tuple[tuple[str, str], ...]:
         ("hidden_size = 64\nlayers = 2\n", f'path = "{model}"\n'),
         ('tokenizer = { pieces = "0123456789=", join = " ", ignore = "[], " }\n', ""),
         ("max_new_tokens = 5\n", f"max_new_tokens = {TAIL_LONGEST_TOKENS}\n"),
-        ("warm_start_steps = 30 ", ""),
+        ("warm_start_steps = 30 ", "learning_rate = 0.001\nentropy = 0.02 "),
     )
 
 

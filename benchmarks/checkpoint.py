@@ -56,7 +56,7 @@ from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.roles.trajectories.types import Batch, Part, Trajectory
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(
@@ -203,7 +203,7 @@ def measure(learner: Learner, arms: dict[str, BenchmarkArm], rounds: int, every:
     """Measure copies, writes and whole steps; the arms take turns."""
     samples, batches = Samples(), fixed_batches()
     for _ in range(every):  # train up to a step with a checkpoint
-        learner.step(next(batches))
+        train_step(learner, next(batches))
     for arm in arms.values():  # the first use of each piece of memory is slower
         for _ in range(2):
             arm.timed_save()
@@ -237,7 +237,7 @@ def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
 def _step(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
     """Return the time (s) of a step; with an arm, the step is also saved, after the commit of the previous step."""
     begun = time.perf_counter()
-    learner.step(next(batches))
+    train_step(learner, next(batches))
     if arm is not None:
         arm.timed_save()
     return time.perf_counter() - begun
@@ -285,6 +285,12 @@ def report(samples: Samples, nbytes: int, on_disk: int, every: int) -> None:
 def learner_of_100_million() -> Learner:
     """Return a learner of a model with 100 million parameters."""
     return Learner(build_model(MODEL, VOCABULARY, seed=0), TrainerSettings(), steps=10_000, temperature=1.0)
+
+
+def train_step(learner: Learner, batch: Batch) -> None:
+    learner.open(batch.number)
+    learner.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
+    learner.close()
 
 
 def fixed_batches() -> Iterator[Batch]:

@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks.checkpoint import fixed_batches, learner_of_100_million
+from rrl.benchmarks.checkpoint import fixed_batches, learner_of_100_million, train_step
 from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
@@ -83,7 +83,7 @@ class BenchmarkArm:
         """Train ``count`` steps, and then wait for the publishing thread. The step times do not include this wait."""
         begun, ended_at = time.perf_counter(), dict[int, float]()
         for _ in range(count):
-            self._learner.step(next(batches))
+            train_step(self._learner, next(batches))
             ended_at[self._learner.number] = time.perf_counter()
             self._save()
         self.times.steps.append((time.perf_counter() - begun) / count)

@@ -95,10 +95,6 @@ def _exit_code(arguments: Sequence[str], code: int) -> int:
 def _report_error(error: Exception) -> int:
     from ..core.types import OperationFailed, UsageError
 
-    spec = sys.modules.get("rrl.config.job.load")
-    if spec is not None and isinstance(error, spec.SpecError):  # the text starts with file:line, for editors
-        print(escaped_lines(str(error)), file=sys.stderr)
-        return 2
     if isinstance(error, UsageError | OperationFailed):
         return _print_error(str(error), 2 if isinstance(error, UsageError) else 1)
     typer = sys.modules.get("typer")
@@ -148,5 +144,6 @@ def _bad_value_message(error: Exception) -> str:
 
 
 def _print_error(text: str, code: int) -> int:
-    print(escaped_lines(f"rrl: {text}"), file=sys.stderr, flush=True)
+    for line in text.split("\n"):  # a job.toml with several mistakes has a line for each
+        print(f"rrl: {escaped_lines(line)}", file=sys.stderr, flush=True)
     return code

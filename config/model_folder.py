@@ -55,6 +55,19 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
     )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files whose tensors are the model's weights, because others may contain them in another format.
+
+    Raises:
+        ValueError: The index cannot be read.
+    """
+    shards = read_json(folder / INDEX).get("weight_map")
+    if isinstance(shards, dict):
+        return [folder / name for name in sorted({str(name) for name in shards.values()})]
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob(WEIGHTS))
+
+
 def eos_ids(folder: Path) -> Any:
     """Return the token id (an int) or ids (a list) that end the model's output; None if the folder names no id."""
     ids = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
@@ -156,10 +169,9 @@ def _lengths(folder: Path, max_tokens: int | None) -> Iterator[str]:
 
 def _weights(folder: Path) -> Iterator[str]:
     """Yield the weight files that are missing or incomplete."""
-    shards = read_json(folder / INDEX).get("weight_map")
-    for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
-        if not (folder / str(name)).is_file():
-            yield f"{str(folder)!r} lacks {name}, which {INDEX} names; copy it into the folder"
+    for path in weight_files(folder):
+        if not path.is_file():
+            yield f"{str(folder)!r} lacks {path.relative_to(folder)}, which {INDEX} names; copy it into the folder"
     for path in sorted(folder.glob(WEIGHTS)):
         if damage := _damage(path):
             yield f"{path} {damage}; copy it again"

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..core.run_spec import ModelSpec
-from .model_folder import MAX_HEADER_BYTES, SHAPE_KEYS, WEIGHTS
+from .model_folder import MAX_HEADER_BYTES, SHAPE_KEYS, weight_files
 
 _SPECIAL_TOKENS = 2
 """Tokens of ``[model.tokenizer]`` besides its pieces: padding and end of sequence."""
@@ -24,7 +24,7 @@ def weight_count(model: ModelSpec) -> int:
         OSError: A file of the folder cannot be read.
     """
     if model.path is not None:
-        return sum(_in_file(path) for path in Path(model.path).glob(WEIGHTS))
+        return sum(_in_file(path) for path in weight_files(Path(model.path)))
     width, attention = model.hidden_size, model.heads * model.head_dim
     vocabulary = _SPECIAL_TOKENS + (len(model.tokenizer.pieces) if model.tokenizer is not None else 0)
     layer = (

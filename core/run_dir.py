@@ -46,6 +46,25 @@ class OwnPath(PosixPath):
             return open(self, mode, *arguments, **options, opener=_trusted_fd if mode in ("r", "rb") else None)
 
 
+def full_storage_error(error: BaseException) -> OSError | None:
+    """Return the error of full storage behind ``error``; None if there is none.
+
+    Libraries hide it: torch's archive writer raises "unexpected pos 704 vs 598" while it handles the error, and
+    torch.distributed.checkpoint keeps the errors of the ranks in ``failures``.
+    """
+    behind, examined = [error], set[int]()
+    while behind:
+        one = behind.pop()
+        if isinstance(one, OSError) and one.errno in STORAGE_FULL_ERRNOS:
+            return one
+        if id(one) not in examined:
+            examined.add(id(one))
+            failures = getattr(one, "failures", None)
+            ranks = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+            behind += [found for found in (one.__cause__, one.__context__, *ranks) if found is not None]
+    return None
+
+
 class Attempt(NamedTuple):
     """An attempt to write a checkpoint, as the name of the checkpoint's folder describes it."""
 

@@ -362,6 +362,7 @@ class TrainerSettings(Struct, frozen=True):
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1
     clip: float = 0.2
+    dual_clip: float = 3.0
     entropy: float = 0.02
     kl: float = 0.0
     micro_batch: int | None = None

@@ -297,11 +297,11 @@ class RaisedException(Struct, frozen=True):
     fingerprint: str
     environmental: bool = False
     """True if storage, network or memory may have caused the exception, so that a later start may succeed."""
-    dropped_groups: int = 0
-    """Number of groups that exceptions of the scorer have dropped, if the process ended because there were so many: a
-    restart would not help. 0 for any other exception."""
-    misuse: bool = False
-    """True if rrl raised the exception because the role's code breaks a rule of the worker API."""
+    unrepairable: str | None = None
+    """Why every further start would end in the same way, for people; None if a start may help."""
+    counts_always: bool = False
+    """True if the exception ends the run after some starts although the role has worked before: rrl raised it because
+    the role's code breaks a rule of the worker API, or because a model returned values that are not finite."""
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -115,6 +116,7 @@ class Manager:
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
             self.begun.set()
+            _log.info("manager %d of %s works, from step %d on", self._lease.epoch, self._run_dir.id, self.state.step)
             return await self._manage()
 
     async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:
@@ -364,7 +366,9 @@ class Manager:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
             _log.error("the journal cannot be written, so no action is taken: %s", error)
+            self._lease.write_errno = error.errno or errno.EIO
             return False
+        self._lease.write_errno = 0
         return True
 
     # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...config.model_folder import max_length, validate
+from ...config.model_size import weight_count
 from ...config.vllm_arguments import installed_arguments, unknown_argument_text
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import RunSpec
@@ -104,6 +105,7 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
+        *_check_learning_rates(job, spec),
         *_check_task_files(job, document),
         *_check_stream(job),
         *_check_eval(job),
@@ -329,6 +331,21 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     else:
         return []
     raise UsageError(with_location(document, problem))
+
+
+def _check_learning_rates(job: Job, spec: RunSpec) -> list[str]:
+    """Return a warning for each rate that may destroy what a trained model has learned (docs/sources.md)."""
+    trainer = spec.trainer
+    if job.task is None or spec.model.path is None or job.roles.trainer.command is not None:
+        return []
+    weights = weight_count(spec.model)  # 0 if this machine does not have the folder
+    limit, size = (1e-5, f" of {weights / 1e9:.1f}B weights") if weights >= 1e9 else (1e-4, "")
+    supervised = trainer.warm_start_learning_rate if trainer.warm_start_steps else 0.0
+    return [
+        f"roles.trainer.{key} = {rate:g} probably destroys what a model{size} has learned; write {limit:g} or less"
+        for key, rate in (("learning_rate", trainer.learning_rate), ("warm_start_learning_rate", supervised))
+        if rate > limit
+    ]
 
 
 def _check_task_files(job: Job, document: JobDocument) -> list[str]:

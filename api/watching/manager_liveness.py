@@ -6,15 +6,16 @@ most once for each ``rrl status`` or ``rrl list``, and once per :data:`SQUEUE_EV
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ...core.run_dir import RunDir
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 from ...core.text import span
 from ...core.types import OperationFailed
 from ...manager.model.state import State
@@ -37,6 +38,8 @@ SQUEUE_EVERY_S = 30.0
 It is as long as the default interval between two polls of a manager (``limits.poll``), since several people may follow
 many runs.
 """
+MIN_FREE_BYTES = 64 * 2**10
+"""Free bytes below which a manager may be unable to write one decision."""
 INTERRUPTED = "interrupted"
 """Standing of a run of which no process is left."""
 UNATTENDED = "unattended"
@@ -68,45 +71,69 @@ class SlurmJobs(Struct, frozen=True):
     unknown: str = ""
 
 
-def liveness(run: RunDir, state: State) -> Liveness:
-    """Return whether a run still has a manager; Slurm is queried at most once.
+def liveness(run: RunDir, state: State, ask: Callable[[], SlurmJobs] | None = None) -> Liveness:
+    """Return whether a run still has a manager, and whether this manager can write.
+
+    ``ask`` is called at most once, and only for a run on Slurm; by default, Slurm is queried for the owner's jobs.
 
     Raises OperationFailed if the lease cannot be read.
     """
-    stale = stale_lease(run, state)
-    if not stale:
+    if state.outcome is not None:
         return Liveness()
-    if state.job.cluster != "slurm":
-        return judge(state, stale, None)
-    slurm = ask_slurm(owner_of(run))
+    if trouble := storage_trouble(run):
+        return Liveness(trouble)
+    stale = stale_lease(run, state)
+    if not stale or state.job.cluster != "slurm":
+        return judge(state, stale, None) if stale else Liveness()
+    slurm = ask() if ask is not None else ask_slurm(owner_of(run))
     if _manager_runs(state, slurm):  # Slurm shows the manager: it has just begun, or the clocks differ
         return Liveness()
     return judge(state, stale, slurm)
 
 
 def liveness_without_slurm(run: RunDir, state: State) -> Liveness:
-    """Return whether a run still has a manager, without querying Slurm.
-
-    If the lease of a run on Slurm is stale, the standing of the run is therefore unknown.
+    """Do the same as :func:`liveness`, without querying Slurm: the standing of a run on Slurm may be unknown.
 
     Raises OperationFailed if the lease cannot be read.
     """
-    stale = stale_lease(run, state)
-    if not stale or state.job.cluster != "slurm":
-        return judge(state, stale, None) if stale else Liveness()
-    note = f"{stale}; whether the roles go on is unknown"
-    return Liveness(note, f"Slurm is not asked here: rrl status {state.run} asks it", UNKNOWN)
+    return liveness(run, state, lambda: SlurmJobs(unknown=f"Slurm is not asked here: rrl status {state.run} asks it"))
+
+
+def storage_trouble(run: RunDir) -> str:
+    """Return why the manager of an unfinished run cannot write; empty if it can, or if it is certain that none runs.
+
+    The journal cannot contain this. This machine sees most causes; a manager names the others, such as a quota, in its
+    lease. While storage is unwritable, an old lease does not show that the manager has ended.
+    """
+    from ...manager.storage.lease import holder
+
+    try:
+        file_system, lease = os.statvfs(run.path), holder(run)
+    except OSError as error:
+        trouble = f"the run directory is unavailable ({error.strerror})"
+        return f"{trouble}: the manager decides nothing until it is available; the roles go on"
+    if lease is None or surely_gone(lease):
+        return ""
+    number = lease.write_errno
+    if file_system.f_flag & os.ST_RDONLY or number == errno.EROFS:
+        return "the run directory is read-only: the manager decides nothing until it can be written; the roles go on"
+    if number in STORAGE_FULL_ERRNOS or file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
+        why = f" ({os.strerror(number)})" if number == errno.EDQUOT else ""
+        return (
+            f"the run directory is full{why}: the manager decides nothing until space is free; the roles go on;"
+            " rrl cancel works"
+        )
+    failure = f"the run directory cannot be written ({os.strerror(number)})"
+    return f"{failure}: the manager decides nothing until it can; the roles go on" if number else ""
 
 
 def stale_lease(run: RunDir, state: State) -> str:
-    """Return why the run seems to have no manager; empty if it may have a manager, or has ended.
+    """Return why an unfinished run seems to have no manager; empty if it may have a manager.
 
     Raises OperationFailed if the lease cannot be read.
     """
     from ...manager.storage.lease import holder, renewed_at
 
-    if state.outcome is not None:
-        return ""
     try:
         lease_holder, renewed = holder(run), renewed_at(run)
     except OSError as error:
@@ -150,7 +177,7 @@ def ask_slurm(uid: int) -> SlurmJobs:
             raise failure("squeue", ended)
         jobs = read_jobs(ended.out)
     except (Refused, Unanswered, Unreadable) as error:
-        return SlurmJobs(unknown=str(error).partition("\n")[0])
+        return SlurmJobs(unknown=f"Slurm cannot be asked: {str(error).partition(chr(10))[0]}")
     return SlurmJobs(tuple(job for job in jobs if job.state is not AllocationState.ENDED))
 
 
@@ -159,23 +186,29 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
 
     ``stale`` says why the lease is stale. ``slurm`` is None if the run is not on Slurm.
     """
-    manage = f"rrl manage {state.run}"
+    left, advice = _left(state.run, state)
     if slurm is None:
-        return Liveness(f"{stale}; the roles go on. Start one: {manage}", standing=UNATTENDED)
+        return Liveness(f"{stale}; {left}", advice, UNATTENDED)
     if slurm.unknown:
-        note = f"{stale}; whether the roles go on is unknown"
-        return Liveness(note, f"Slurm cannot be asked: {slurm.unknown}", UNKNOWN)
+        return Liveness(f"{stale}; whether the roles go on is unknown", slurm.unknown, UNKNOWN)
     run_jobs = [job for job in slurm.jobs if _belongs_to_run(job, state.run)]
     managers = [job for job in run_jobs if _brings_a_manager(job, state)]
     if not run_jobs:
-        goes_on = f"{manage} goes on from step {state.step}" if state.job.steps else f"{manage} goes on"
-        return Liveness(f"{stale}, and Slurm lists no job of this run", goes_on, INTERRUPTED)
-    holds_nodes = len(run_jobs) > len(managers) or state.job.manager.where == "pool"
-    roles = "the roles go on" if holds_nodes else "no nodes are held"
-    if not managers:
-        return Liveness(f"{stale}; {roles}. Start one: {manage}", standing=UNATTENDED)
+        ending = f"; {left}" if state.finish is not None else ""
+        if not ending:
+            advice = f"rrl manage {state.run} goes on" + (f" from step {state.step}" if state.job.steps else "")
+        return Liveness(f"{stale}, and Slurm lists no job of this run{ending}", advice, INTERRUPTED)
+    if len(run_jobs) == len(managers) and state.job.manager.where != "pool":
+        left = "no nodes are held"
     standing = "" if _manager_runs(state, slurm) else UNATTENDED
-    return Liveness(f"{stale}; {roles}", _managers_text(managers), standing)
+    return Liveness(f"{stale}; {left}", _managers_text(managers) if managers else advice, standing)
+
+
+def _left(run: str, state: State | None) -> tuple[str, str]:
+    """Return what is left of a run without a manager, and what to do: texts short enough for a command to copy."""
+    if state is not None and state.finish is not None:
+        return f"the run was ending ({state.finish.outcome})", f"rrl manage {run} ends it"
+    return "the roles go on", f"start one: rrl manage {run}"
 
 
 def _belongs_to_run(job: Job, run_id: str) -> bool:
@@ -205,7 +238,7 @@ def _managers_text(managers: Sequence[Job]) -> str:
     return f"the next manager waits in Slurm's queue: job {job.id} ({job.detail})"
 
 
-def manager_gone(run: RunDir) -> str:
+def manager_gone(run: RunDir, state: State | None) -> str:
     """Return a message that no manager runs, and what to do; empty if a manager may run (:func:`surely_gone`).
 
     Raises OperationFailed if the lease cannot be read.
@@ -216,6 +249,4 @@ def manager_gone(run: RunDir) -> str:
         lease_holder = holder(run)
     except OSError as error:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
-    return (
-        f"no manager is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(lease_holder) else ""
-    )
+    return "; ".join(("no manager is running", *_left(run.id, state))) if surely_gone(lease_holder) else ""

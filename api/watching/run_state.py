@@ -15,7 +15,7 @@ from ...core.types import Finding, Incarnation, NodeName, OperationFailed, Outco
 from ...manager.model.queries import workers
 from ...manager.model.state import Replica, State, Status
 from ..runs import job_of, read_state, resume_pending
-from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, owner_of, stale_lease
+from .manager_liveness import Liveness, SlurmJobs, ask_slurm, liveness, owner_of
 from .start_check import StartCheck
 
 NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
@@ -125,14 +125,14 @@ def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
     are first needed: for a run of this user whose lease is no longer renewed, or whose journal has no record yet.
     """
     job, resumes, state = job_of(run), resume_pending(run), read_state(run)
-    failure, liveness = "", Liveness()
+    failure, judged = "", Liveness()
     if state is None:
         failure = _start_failure(run, job, slurm)
     elif state.outcome is not None and resumes:
         failure = StartCheck(run).failure(state)
     else:
-        liveness = _liveness(run, state, slurm)
-    return assembled(run, job, state, liveness, resumes=resumes, start_failure=failure, now=time.time())
+        judged = _liveness(run, state, slurm)
+    return assembled(run, job, state, judged, resumes=resumes, start_failure=failure, now=time.time())
 
 
 def assembled(
@@ -158,10 +158,11 @@ def assembled(
             return replace(submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
         why = f"{run.id} was to be resumed, but {start_failure}; to try again: rrl manage {run.id}"
         state = replace(state, why=why)
+    known_until = state.at if liveness.note else now  # nobody knows whether a run without a manager still goes on
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
         state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
-        round(state.run_seconds(now), 2), str(run.path), state.why if state.outcome else str(liveness),
+        round(state.run_seconds(known_until), 2), str(run.path), state.why if state.outcome else str(liveness),
     )  # fmt: skip
 
 
@@ -178,11 +179,9 @@ def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> 
 
 
 def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Liveness:
-    """Return whether a run that has not ended still has a manager; an empty result if it may have a manager."""
+    """Return what is known of the manager of a run; an empty result if nothing is known."""
     try:
-        if not (stale := stale_lease(run, state)):
-            return Liveness()
-        return judge(state, stale, _jobs_of_owner(run, slurm) if state.job.cluster == "slurm" else None)
+        return liveness(run, state, lambda: _jobs_of_owner(run, slurm))
     except OperationFailed:
         return Liveness()
 

@@ -22,6 +22,7 @@ from .manager_liveness import (
     judge,
     manager_gone,
     owner_of,
+    storage_trouble,
 )
 from .start_check import NeverBegan, StartCheck
 
@@ -106,7 +107,7 @@ class RunWatcher:
         if (
             self._require_manager
             and self.silence_s
-            and (gone := manager_gone(self.run))
+            and (gone := manager_gone(self.run, self.state))
             and not _runs_on_slurm(self.run)
         ):
             raise OperationFailed(f"the manager of {self.run.id} is gone (its output: {self.run.submit}): {gone}")
@@ -123,12 +124,14 @@ class RunWatcher:
 
     @property
     def liveness(self) -> Liveness:
-        """Return what is known about the manager if its lease is not renewed, else an empty result.
+        """Return what is known about the manager if its lease is not renewed or it cannot write, else an empty result.
 
         Slurm is queried once in ``SQUEUE_EVERY_S`` at most.
         """
-        if not self.silence_s or self.state is None or self.state.outcome is not None:
+        if self.state is None or self.state.outcome is not None:
             return Liveness()
+        if (trouble := storage_trouble(self.run)) or not self.silence_s:
+            return Liveness(trouble)
         if self.state.job.cluster == "slurm":
             now = time.monotonic()
             if self._slurm is None or now - self._slurm_polled_at >= SQUEUE_EVERY_S:

@@ -64,10 +64,10 @@ def show(view: RenderableType) -> None:
     """Print a view to stdout; if stdout is not a terminal, without blanks at the ends of lines."""
     screen = console()
     if screen.is_terminal:
-        screen.print(Escaped(view))
+        screen.print(Escaped(view), crop=False)
         return
     with screen.capture() as captured:
-        screen.print(Escaped(view))
+        screen.print(Escaped(view), crop=False)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 

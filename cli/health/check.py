@@ -193,7 +193,7 @@ def _print_problems(problems: Sequence[str], json: bool) -> None:
     from ..common.output import print_line
 
     for problem in problems:
-        print_line(problem, to_stderr=json)
+        print_line(f"rrl: {problem}" if json else problem, to_stderr=json)
 
 
 def site_rules(config: Path | None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ...core.command_runner import CommandResult
 from ...core.run_dir import write_atomically
 from ...core.types import OperationFailed, UsageError, Verdict
 from ...core.units import duration_text
+from ..common.output import print_warnings
 from ..doctor.command import gather_facts, judge
 from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
 from ..doctor.host_checks import candidate_networks
@@ -77,9 +77,8 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
     except OSError as error:
         raise OperationFailed(f"{out}: {error.strerror}") from None
     print(f"wrote {out}; see what it would start: rrl check {out}")
-    for check in judge(facts):
-        if check.verdict is Verdict.FAIL:
-            print(f"rrl doctor: {check.name}: {check.found}; {check.fix}", file=sys.stderr)
+    failed = (check for check in judge(facts) if check.verdict is Verdict.FAIL)
+    print_warnings(f"{check.name}: {check.found}; {check.fix}" for check in failed)
     return 0
 
 

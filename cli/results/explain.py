@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...api.runs import find_run
+from ...api.runs import find_run, read_state
 from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
@@ -42,8 +42,11 @@ def explanations(run: RunDir, about: str | None) -> list[Explanation]:
 
 
 def nothing_decided(run: RunDir, about: str | None) -> str:
-    """Return the text that is shown if a run has no decision to explain."""
-    return f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet"
+    """Return the text that is shown if a run has no decision to explain, with the step at which the run is or ended."""
+    nothing, state = f"{run.id}: its manager has decided nothing", read_state(run)
+    if state is None or about is None:
+        return f"{nothing} yet"
+    return f"{nothing} in step {about}; the run {'ended' if state.outcome else 'is'} at step {state.step}"
 
 
 def _about(explanations: list[Explanation], about: str, run: str) -> list[Explanation]:

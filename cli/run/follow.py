@@ -125,7 +125,7 @@ def _print_progress(watcher: RunWatcher, stop: threading.Event) -> None:
             line, about = f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}", ""
         else:
             liveness = watcher.liveness
-            line = one_line(watcher.state, time.time(), bool(liveness.note), liveness.standing)
+            line = one_line(watcher.state, time.time(), liveness.note, liveness.standing)
             about = f"{_incarnations_text(watcher.state)} {bool(liveness.note)} {liveness.standing}"
         due = time.monotonic() - printed_at >= LINE_INTERVAL_S
         if line != printed and (over or due or about != printed_about):

@@ -18,6 +18,7 @@ from ...manager.model.state import State
 from ...manager.reporting.summary import EpisodeCounts, StreamSummary, episode_counts, stream_summary
 from ...manager.storage.model_folders import ModelFolders, model_folders
 from ..views.pace import Pace, pace_of
+from ..views.status import known_until
 
 
 class StartedRun(Struct, frozen=True):
@@ -82,7 +83,7 @@ def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure
         metrics_failure=metrics_failure,
         stream=stream_summary(state.idle_times, state.stream_figures),
         episodes=episode_counts(episodes),
-        pace=pace_of(state, time.time()),
+        pace=pace_of(state, known_until(state, time.time(), (judged.note,)), frozen=bool(judged.note)),
         turns=episodes.turns,
         branches=episodes.branches,
         given_tokens=episodes.given_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,8 +29,6 @@ START_PATIENCE_S = 60.0
 A manager needs only some seconds to start. If the manager's job waits longer in Slurm's queue, ``squeue`` shows this to
 the user.
 """
-MIN_FREE_BYTES = 64 * 2**10
-"""Free bytes below which a manager may be unable to write one decision."""
 
 
 def status(name: str | None, *, json: bool) -> int:
@@ -39,7 +36,7 @@ def status(name: str | None, *, json: bool) -> int:
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
-    if reader.torn and manager_gone(run):  # a running manager may still be writing a record
+    if reader.torn and manager_gone(run, state):  # a running manager may still be writing a record
         torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
         print(f"rrl: {torn_text}: no process has acted on this record", file=sys.stderr)
     failure = StartCheck(run).failure(state)
@@ -48,7 +45,7 @@ def status(name: str | None, *, json: bool) -> int:
     if state is not None and json:
         from .json_documents import status_document
 
-        print_json(status_document(run, state, _current_liveness(run, state), metrics_failure(run, state)))
+        print_json(status_document(run, state, liveness(run, state), metrics_failure(run, state)))
     elif json:
         from .json_documents import UnstartedRun
 
@@ -56,15 +53,8 @@ def status(name: str | None, *, json: bool) -> int:
     elif state is None:
         print_line(f"{run.id}: {waiting_text(run, failure)}")
     else:
-        show(picture(run, state, console().width, _current_liveness(run, state)))
+        show(picture(run, state, console().width, liveness(run, state)))
     return 0
-
-
-def _current_liveness(run: RunDir, state: State) -> Liveness:
-    if state.outcome is not None:
-        return Liveness()
-    judged = liveness(run, state)
-    return judged if judged.note else Liveness(storage_trouble(run))
 
 
 class RunFiles(NamedTuple):
@@ -129,26 +119,6 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
     if queued:
         return f"its manager has not started yet ({queued} tells why; if it shows no job: rrl manage {run.id})"
     return f"its manager has not started yet (its output: {run.submit}; if there is no output: rrl manage {run.id})"
-
-
-def storage_trouble(run: RunDir) -> str:
-    """Return why the run directory cannot be written, as far as this machine can tell; empty if it can be written.
-
-    This function queries the file system, because a manager that cannot write its journal cannot report this in it.
-    """
-    try:
-        file_system = os.statvfs(run.path)
-    except OSError as error:
-        trouble = f"the run directory is unavailable ({error.strerror})"
-        return f"{trouble}: the manager decides nothing until it is available; the roles go on"
-    if file_system.f_flag & os.ST_RDONLY:
-        return "the run directory is read-only: the manager decides nothing until it can be written; the roles go on"
-    if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
-        return (
-            "the run directory is full: the manager decides nothing until space is free; the roles go on;"
-            " rrl cancel works"
-        )
-    return ""
 
 
 def list_runs(*, json: bool) -> int:

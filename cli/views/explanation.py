@@ -15,7 +15,7 @@ from ...core.text import span
 from ...core.types import Finding
 from ...manager.model.actions import Finish, Why
 from ...manager.reporting.decisions.expectations import Arrival, Result
-from ...manager.reporting.decisions.explanations import Explanation, is_repair, subject_of, words_of
+from ...manager.reporting.decisions.explanations import Explanation, incarnations_of, is_repair, subject_of, words_of
 from .formatting import stage
 
 MAX_GROUP_NAMES = 8
@@ -24,7 +24,6 @@ LABEL_COLUMNS = 13
 """Columns before the texts of an entry."""
 MIN_TEXT_COLUMNS = 20
 """Minimum number of columns of the texts, even on a narrow terminal."""
-LEGEND = "rollout/1#2 is the second start of rollout/1."
 AS_EXPECTED = "as expected so far"
 """Result of an effect that is expected to last, and has lasted so far."""
 _ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red", Arrival.OPEN: "yellow"}
@@ -39,7 +38,10 @@ def explanation_view(explanations: Sequence[Explanation], *, grouped: bool) -> R
             views += [_group(together)] if routine and len(together) > 1 else map(_entry, together)
     else:
         views += map(_entry, explanations)
-    return Group(*views, Text(LEGEND, "bright_black"))
+    restarted = [one for explanation in explanations for one in incarnations_of(explanation.action) if one.number > 1]
+    for one in restarted[:1]:
+        views.append(Text(f"{one} is start number {one.number} of {one.replica}.", "bright_black"))
+    return Group(*views)
 
 
 def _entry(explanation: Explanation) -> RenderableType:

@@ -70,7 +70,7 @@ class Pace(Struct, frozen=True):
 
     seconds_per_step: float | None
     seconds_left: float | None
-    """Seconds until the last step at this pace; None once the end of the run is decided."""
+    """Seconds until the last step at this pace; None once the end of the run is decided, and without a manager."""
     ettr: float | None
     """Share of the run's time that was effective training."""
     ettr_last_hour: float | None
@@ -78,28 +78,31 @@ class Pace(Struct, frozen=True):
     """Training steps by which the rollout with the oldest weights is behind the trainer."""
 
 
-def pace_of(state: State, now: float) -> Pace:
-    """Return how fast a run trains at ``now`` (wall clock, s), or trained until its end."""
+def pace_of(state: State, now: float, frozen: bool = False) -> Pace:
+    """Return how fast a run trains at ``now`` (wall clock, s), or trained until its end.
+
+    With ``frozen``, no manager records the run's progress any more, and ``seconds_left`` is unknown.
+    """
     until = now if state.ended is None else state.ended
     training, run_seconds = state.training_time, state.run_seconds(until)
     step_s, lag = training.seconds_per_step, weights_lag_steps(state)
     return Pace(
         step_s,
-        step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None else None,
+        step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None and not frozen else None,
         training.seconds(until) / run_seconds if training.began is not None and run_seconds > 0 else None,
         None if state.outcome is not None else training.recent_share(until),
         None if lag is None else lag[1],
     )
 
 
-def progress_figures(state: State, now: float) -> list[Text]:
+def progress_figures(state: State, now: float, frozen: bool = False) -> list[Text]:
     """Return how fast the run trains: seconds of a step, time left, and effective training time (ETTR).
 
     ``now`` is the manager's time (s). The list is empty before the second step, and in a run that has only commands.
     """
     if not state.job.steps:
         return []
-    found, pace = [], pace_of(state, now)
+    found, pace = [], pace_of(state, now, frozen)
     if (seconds := pace.seconds_per_step) is not None:
         found.append(Text(f"{seconds:.3g} s a step" if seconds < 1000 else f"{span(seconds)} a step"))
         if pace.seconds_left is not None and state.outcome is None and state.step < state.job.steps:

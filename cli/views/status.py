@@ -93,13 +93,12 @@ def status_view(
         folders: The folders with the weights of the run.
         max_listed: Number of replicas of a role up to which all are listed.
     """
-    until = now if state.ended is None else state.ended
     facts = facts_view(state, now, width, notes, known_standing, folders)
     if state.outcome is not None:
         return facts
     failures = failures_now(state, now)
-    replicas = replicas_view(state, until, width, failures, max_listed)
-    return Group(facts, Text(), replicas, *troubles_view(state, until, failures))
+    replicas = replicas_view(state, known_until(state, now, notes), width, failures, max_listed)
+    return Group(facts, Text(), replicas, *troubles_view(state, now, failures))
 
 
 def facts_view(
@@ -107,10 +106,16 @@ def facts_view(
     folders: ModelFolders = ModelFolders(),
 ) -> RenderableType:  # fmt: skip
     """Return the title of the status view and the facts below it; the arguments are those of :func:`status_view`."""
-    until = now if state.ended is None else state.ended
     held = dict(_held_back_nodes(state, now))
-    title = Text.assemble(*_title(state, until, width, known_standing))
+    title = Text.assemble(*_title(state, known_until(state, now, notes), width, known_standing))
     return Group(title, _facts(state, now, width, [note for note in notes if note], held, folders))
+
+
+def known_until(state: State, now: float, notes: Sequence[str]) -> float:
+    """Return the time (s) up to which the state is known: no manager writes the journal while there are ``notes``."""
+    if state.ended is not None:
+        return state.ended
+    return state.at if any(notes) else now
 
 
 def troubles_view(state: State, now: float, failures: Failures) -> list[RenderableType]:
@@ -124,11 +129,10 @@ def failures_now(state: State, now: float) -> Failures:
     return failures_of(state, dict(_held_back_nodes(state, now)))
 
 
-def one_line(state: State, now: float, silent: bool = False, known_standing: str = "") -> str:
+def one_line(state: State, now: float, note: str = "", known_standing: str = "") -> str:
     """Return the status of a run in one line, for a log: its standing, progress, newest reward and unusual replicas.
 
-    A replica is unusual if its status is not in :data:`NORMAL_STATUSES`.
-    With ``silent``, the line also says that the manager does not respond.
+    A replica is unusual if its status is not in :data:`NORMAL_STATUSES`. ``note`` says what is wrong with the manager.
     """
     parts = [f"{state.run}: {known_standing or standing(state)}", _progress_text(state)]
     if state.rewards.latest is not None:
@@ -137,8 +141,8 @@ def one_line(state: State, now: float, silent: bool = False, known_standing: str
         failures = failures_of(state)
         unusual = [replica for replica in workers(state) if replica.status not in NORMAL_STATUSES]
         parts += [f"{one.incarnation} {doing(state, one, now, failures).word}" for one in unusual[:MAX_LISTED]]
-    if silent:
-        parts.append("its manager does not respond")
+    if note:
+        parts.append("its manager does not respond" if known_standing else note)
     return ", ".join(parts)
 
 
@@ -179,15 +183,20 @@ def _facts(
     facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS - 2)
     facts.add_column(overflow="fold", ratio=1)
-    for label, text in _of_training(state, now, width):
+    until = known_until(state, now, notes)
+    for label, text in _of_training(state, until, width, bool(notes)):
         facts.add_row(label, text)
     if state.outcome is None:
         for label, text in _of_nodes(state, now, width, held):
             facts.add_row(label, text)
+        if state.cluster_unknown:
+            facts.add_row("cluster", bounded(_unknown_cluster(state, now), "yellow"))
         for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
             facts.add_row(label, bounded(note, "red" if notes else ""))
+        if notes:
+            facts.add_row("as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red"))
         for store in (one for one in workers(state) if one.is_current and one.outside is not None):
-            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, now)}", "yellow"))
+            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, until)}", "yellow"))
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
     for label, text in model_folder_rows(folders):
@@ -201,8 +210,8 @@ def _facts(
     return facts
 
 
-def _of_training(state: State, now: float, width: int) -> Iterator[tuple[str, Text]]:
-    """Yield (label, text) of rewards, pace and tokens."""
+def _of_training(state: State, until: float, width: int, frozen: bool) -> Iterator[tuple[str, Text]]:
+    """Yield (label, text) of rewards, pace and tokens, as known at ``until``; ``frozen`` figures forecast nothing."""
     free = width - _LABEL_COLUMNS
     if state.rewards.points:
         yield "reward", _rewards(state, free, width >= NARROW_COLUMNS)
@@ -211,7 +220,7 @@ def _of_training(state: State, now: float, width: int) -> Iterator[tuple[str, Te
     ages = [_token_ages(state)] if state.token_ages.steps else []
     yield from packed("eval", evaluation_figures(state.evaluations), free)
     rows = (
-        ("pace", progress_figures(state, now)), ("time", idle_shares_of_roles(state)),
+        ("pace", progress_figures(state, until, frozen)), ("time", idle_shares_of_roles(state)),
         ("tokens", [*token_rates(state), *ages]), ("lengths", length_figures(state.stream_figures)),
         ("agents", agent_figures(state.episode_figures, state.outcome is not None)),
     )  # fmt: skip
@@ -260,6 +269,11 @@ def _manager(state: State, now: float) -> str:
         f"{number_text}on {state.host or '?'} for {span(now - state.managed_since)},"
         f" last record {span(now - state.at)} ago"
     )
+
+
+def _unknown_cluster(state: State, now: float) -> str:
+    silent = f"no complete answer for {span(now - state.cluster_unknown_since)} ({state.cluster_unknown})"
+    return f"{silent}: what needs one waits, such as a replacement; the roles go on"
 
 
 def _weights(state: State) -> Iterator[Text]:

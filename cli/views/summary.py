@@ -135,12 +135,10 @@ def next_steps_view(
     elif outcome in ("failed", "cancelled"):
         lines.append((f"{program} resume {run}", f"goes on from step {done}" if job_steps else "goes on"))
     lines.append((f"{program} list", "all runs"))
-    view = Table.grid(padding=(0, 2))
-    view.add_column(style="bright_black", no_wrap=True)
-    view.add_column(overflow="fold")
-    view.add_column(style="bright_black", overflow="fold")
-    for row, (command, effect) in enumerate(lines):
-        view.add_row("" if row else "next", Text(command), Text(effect))
+    columns, view = max(len(command) for command, _ in lines), Text(no_wrap=True, overflow="ignore")
+    for row, (command, effect) in enumerate(lines):  # no line is wrapped, so that each command can be copied
+        view.append("\n      " if row else "next  ", "bright_black")
+        view.append(command.ljust(columns)).append(f"  {effect}", "bright_black")
     return view
 
 

@@ -29,7 +29,7 @@ from .document import JobDocument
 from .document import SpecError as SpecError
 from .document import dotted_key as _dotted
 from .render import as_value
-from .resolve import min_replicas_of
+from .resolve import with_dependent_defaults
 from .schema import Job
 
 _MAX_DEPTH = 50
@@ -96,9 +96,7 @@ def resolved(job: Job) -> dict[str, Any]:
 
     The target of notifications is masked: it may be a secret, and is read from the job spec alone.
     """
-    filled = job.without_secrets().model_dump(mode="json")
-    for name, role in job.every_role().items():
-        filled[job.table_of(name)[0]][name]["min_replicas"] = min_replicas_of(name, role)
+    filled = with_dependent_defaults(job).without_secrets().model_dump(mode="json")
     if job.model is not None and job.model.path is None:
         filled["model"]["max_length"] = max_length(None, job.model.max_length)
     elif job.model is not None:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from ...core.units import duration_text, size_text
 from ..model_folder import SHAPE_KEYS
 from .base import DURATION, SIZE
-from .resolve import min_replicas_of
+from .resolve import with_dependent_defaults
 from .roles import POOL
 from .schema import Job
 
@@ -21,13 +21,9 @@ from .schema import Job
 def as_toml(job: Job) -> str:
     """Return the TOML text of a job; loading it gives an equal job.
 
-    Two values may differ: a default ``min_replicas`` is written as a number, and ``spares`` is 0 without a pool.
+    Defaults that depend on other keys are written as values, and ``spares`` is 0 without a pool.
     """
-    roles = {
-        name: role.model_copy(update={"min_replicas": min_replicas_of(name, role)})
-        for name, role in job.every_role().items()
-    }
-    built_in = {name: role for name, role in roles.items() if name not in job.commands}
+    job = with_dependent_defaults(job)
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     model = job.model
     if model is not None and model.path is not None:  # [model] must not have these keys beside path
@@ -41,8 +37,7 @@ def as_toml(job: Job) -> str:
         "cluster": cluster,
         "sampling": sampling,
         "model": model,
-        "roles": job.roles.model_copy(update=built_in) if built_in else None,
-        "commands": {name: roles[name] for name in job.commands},
+        "roles": job.roles if job.task is not None else None,
     })  # fmt: skip
     return "\n".join(_table(filled, ())).strip() + "\n"
 

@@ -31,6 +31,9 @@ _BUILT_IN = {
     "agents": "rrl.roles.agents.main",
     "endpoint": "rrl.roles.endpoint.main",
 }
+_TRAINED_MODEL = {"learning_rate": 1e-6, "entropy": 0.0, "warm_start_learning_rate": 1e-5}
+"""Defaults of the trainer of a model in a folder (docs/sources.md, the learning)."""
+_BUILT_MODEL = {key: getattr(run_spec.TrainerSettings(), key) for key in _TRAINED_MODEL}
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
 """Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
 
@@ -42,6 +45,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         job: The validated job.toml.
         python: The interpreter that runs rrl on the nodes, unless [env] names another interpreter.
     """
+    job = with_dependent_defaults(job)
     python = job.env.python or python
     roles = _roles(job, python)
     groups = build_node_groups(job, roles)
@@ -102,13 +106,19 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
     """Return only the node groups of a job, so that their sizes can be checked before the rest of the job."""
-    return build_node_groups(job, _roles(job, "python"))
+    return build_node_groups(job, _roles(with_dependent_defaults(job), "python"))
 
 
-def min_replicas_of(name: str, role: Role) -> int:
-    """Return the minimum number of replicas of a role with which the run can continue."""
-    default = 1 if name in ("rollout", "agents", "endpoint") else role.replicas
-    return default if role.min_replicas is None else role.min_replicas
+def with_dependent_defaults(job: Job) -> Job:
+    """Return the job with the defaults of its roles that depend on other keys filled in."""
+    of_trainer = _TRAINED_MODEL if job.model is not None and job.model.path is not None else _BUILT_MODEL
+    filled: dict[str, dict[str, Role]] = {"roles": {}, "commands": {}}
+    for name, role in {**job.roles.named(), **job.commands}.items():
+        defaults: dict[str, float] = {"min_replicas": 1 if name in ("rollout", "agents", "endpoint") else role.replicas}
+        defaults |= of_trainer if isinstance(role, TrainerRole) else {}
+        missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
+        filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
+    return job.model_copy(update={**filled, "roles": job.roles.model_copy(update=filled["roles"])})
 
 
 def _model(model: ModelTable | None) -> run_spec.ModelSpec:
@@ -198,7 +208,7 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         name=name,
         kind="command" if is_command else name,
         replicas=role.replicas,
-        min_replicas=min_replicas_of(name, role),
+        min_replicas=role.min_replicas or 0,
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
         argv=role.program or (python, "-P", "-m", _BUILT_IN[name]),

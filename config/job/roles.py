@@ -69,14 +69,18 @@ class TrainerRole(Role):
     """Give the trainer whole nodes that no other role uses."""
     threads: Annotated[int, Field(ge=1)] = _TRAINER.threads
     """Threads of torch."""
-    learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.learning_rate
-    """Learning rate of AdamW at the first step."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of AdamW at the first step; default: 0.001, or 1e-6 with [model] path, because a larger rate
+    destroys what a trained model has learned."""
     final_learning_rate: Annotated[float, Field(ge=0)] = _TRAINER.final_learning_rate
     """Learning rate at the last step, as a share of learning_rate; the rate falls linearly."""
     clip: Annotated[float, Field(gt=0)] = _TRAINER.clip
     """Clipping range of the importance ratio (GRPO, DAPO)."""
-    entropy: Annotated[float, Field(ge=0)] = _TRAINER.entropy
-    """Weight of the entropy bonus."""
+    dual_clip: Annotated[float, Field(gt=1)] = _TRAINER.dual_clip
+    """Limit of the importance ratio of tokens with a negative advantage, which the clipping range does not limit from
+    above (Ye et al., 2020); more than 1 + clip."""
+    entropy: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the entropy bonus; default: 0.02, or 0 with [model] path."""
     kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
     """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0, a frozen copy of the initial
     model is kept."""
@@ -91,8 +95,8 @@ class TrainerRole(Role):
     """Supervised steps on the task's answers before the first policy update."""
     warm_start_batch: Annotated[int, Field(ge=1)] = _TRAINER.warm_start_batch
     """Examples per supervised step."""
-    warm_start_learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.warm_start_learning_rate
-    """Learning rate of the supervised steps."""
+    warm_start_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of the supervised steps; default: 0.003, or 1e-5 with [model] path."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = _TRAINER.keep_checkpoints
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older checkpoints,
     also those of your own trainer."""

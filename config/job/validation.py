@@ -45,6 +45,7 @@ def check(job: Job) -> None:
     _eval(job)
     check_checkpoint_steps(job.roles.trainer, job.run.steps or 0, None if job.eval is None else job.eval.every)
     _model(job)
+    _dual_clip(job.roles.trainer)
     _late(job)
     _ahead(job)
     _batch(job)
@@ -163,6 +164,12 @@ def _model(job: Job) -> None:
             f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
             f" {max_length}; lower it or raise max_length",
         )
+
+
+def _dual_clip(trainer: TrainerRole) -> None:
+    if trainer.dual_clip <= 1 + trainer.clip:
+        text = f"{trainer.dual_clip:g} is not more than 1 + clip = {1 + trainer.clip:g}; raise it, or lower clip"
+        raise mistake(("roles", "trainer", "dual_clip"), text)
 
 
 def _agents(job: Job) -> None:

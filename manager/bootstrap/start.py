@@ -219,7 +219,8 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
     """
     start_logging()
     raise_nofile()  # a descriptor for each step, agent and worker
-    for attempt in range(MAX_RETRIES + 1):
+    failures = 0
+    while True:
         try:
             outcome = asyncio.run(_run(run, foreground))
             return None if outcome is None else outcome.value
@@ -227,14 +228,14 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
             raise
         except Exception as error:
             unwritable = isinstance(error, OSError) and error.errno in UNWRITABLE_STORAGE_ERRNOS
-            if attempt == MAX_RETRIES or (unwritable and by_hand):
+            failures += not unwritable  # space may become free: a manager that nobody waits for waits for it
+            if failures > MAX_RETRIES or (unwritable and by_hand):
                 raise
             if unwritable:
                 _log.error("%s; the manager tries again in %.0f s", error, RETRY_DELAY_S)
             else:
                 _log.exception("the manager failed; another one starts in %.0f s", RETRY_DELAY_S)
             time.sleep(RETRY_DELAY_S)  # the next epoch takes over the running steps, as after any death of a manager
-    raise AssertionError
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:

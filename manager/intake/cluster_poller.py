@@ -9,12 +9,15 @@ from ...core.types import NodeName
 from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ..context import RunContext
 from ..model.actions import Launch
+from ..model.events import ClusterUnknown
 from ..model.state import State
 from .message_handler import with_reason
 from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile, unlisted_steps
 
 FAST_POLL_S = 1.0
 """Seconds between two polls of the cluster while a change is expected."""
+MIN_UNKNOWN_POLLS = 2
+"""Consecutive incomplete polls after which the run records that the cluster's state is unknown: one alone is common."""
 
 
 class ClusterPoller:
@@ -30,6 +33,8 @@ class ClusterPoller:
         self._last_snapshot: ClusterSnapshot | None = None
         self._failed_polls = 0
         """Consecutive polls that failed."""
+        self._unknown_polls, self._unknown_since = 0, 0.0
+        """Consecutive polls that lack a part, and the manager's time (s) of the first of them."""
 
     def poll_soon(self) -> None:
         """Poll without waiting for the interval, because the cluster may explain an event that was just recorded."""
@@ -75,6 +80,7 @@ class ClusterPoller:
     def _on_snapshot(self, snapshot: ClusterSnapshot, polled_at: float) -> None:
         """Update the health monitor from one poll, and record the events that follow from it."""
         state, now = self._context.state(), self._context.now()
+        self._record_unknown(snapshot.unknown, polled_at)
         if snapshot.steps is None:
             self._delay_join_deadlines(state, now)
         if snapshot.nodes is not None:
@@ -89,6 +95,17 @@ class ClusterPoller:
         monitor = self._context.monitor
         for incarnation in unlisted_steps(self._context.state(), snapshot, self._absences, monitor, now):
             monitor.on_step_unlisted(incarnation, now)
+
+    def _record_unknown(self, why: str, polled_at: float) -> None:
+        """Record once that the cluster's state is unknown, and once that it is known again."""
+        if why and not self._unknown_polls:
+            self._unknown_since = polled_at
+        self._unknown_polls = self._unknown_polls + 1 if why else 0
+        recorded = bool(self._context.state().cluster_unknown)
+        if self._unknown_polls >= MIN_UNKNOWN_POLLS and not recorded:
+            self._context.record(ClusterUnknown(why, self._unknown_since))
+        elif not why and recorded:
+            self._context.record(ClusterUnknown("", polled_at))
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
         """Delay the join deadlines of open launches after a failed poll: their steps may still be started."""

@@ -91,6 +91,15 @@ class NodeChanged(Struct, frozen=True, tag=True):
     status: NodeStatus
 
 
+class ClusterUnknown(Struct, frozen=True, tag=True):
+    """Polls of the cluster have begun to fail, in whole or in part, or the cluster answers again."""
+
+    why: str
+    """Why the state of the cluster is unknown; empty if it is known again."""
+    since: float
+    """Manager's time (s) of the first poll with this result."""
+
+
 class AgentJoined(Struct, frozen=True, tag=True):
     """The agent of a node has connected."""
 
@@ -330,10 +339,10 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
-    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | OutsideWaitChanged | FirstWorkDone |
-    VersionAvailable | StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed |
-    TokensCounted | StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged | GpuUseRecorded |
-    RunEnded
+    | ClusterUnknown | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | OutsideWaitChanged |
+    FirstWorkDone | VersionAvailable | StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested
+    | Resumed | TokensCounted | StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged |
+    GpuUseRecorded | RunEnded
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.types import NodeName, Resources, Verdict, is_support
-from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
+from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, RejectReason
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
 from .reduce_replicas import RETRY_PAUSE_S, with_replica, without
@@ -257,11 +257,11 @@ def without_departed(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeN
 
 
 def on_node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
-    """Record the changed status of a node."""
-    if event.node not in state.nodes:
+    """Record the changed status of a node. A drain that was refused while the node was not up may be tried again."""
+    if (node := state.nodes.get(event.node)) is None:
         return state
-    node = replace(state.nodes[event.node], status=event.status)
-    return replace(state, nodes={**state.nodes, event.node: node})
+    returned = event.status.state is NodeState.UP and (node.status is None or node.status.state is not NodeState.UP)
+    return _with_node(state, event.node, status=event.status, drain_error="" if returned else node.drain_error)
 
 
 def _add_rejected_request(state: State, rejected: RejectedRequest) -> State:

@@ -245,6 +245,10 @@ def _on_gpu_use_recorded(state: State, at: float, event: ev.GpuUseRecorded) -> S
     return replace(state, gpu_use=event.nodes, gpu_use_at=at)
 
 
+def _on_cluster_unknown(state: State, at: float, event: ev.ClusterUnknown) -> State:
+    return replace(state, cluster_unknown=event.why, cluster_unknown_since=event.since)
+
+
 def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -257,6 +261,7 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.Decided: _on_decided,
     ev.AllocationChanged: on_allocation_changed,
     ev.NodeChanged: on_node_changed,
+    ev.ClusterUnknown: _on_cluster_unknown,
     ev.AgentJoined: _if_current(on_agent_joined),
     ev.Admitted: _if_current(on_admitted),
     ev.Joined: _if_current(on_joined),

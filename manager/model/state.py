@@ -390,6 +390,10 @@ class State(Struct, frozen=True):
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
+    cluster_unknown: str = ""
+    """Why the cluster's present state is unknown; empty if it is known."""
+    cluster_unknown_since: float = 0.0
+    """Manager's time (s) since which it is unknown."""
     findings: dict[str, Finding] = {}
     """Standing WARN and FAIL findings, by ``Finding.key``. Findings about an incarnation are kept only while it is
     current."""

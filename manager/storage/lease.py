@@ -3,7 +3,8 @@
 An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
 compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock. If
 several managers create the next epoch's file with O_EXCL, exactly one succeeds, on any file system. flock is not used,
-because it may not be available.
+because it may not be available. The counter is written in place, which needs no free space: a manager whose run
+directory is full keeps its lease, and says there why it waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, write_atomically
+from ...core.run_dir import RunDir
 
 _log = logging.getLogger("rrl.manager")
 
@@ -32,6 +33,8 @@ MAX_RENEWALS_WITHOUT_RUN_DIR = 10
 """Number of consecutive renewals that do not find the run directory before it counts as removed: two lease timeouts."""
 
 
+FILE_BYTES = 512
+"""Size of an epoch's file, which never changes."""
 CHECKS_PER_TIMEOUT = 20
 """Number of reads of the counter within the lease timeout, so that a takeover never depends on a single read."""
 CHECK_TIMEOUT_S = 1.0
@@ -47,6 +50,8 @@ class LeaseHolder(Struct, frozen=True):
     """Number of renewals so far, or ``RELEASED``."""
     job: str = ""
     """Id of the manager's own Slurm job; empty if the manager has no job of its own."""
+    write_errno: int = 0
+    """Error number with which the journal cannot be written at present; 0 if it can be written."""
 
 
 class LeaseHeld(Exception):
@@ -62,6 +67,8 @@ class Lease:
 
     def __init__(self, run: RunDir, epoch: int, holder: LeaseHolder, timeout_s: float) -> None:
         self.epoch = epoch
+        self.write_errno = 0
+        """Error number with which the journal cannot be written at present; others learn it at the next renewal."""
         self._run = run
         self._holder = holder
         self._timeout_s = timeout_s
@@ -85,7 +92,7 @@ class Lease:
             await _wait_until_still(run, epoch, timeout_s)
         holder = LeaseHolder(socket.gethostname(), os.getpid(), 0, job)
         try:
-            _create(_file(run, epoch + 1), msgspec.json.encode(holder))
+            _write(_file(run, epoch + 1), holder, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             raise LeaseHeld(f"another manager of {run.id} has just started") from None
         return cls(run, epoch + 1, holder, timeout_s)
@@ -140,8 +147,9 @@ class Lease:
             OSError: the counter cannot be written.
         """
         self.check()
-        self._holder = msgspec.structs.replace(self._holder, counter=self._holder.counter + 1)
-        write_atomically(_file(self._run, self.epoch), msgspec.json.encode(self._holder))
+        counter = self._holder.counter + 1
+        self._holder = msgspec.structs.replace(self._holder, counter=counter, write_errno=self.write_errno)
+        _write(_file(self._run, self.epoch), self._holder)
         self.check()  # an NFS client may have answered the first check from its cache of the folder
 
     async def renew_until_removed(self) -> None:
@@ -159,7 +167,7 @@ class Lease:
     def release(self) -> None:
         """Mark the epoch as released, so that a successor need not wait. Blocks for a write."""
         released = msgspec.structs.replace(self._holder, counter=RELEASED)
-        write_atomically(_file(self._run, self.epoch), msgspec.json.encode(released))
+        _write(_file(self._run, self.epoch), released)
 
 
 def holder(run: RunDir) -> LeaseHolder | None:
@@ -184,12 +192,19 @@ def _file(run: RunDir, epoch: int) -> Path:
     return run.epochs / f"{epoch:06}"
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Create a file with ``data``, durably. Raise FileExistsError if it exists: only one process can create it."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(path: Path, holder: LeaseHolder, flags: int = 0) -> None:
+    """Write an epoch's file, durably and in place.
+
+    With O_CREAT and O_EXCL in ``flags``, raise FileExistsError if it exists: only one process can create it.
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600), "wb", buffering=0) as file:
+        try:
+            file.write(msgspec.json.encode(holder).ljust(FILE_BYTES))
+            os.fsync(file.fileno())
+        except OSError:
+            if flags:  # an epoch without a holder would only delay the next manager
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _newest(run: RunDir) -> int:

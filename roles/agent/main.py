@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,7 @@ async def _run_agent(supervisor: StepSupervisor, agent: _Agent) -> None:
     for task in tasks:
         task.add_done_callback(lambda _: supervisor.wakeup.set())
     await supervisor.wait_for(lambda: any(task.done() for task in tasks))
+    agent.stop_watching()
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -134,7 +135,8 @@ class _Agent:
         """First processes of the running steps on this node, by launch file."""
         self._vanished: dict[str, StepVanished] = {}
         self._ending: set[str] = set()
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._pidfds: set[int] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._device = os.stat(supervisor.run.path).st_dev
         self._injector = Injector(supervisor, self._read_launch)
         self._load_sampler = StepLoadSampler(self._role_tag)
@@ -212,29 +214,42 @@ class _Agent:
         if fd is None:
             self._on_step_gone(process.launch)
             return
-        loop = asyncio.get_running_loop()
 
         def ended() -> None:
-            loop.remove_reader(fd)
-            os.close(fd)
+            self._forget(fd)
             del self._running_steps[process.launch]
             self._on_step_gone(process.launch)
 
         self._running_steps[process.launch] = process
-        loop.add_reader(fd, ended)
+        self._pidfds.add(fd)
+        asyncio.get_running_loop().add_reader(fd, ended)
         # an earlier agent's pause helper may have left the step stopped
-        self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
+        self._start(asyncio.to_thread(resume_process, process.launch))
+
+    def _forget(self, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+        self._pidfds.discard(fd)
+
+    def stop_watching(self) -> None:
+        """Let no end of a step start more work, because the loop and its threads end."""
+        for fd in list(self._pidfds):
+            self._forget(fd)
 
     def _on_step_gone(self, path: str) -> None:
         """Handle the end of a step's first process: kill its orphans, and report the step if it has no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
-            handling = asyncio.gather(
+            self._start(self._on_end(path, launch))
+
+    async def _on_end(self, path: str, launch: Launch) -> None:
+        try:
+            await asyncio.gather(
                 self._sweep({path}, _is_orphan), self._witness(launch), self._classify_exit(path, launch)
             )
-            handling.add_done_callback(lambda _: self._ending.discard(path))
-            self._add_task(handling)
+        finally:
+            self._ending.discard(path)
 
     async def _witness(self, launch: Launch) -> None:
         exit_file = self._supervisor.run.exit_file(launch.tag)
@@ -297,12 +312,12 @@ class _Agent:
     def _on_message(self, message: Any) -> None:
         match message:
             case Inject():
-                self._add_task(asyncio.create_task(self._injector.inject(message)))
+                self._start(self._injector.inject(message))
             case DumpStacks():
-                self._add_task(asyncio.create_task(self._dump_stacks(message)))
+                self._start(self._dump_stacks(message))
             case Fenced():
                 self._snapshot_server.fence(message.incarnation)
-                self._add_task(asyncio.create_task(self._end_incarnation(message.incarnation, message.tag)))
+                self._start(self._end_incarnation(message.incarnation, message.tag))
 
     async def _dump_stacks(self, request: DumpStacks) -> None:
         path = os.path.join(self._supervisor.steps, f"{request.tag}.launch")
@@ -361,8 +376,9 @@ class _Agent:
         own = self._supervisor.launch_file
         await self._sweep([path for path, launch in self._launches.items() if launch and path != own], _is_not_agent)
 
-    def _add_task(self, task: asyncio.Future[Any]) -> None:
-        """Keep a reference to a task until it ends, and log its exception."""
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do ``work`` in the background, and log its exception."""
+        task = asyncio.create_task(work)  # a task, not a gathering future: cancelled at the end, it is no failure
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(log_failure)

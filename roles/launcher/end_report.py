@@ -2,14 +2,14 @@
 
 The manager's decisions use this report, never the output of the process. Two reasons are reported: an invalid
 configuration of the job (:func:`exits_on_invalid_config`), and an uncaught exception
-(:func:`report_uncaught_exceptions`). The exceptions :class:`ScorerFails` and :class:`Misuse` are marked in the report.
+(:func:`report_uncaught_exceptions`). The exceptions :class:`Unrepairable`, :class:`Misuse` and :class:`Diverged` are
+marked in the report.
 Outside of a run nothing is reported.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import sysconfig
@@ -23,11 +23,9 @@ from types import TracebackType
 import msgspec
 
 from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
-from ...core.run_dir import OwnPath, RunDir, write_atomically
+from ...core.run_dir import OwnPath, RunDir, full_storage_error, write_atomically
 from ...core.text import exit_invalid_config, on_one_line
-from ...core.types import RaisedException
-
-_log = logging.getLogger("rrl.worker")
+from ...core.types import RaisedException, Version
 
 _WRITE_TIMEOUT_S = 2.0
 """Timeout (s) for writing the report, because a process that ends must not wait for hung storage."""
@@ -50,7 +48,20 @@ _MARK = "_rrl_environmental"
 """Attribute of an exception that was raised in a call of a service (:func:`mark_environmental`)."""
 
 
-class ScorerFails(Exception):
+class Unrepairable(RuntimeError):
+    """Ends the run, because every further start would end in the same way.
+
+    Args:
+        message: What was observed.
+        why: Why a start would not help, and what would be right; for people.
+    """
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+class ScorerFails(Unrepairable):
     """Ends a reward role whose scorer fails for most groups.
 
     Args:
@@ -59,12 +70,20 @@ class ScorerFails(Exception):
     """
 
     def __init__(self, raised: RaisedException, groups: int) -> None:
-        super().__init__(f"the scorer failed for {groups} of the newest groups, which were dropped; this run ends")
-        self.raised, self.groups = raised, groups
+        why = f"scorer exceptions dropped {groups} groups, including most of the newest ones"
+        super().__init__(f"{why}; this run ends", why)
+        self.raised = raised
 
 
 class Misuse(ValueError):
     """The role's code breaks a rule of the worker API, so that this process would lose or corrupt its work."""
+
+
+class Diverged(RuntimeError):
+    """A model with the weights of ``version`` has ``returned`` values that are not finite, or the GPU is broken."""
+
+    def __init__(self, version: Version | None, returned: str) -> None:
+        super().__init__(f"the model with weights {version} returned {returned}: training may have diverged")
 
 
 @contextmanager
@@ -111,9 +130,9 @@ def mark_environmental(error: BaseException) -> None:
 
 def _described_end(error: BaseException, folder: Path) -> RaisedException:
     """Describe the exception that ends this process; for :class:`ScorerFails`, describe the exception of the scorer."""
-    if isinstance(error, ScorerFails):
-        return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
-    return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
+    raised = error.raised if isinstance(error, ScorerFails) else described(error, folder)
+    why = error.why if isinstance(error, Unrepairable) else None
+    return msgspec.structs.replace(raised, counts_always=isinstance(error, Misuse | Diverged), unrepairable=why)
 
 
 def described(error: BaseException, folder: Path) -> RaisedException:
@@ -123,7 +142,9 @@ def described(error: BaseException, folder: Path) -> RaisedException:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()
     except BaseException:  # a user's __str__ may raise
         message = ""
-    name = "ValueError" if isinstance(error, Misuse) else _class_name(type(error))
+    if (full := full_storage_error(error)) is not None and full is not error:
+        message = f"{on_one_line(full)} ({message})"
+    name = _class_name(next(kind for kind in type(error).__mro__ if kind.__module__ != __name__))  # marks are not shown
     calls = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     return RaisedException(
         type=name,
@@ -142,7 +163,7 @@ def _class_name(kind: type[BaseException]) -> str:
 
 def _is_environmental(error: BaseException) -> bool:
     """Return whether storage, network, memory, a GPU or a service may have caused the error."""
-    if getattr(error, _MARK, False):
+    if getattr(error, _MARK, False) or full_storage_error(error) is not None:
         return True
     if isinstance(error, OSError):
         return not isinstance(error, _DETERMINISTIC_OS_ERRORS)
@@ -192,11 +213,9 @@ def _report(report: EndReport) -> None:
         return
 
     def write() -> None:
-        try:
+        with suppress(OSError, msgspec.DecodeError):  # the launcher takes the last line of the traceback instead
             launch = read_launch(OwnPath(launch_file))
             write_atomically(RunDir(Path(launch.run_dir)).end_report_file(launch.tag), msgspec.json.encode(report))
-        except (OSError, msgspec.DecodeError) as error:
-            _log.warning("cannot report why this process ends: %s", error)
 
     writer = threading.Thread(target=write, name="end report", daemon=True)
     writer.start()

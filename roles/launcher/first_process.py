@@ -149,10 +149,12 @@ class StepSupervisor:
                 "this process exits (%s), and the other process with the same tag continues", exit_text(reason, detail)
             )
             return
-        _write_record(launch, ExitRecord(
+        unwritten = _write_record(launch, ExitRecord(
             launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,
             exception,
         ))  # fmt: skip
+        if code and unwritten:  # a full disk also ends programs that do not name it, such as a torch.save
+            last_line = f"{last_line} ({unwritten})".lstrip()
         self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail, exception)
         if self.dialer.connected:
             await self.dialer.send(self._exit_report)
@@ -222,11 +224,14 @@ class StepSupervisor:
             self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
 
 
-def _write_record(launch: Launch, record: ExitRecord) -> None:
+def _write_record(launch: Launch, record: ExitRecord) -> str:
+    """Write the exit record; return why it cannot be written, in one line (empty if it is written)."""
     try:
         write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
+        return ""
     except OSError as error:  # the run directory is full or was removed
         _log.error("cannot write the exit record of step %s: %s; the record is %s", launch.tag, error, record)
+        return f"its exit record cannot be written: {error.strerror}"
 
 
 def log_failure(task: asyncio.Future[Any]) -> None:

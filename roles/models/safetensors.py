@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ...config.model_folder import INDEX, WEIGHTS, read_json
+from ...config.model_folder import INDEX, WEIGHTS, read_json, weight_files
 
-_SINGLE = "model.safetensors"
 _MAX_NAMES_SHOWN = 4
 """Maximum number of tensor names in a message."""
 
@@ -84,18 +83,13 @@ def _fill(tensor: Tensor, stored: Any, location: str) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor.
-
-    Only files that the index names are read, because others may contain the weights in another format.
-    """
+    """Return the file of each tensor."""
     index = read_json(folder / INDEX).get("weight_map")
     try:
         if isinstance(index, dict):
             return {str(name): folder / str(file) for name, file in index.items()}
-        single = folder / _SINGLE
-        paths = [single] if single.exists() else sorted(folder.glob(WEIGHTS))
         file_by_name: dict[str, Path] = {}
-        for path in paths:
+        for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
                 file_by_name.update(dict.fromkeys(file.keys(), path))
     except (OSError, SafetensorError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ...core.types import Incarnation, Version
+from ..launcher.end_report import Diverged
 from ..models.policy import load_weights, log_probs
 from ..trajectories.types import Item, PathDigest, Segment
 from .engine import Sampling, StepOutput
@@ -137,7 +138,7 @@ class TorchEngine:
         trained = len(rows) - len(greedy) - len(foreign)
         done = torch.zeros(len(remaining), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
-            logits = batch.read(self._model)
+            logits = self._checked(batch.read(self._model))
             log_probabilities = log_probs(logits, sampling.temperature)
             if sampling.greedy or not trained:  # an evaluation must not advance the generator of trained answers
                 chosen = log_probabilities.argmax(-1)
@@ -173,12 +174,13 @@ class TorchEngine:
     @torch.inference_mode()
     def probe(self) -> None:
         """Run the model on one token, and check that the logits are finite."""
-        logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
+        self._checked(self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits)
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        """Return the logits. Raises Diverged if they are not finite; torch would fail with advice about sampling."""
         if not bool(torch.isfinite(logits).all()):
-            raise RuntimeError(
-                f"the model with weights {self._version} returned NaN or infinite logits: training may have diverged;"
-                " this rollout ends and is restarted"
-            )
+            raise Diverged(self._version, "NaN or infinite logits")
+        return logits
 
     def close(self) -> None:
         """Free the engine's resources."""

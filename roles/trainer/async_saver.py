@@ -9,6 +9,8 @@ torch). An error in this thread ends the process, because a trainer that cannot 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import queue
 import shutil
@@ -25,6 +27,7 @@ from msgspec import Struct
 import rrl
 
 from ..trajectories.types import TrainedStep
+from ..worker.status.external_waits import waiting
 from ..worker.uncommitted_steps import UncommittedSteps
 from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
@@ -41,6 +44,9 @@ COMMITS_CAUSE = "commits"
 """Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
 """Seconds before another attempt to write to a full disk."""
+_ATTEMPTS_PER_WAIT = 360
+"""Attempts (half an hour) after which the wait for space is reported anew: a wait for a service that lasts for an hour
+counts as a hang, but these attempts show that this thread works."""
 
 T = TypeVar("T")
 
@@ -187,21 +193,27 @@ class AsyncSaver:
     def _write_and_commit(self, staged: _Staged) -> None:
         meta = staged.meta
         tensors = self.layout.views(staged.buffer)
-        while True:
-            path, no_folder = self._broadcast_from_rank0(lambda: self._create_folder(meta.number), tuple[str, Written])
-            folder, written = Path(path), [no_folder]
-            if path:
-                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, meta.extra_state))
-            failures = [result for result in written if result.trouble]
-            if not failures:
-                break
-            if not all(failure.disk_full for failure in failures) or self._me.stopping.is_set():
-                raise OSError(failures[0].trouble)
-            if self._gang.rank == 0:
-                _log.warning("%s; trying again", failures[0].trouble)
+        with contextlib.ExitStack() as waits:  # the wait lasts until an attempt succeeds
+            for attempt in itertools.count(1):
+                path, no_folder = self._broadcast_from_rank0(
+                    lambda: self._create_folder(meta.number), tuple[str, Written]
+                )
+                folder, written = Path(path), [no_folder]
                 if path:
-                    shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(_DISK_FULL_RETRY_S)
+                    written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, meta.extra_state))
+                failures = [result for result in written if result.trouble]
+                if not failures:
+                    break
+                if not all(failure.disk_full for failure in failures) or self._me.stopping.is_set():
+                    raise OSError(failures[0].trouble)
+                if self._gang.rank == 0:
+                    _log.warning("%s; trying again", failures[0].trouble)
+                    if path:
+                        shutil.rmtree(folder, ignore_errors=True)
+                if attempt % _ATTEMPTS_PER_WAIT == 0:
+                    waits.close()
+                waits.enter_context(waiting(f"space for a checkpoint: {failures[0].trouble}"))
+                time.sleep(_DISK_FULL_RETRY_S)
         with blocked_on_rank0(self._me, self._gang):
             self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, attempt_of
+from ...core.run_dir import RunDir, attempt_of, full_storage_error
 from ..checkpoints.folders import (
     DamagedCheckpoint,
     Digest,
@@ -111,14 +111,14 @@ class Checkpoints:
 
         Raises:
             OSError: This member could not write; raised once all members are done.
-            CheckpointException: torch's wrapper of an OSError.
+            CheckpointException: torch's wrapper of another error.
         """
         rank, pieces = self._gang.rank, list[Piece]()
         failed: OSError | CheckpointException | None = None
         try:
             pieces = write_shards(state, folder, rank)
         except (OSError, CheckpointException) as error:
-            failed = error
+            failed = full_storage_error(error) or error
         all_pieces = exchange.gather(self._gang.file_group, None if failed else pieces, list[Piece] | None)
         if failed:
             raise failed
@@ -243,7 +243,7 @@ def not_written(error: BaseException, where: str = "") -> Written:
 
     ``where`` is a text that is put before the error's text.
     """
-    return Written({}, f"{where}{_error_text(error)}", _is_full(error))
+    return Written({}, f"{where}{_error_text(error)}", full_storage_error(error) is not None)
 
 
 def _error_text(error: BaseException) -> str:
@@ -252,8 +252,3 @@ def _error_text(error: BaseException) -> str:
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()
         )
     return str(error)
-
-
-def _is_full(error: BaseException) -> bool:
-    causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return all(isinstance(cause, OSError) and cause.errno in STORAGE_FULL_ERRNOS for cause in causes)

@@ -22,13 +22,16 @@ import numpy
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
+from ..launcher.end_report import Unrepairable
 from ..models.policy import weights
-from ..trajectories.types import Batch, Part, Trajectory
-from .losses import group_advantages, grpo_loss, likelihood
+from ..trajectories.types import Part, Trajectory
+from .host_buffers import shard_of
+from .losses import RATIO_MAX, group_advantages, grpo_loss, likelihood
 from .process_group import Gang
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -42,6 +45,7 @@ LOSS_DIVISOR = 2.0**16
 step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
 tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
 tokens of a step, so that losses and gradients have their usual size."""
+_DIVERGED = "a restart would repeat it; rrl resume --set roles.trainer.learning_rate=... goes on from the last commit"
 
 
 class _ExtraState(Struct, frozen=True):
@@ -81,7 +85,8 @@ class _OpenStep(Struct):
     complete: bool = False
     """Whether the last part was added."""
     statistics: dict[str, float] = {}
-    """Sums of the loss and its statistics over this member's answer tokens, each divided by ``LOSS_DIVISOR``."""
+    """The loss and its statistics over this member's answer tokens: sums, each divided by ``LOSS_DIVISOR``, and
+    ``RATIO_MAX``."""
     trajectories: int = 0
     """Number of trajectories; the samples of an episode count as one."""
     tokens: int = 0
@@ -165,7 +170,7 @@ class Learner:
         """Take one supervised step on the answers of each batch and return the last loss (nats).
 
         Must be called before the first policy update. The optimizer of these steps is discarded, because moments of
-        another loss would distort the policy gradient.
+        another loss would distort the policy gradient. Raises Unrepairable as :meth:`close` does.
         """
         optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
@@ -173,8 +178,8 @@ class Learner:
             losses: list[float] = []
             optimizer.zero_grad()
             self._backward(self._supervised_losses(batch, losses))
-            self._apply_gradients(optimizer)
             loss = self._gang.sum([sum(losses)])[0]
+            self._apply_gradients(optimizer, "warm start", loss)
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
@@ -189,15 +194,6 @@ class Learner:
             losses.append(loss.item())
             yield loss
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Train on ``batch`` as a step of a single part, and return the metrics that :meth:`close` returns.
-
-        The step of ``batch`` must be the step after the last completed one.
-        """
-        self.open(batch.number)
-        self.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
-        return self.close()
-
     def open(self, number: int) -> None:
         """Begin step ``number``, which must be the step after the last completed one.
 
@@ -205,14 +201,14 @@ class Learner:
 
         Raises:
             ValueError: ``number`` is not the next step.
-            RuntimeError: ``[roles.trainer] kl`` is above 0, and the learner has no reference model.
+            Unrepairable: ``[roles.trainer] kl`` is above 0, and the learner has no reference model.
         """
         if number != self.number + 1:
             raise ValueError(f"cannot open step {number} of the learner: the next step is {self.number + 1}")
         if self._settings.kl and self.reference is None:
-            raise RuntimeError(
-                "[roles.trainer] kl is above 0, but this run has no reference model, because it was started with kl = 0"
-                "; set kl = 0, or start a new run"
+            raise Unrepairable(
+                "[roles.trainer] kl is above 0, but this run was started with kl = 0 and has no reference model",
+                "set kl = 0, or start a new run",
             )
         self._optimizer.zero_grad()
         self._open = _OpenStep(number)
@@ -239,7 +235,8 @@ class Learner:
 
         Raises:
             ValueError: No step is open, or its last part is missing.
-            RuntimeError: A gradient is not finite; the state of this learner must not be committed.
+            Unrepairable: The loss, a gradient or a new weight is not finite; the state of this learner must not be
+                committed.
         """
         step, self._open = self._open, None
         if step is None or not step.complete:
@@ -251,11 +248,12 @@ class Learner:
                 parameter.grad.mul_(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(step.number)
-        self._apply_gradients(self._optimizer)
+        members = self._gang.gather(step.statistics, dict[str, float])
+        statistics = {name: _joined(name, [member[name] for member in members], scale) for name in step.statistics}
+        self._apply_gradients(self._optimizer, f"step {step.number}", statistics["loss"])
         self.number = step.number
-        sums = self._gang.sum(list(step.statistics.values()))
         return {
-            **{name: value * scale for name, value in zip(step.statistics, sums, strict=True)},
+            **statistics,
             "reward": step.reward / step.trajectories,
             "training_reward": step.training_reward / step.trajectories,
             "tokens": float(step.tokens),
@@ -284,20 +282,9 @@ class Learner:
                 with torch.no_grad():
                     reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
             chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
-            loss, stats = grpo_loss(
-                chosen,
-                old,
-                advantage,
-                mask,
-                settings.clip,
-                entropy,
-                settings.entropy,
-                LOSS_DIVISOR,
-                reference,
-                settings.kl,
-            )
+            loss, stats = grpo_loss(chosen, old, advantage, mask, entropy, settings, LOSS_DIVISOR, reference)
             for name, value in {"loss": loss.item(), **stats}.items():
-                statistics[name] = statistics.get(name, 0.0) + value
+                statistics[name] = _joined(name, (statistics.get(name, 0.0), value))
             yield loss
 
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -349,11 +336,34 @@ class Learner:
         for loss in losses:
             (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
 
-    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradients and take one optimizer step."""
-        limit = self._settings.gradient_clip
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer, name: str, loss: float) -> None:
+        """Clip the gradients and take one optimizer step, unless their norm is not finite.
+
+        Args:
+            optimizer: The optimizer.
+            name: Name of the step, for an error.
+            loss: Loss of the step, for an error.
+
+        Raises:
+            Unrepairable: The gradient or a new weight is not finite; raised in all members.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.gradient_clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        rate = optimizer.param_groups[0]["lr"]
+        observed = f"{name}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {rate:.4g}"
+        if not norm.isfinite():
+            raise Unrepairable(f"the gradient is not finite in {observed}", _DIVERGED)
         optimizer.step()
+        self.check_weights(observed, _DIVERGED)
+
+    @torch.no_grad()
+    def check_weights(
+        self, after: str = "loading", why: str = "the model folder or the checkpoint contains it"
+    ) -> None:
+        """Raise Unrepairable in all members, with the reason ``why``, if a weight of any member is not finite."""
+        sums = torch.stack([shard_of(each).sum(dtype=torch.float32) for each in self.model.parameters()])
+        if not self._gang.all(bool(sums.isfinite().all())):
+            raise Unrepairable(f"a weight is not finite after {after}", why)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's live tensors by name, sharded if the model is sharded."""
@@ -416,6 +426,11 @@ class Learner:
         random.setstate(state.python_rng)
         key, pos, has_gauss, gauss = state.numpy_rng
         numpy.random.set_state(("MT19937", numpy.frombuffer(key, dtype=numpy.uint32), pos, has_gauss, gauss))
+
+
+def _joined(name: str, values: Sequence[float], scale: float = 1.0) -> float:
+    """Return a statistic of :func:`.losses.grpo_loss` for several parts of a step together; sums times ``scale``."""
+    return max(values) if name == RATIO_MAX else scale * sum(values)
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -1,7 +1,7 @@
 """GRPO's loss, and log-probabilities and entropies of given tokens, as functions of tensors.
 
-GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476. ``B`` is the number of trajectories,
-``T`` the length of the longest answer in tokens.
+GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476; dual clip: Ye et al.,
+arXiv:1912.09729. ``B`` is the number of trajectories, ``T`` the length of the longest answer in tokens.
 
 With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions, the
 backward pass would need four more float32 tensors of this size: the scaled logits, their log-softmax, its exponential,
@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...core.run_spec import TrainerSettings
 from ..models.policy import log_probs
+
+RATIO_MAX = "ratio_max"
+"""The statistic whose value for a batch is the largest value of its parts. The other statistics add up."""
+_MAX_LOG_RATIO = 20.0
+"""Bound (nats) of the difference of two log-probabilities, as in verl. If the exponential of a difference overflowed,
+its gradient would be nan, even where the loss is clipped."""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
@@ -46,12 +53,10 @@ def grpo_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip: float,
     entropy: Tensor,
-    entropy_coef: float,
+    settings: TrainerSettings,
     tokens: float | None = None,
     reference: Tensor | None = None,
-    kl_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the clipped policy-gradient loss, averaged over answer tokens, and its statistics.
 
@@ -62,47 +67,59 @@ def grpo_loss(
         old_logprobs: [B, T]: log-probabilities recorded when the tokens were sampled, with weights of any age.
         advantages: [B].
         mask: [B, T]: 1 for answer tokens, 0 for padding.
-        clip: Limit of the importance ratio's distance from 1.
         entropy: [B, T], differentiable: entropy of the trained policy at each position.
-        entropy_coef: Factor of the entropy bonus.
+        settings: ``clip`` limits the importance ratio's distance from 1, and ``dual_clip`` the ratio of a token with a
+            negative advantage: else such a token that the sampler thought 8 nats less likely has the weight of 2,981
+            others. ``entropy`` is the factor of the entropy bonus, and ``kl`` that of the divergence
+            pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref) that is never negative
+            (DeepSeekMath, equation 4; "k3").
         tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. If this is the number
             of the batch's answer tokens, the losses, gradients and statistics of all parts add up to those of the
             batch. None for the number of tokens in ``mask``.
         reference: [B, T]: log-probabilities of the same tokens under the reference policy.
-        kl_coef: Factor of the divergence pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref)
-            that is never negative (DeepSeekMath, equation 4; "k3").
 
     Returns:
         The scalar loss, and statistics for people:
 
         - ``drift``: the mean absolute difference between the two log-probabilities of a token.
         - ``clipped``: the share of the tokens whose importance ratio is outside of 1 ± ``clip``.
+        - ``dual_clipped``: the share of the tokens whose importance ratio ``dual_clip`` limits.
+        - ``ratio_max``: the largest importance ratio (:data:`RATIO_MAX`); 0 without tokens.
         - ``kl``: the mean estimate (nats) of the divergence; only with ``reference``.
 
-        ``drift`` and ``clipped`` show whether the importance ratio has an effect.
+        They show whether the importance ratio has an effect.
     """
     mask = mask.to(logprobs.dtype)
     tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens has the loss 0
     # A masked position may contain any value, even inf: it must become 0 before exp, not after.
-    difference = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
+    difference = _bounded(logprobs - old_logprobs, mask)
     ratio = difference.exp()
     advantage = advantages[:, None]
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    loss = -((surrogate + entropy_coef * entropy) * mask).sum() / tokens
+    falls = advantage < 0
+    clip, dual_clip = settings.clip, settings.dual_clip
+    limited = torch.where(falls, ratio.clamp(1 - clip, dual_clip), ratio.clamp(max=1 + clip))
+    loss = -((limited * advantage + settings.entropy * entropy) * mask).sum() / tokens
     extra = {}
     if reference is not None:
-        log_ratio = torch.where(mask > 0, reference - logprobs, 0.0)
+        log_ratio = _bounded(reference - logprobs, mask)
         divergence = (log_ratio.exp() - log_ratio - 1).sum() / tokens
-        loss = loss + kl_coef * divergence
+        loss = loss + settings.kl * divergence
         extra = {"kl": divergence.item()}
     with torch.no_grad():
-        outside = ((ratio - 1).abs() > clip).to(mask.dtype)
+        outside, above = (ratio - 1).abs() > clip, falls & (ratio > dual_clip)
         stats = {
-            "drift": ((difference.abs() * mask).sum() / tokens).item(),
-            "clipped": ((outside * mask).sum() / tokens).item(),
+            "drift": (difference.abs().sum() / tokens).item(),
+            "clipped": (outside.sum() / tokens).item(),
+            "dual_clipped": (above.sum() / tokens).item(),
+            RATIO_MAX: (ratio * mask).max().item() if mask.numel() else 0.0,
             **extra,
         }
     return loss, stats
+
+
+def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return the differences of log-probabilities, bounded, and 0 at masked positions."""
+    return torch.where(mask > 0, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 _LOGITS_PER_PIECE = 2**21

@@ -36,7 +36,7 @@ import rrl
 
 from ...core.run_spec import ModelSpec
 from ...core.types import NodeName
-from ..launcher.end_report import exits_on_invalid_config
+from ..launcher.end_report import Unrepairable, exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import Tokenizer, open_tokenizer
@@ -113,6 +113,7 @@ def main() -> None:
             is_checkpoint_step=lambda step: me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step,
         )  # fmt: skip
         if restore_point.fresh:
+            learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
                 learner.warm_start(_examples(me, tokenizer))
@@ -154,6 +155,7 @@ def _train(
     restore_point: restore.RestorePoint,
 ) -> None:  # fmt: skip
     """Train from the learner's state to the end of the run."""
+    learner.check_weights()
     publisher.publish_live(learner.number)
     if (meta := restore_point.uncommitted) is not None:
         me.uncommitted.restore(one for one in meta.earlier if one.number > restore_point.commit.number)
@@ -175,7 +177,12 @@ def _train(
             learner.add(part)
             if not part.last:
                 continue
-            metrics = learner.close()
+            try:
+                metrics = learner.close()
+            except Unrepairable:
+                with me.phase("checkpoint"):
+                    saver.finish()  # keeps the steps before this one, of which a checkpoint may not be due yet
+                raise
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.docs import make_release
+from rrl.tests.support import pythons
 from rrl.tests.support.runs import check_records
 
 ROOT = Path(__file__).parents[2]
@@ -71,11 +73,25 @@ def test_an_index_shows_links_classifiers_and_pictures(metadata: Message) -> Non
     links = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
     assert links["Repository"] == REPOSITORY
     assert all(link.startswith(REPOSITORY) for link in links.values())
-    assert "Programming Language :: Python :: 3.11" in metadata.get_all("Classifier", [])
+    named = "Programming Language :: Python :: "
+    shown = [each.removeprefix(named) for each in metadata.get_all("Classifier", []) if each.startswith(named)]
+    assert (shown, metadata["Requires-Python"]) == (["3.11", *pythons.VERSIONS], "<3.14,>=3.11")
     page = str(metadata.get_payload())
     assert f"]({REPOSITORY}/raw/v{make_release.version()}/docs/status.svg)" in page
     assert f"]({REPOSITORY}/blob/v{make_release.version()}/docs/job.md)" in page
     assert re.findall(r"\]\((?!https?:|#)[^)]*\)", page) == []
+
+
+@pytest.mark.parametrize("given", ["/nowhere/python3.13", "/bin/true"])
+def test_make_setup_without_a_python_that_rrl_supports_is_one_line(tmp_path: Path, given: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={given}"], cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.defpath}
+    )
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("make: ", "find: "))]
+    assert line.startswith(f"make setup needs Python 3.11, 3.12 or 3.13 with venv; {given} is no such Python: ")
+    assert (done.returncode, (tmp_path / ".venv").exists()) == (2, False)
 
 
 def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released() -> None:

@@ -22,6 +22,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, RestartAll
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import Follower, replay
@@ -306,6 +307,26 @@ def check_sound(run: RunDir) -> None:
         groups += in_parts if number not in audit["steps"] else []
     assert len(groups) == len(set(groups)), "a group was trained twice"
     assert max(map(int, audit["ages"]), default=0) <= audit["max_age"]
+    if outcome is Outcome.COMPLETED and _undisturbed(run):
+        assert _complaints(run) == []
+
+
+def _undisturbed(run: RunDir) -> bool:
+    """Return whether nothing happened to a run of which its processes may warn."""
+    events = [stamped.event for stamped in replay(run)]
+    decisions = [event.action for event in events if isinstance(event, ev.Decided)]
+    managers = sum(isinstance(event, ev.ManagerStarted) for event in events)
+    return managers == 1 and not any(
+        isinstance(one, Fence | RestartAll | Exclude | ev.FindingChanged | ev.FaultInjected | ev.FaultRequested)
+        for one in (*events, *decisions)
+    )
+
+
+def _complaints(run: RunDir) -> list[str]:
+    """Return the errors and warnings in the logs of a run and of its manager."""
+    files = [path for folder in (run.logs, run.submit) for path in folder.iterdir() if path.suffix != ".pkl"]
+    lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+    return [line for line in lines if re.search(r" (WARNING|ERROR|CRITICAL) |Traceback|never retrieved", line)]
 
 
 def check_records(run: RunDir) -> Outcome | None:

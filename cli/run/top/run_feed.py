@@ -14,7 +14,7 @@ from ....api.watching.manager_liveness import Liveness
 from ....api.watching.runs_watcher import RunsWatcher, WatchedRun
 from ....core.run_dir import RunDir
 from ....core.types import OperationFailed
-from ..status import RunFiles, storage_trouble, waiting_text
+from ..status import RunFiles, waiting_text
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two readings of the runs. A shorter interval is not needed, because times are shown in whole
@@ -33,13 +33,11 @@ class OpenedRun(NamedTuple):
     @classmethod
     def read(cls, watched: WatchedRun) -> OpenedRun:
         """Return a run with the present content of its files. Blocks on the file system."""
-        run, state, liveness = watched.run, watched.state, watched.liveness
+        run, state = watched.run, watched.state
         if state is None:
             waiting = watched.trouble or waiting_text(run, watched.start_failure)
             return cls(watched, waiting=waiting)
-        if state.outcome is None and not liveness.note and (trouble := storage_trouble(run)):
-            liveness = Liveness(trouble)
-        return cls(watched, liveness, RunFiles.read(run, state))
+        return cls(watched, watched.liveness, RunFiles.read(run, state))
 
 
 class Snapshot(NamedTuple):

@@ -177,7 +177,7 @@ class SlurmCluster:
         if unfinished:
             await self._cancel(*{job.leader if job.leader and self._is_pending(job) else job.id for job in unfinished})
         for job in self._jobs.get(tag, []):
-            self._known_nodes.difference_update(set(job.nodes) - self._nodes.drained)
+            self._known_nodes.difference_update(set(job.nodes) - self._nodes.drains)
 
     def _would_end_with(self, jobs: Sequence[text.Job]) -> list[str]:
         """Return the tags of unfinished allocations that would end if these jobs were cancelled."""
@@ -272,7 +272,7 @@ class SlurmCluster:
             await self._nodes.drain(node, reason)
         finally:
             self._changes += 1
-        self._known_nodes.add(node)
+            self._known_nodes |= self._nodes.drains
 
     async def undrain(self, node: NodeName, reason: str) -> None:
         """Remove this run's drain of a node."""

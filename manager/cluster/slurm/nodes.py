@@ -50,16 +50,17 @@ class SlurmNodes:
         self._reader, self._write = reader, write
         self._no_rights = ""
         """slurmctld's message if it has denied this user a drain; empty otherwise."""
-        self.drained: set[NodeName] = set()
-        """Nodes that this run has drained. They are polled even after they have left the run's allocations."""
+        self.drains: set[NodeName] = set()
+        """Nodes that this run has drained or wants to drain. They are polled even after they have left the run's
+        allocations, because a drain that was refused for the node's state may be possible later."""
 
     async def drain(self, node: NodeName, reason: str) -> None:
         """Drain a node with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.drain`."""
         if drain_owner(reason) is DrainOwner.OTHER:
             raise ValueError(f"the reason of a drain by rrl must begin with {RUN_PREFIX}: {reason!r}")
         before = await self._reader.node(node)
+        self.drains.add(node)
         if before.draining and _without_suffix(before.reason) == reason:
-            self.drained.add(node)
             return
         if before.set_aside:
             raise Refused(f"cannot drain {node}: it is {before.description}, and this run did not set this state")
@@ -77,7 +78,6 @@ class SlurmNodes:
             )
         if not after.draining:
             raise Unanswered(f"{node} is not drained although Slurm accepted the drain: it is {after.description}")
-        self.drained.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
         """Remove this run's drain with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.undrain`."""
@@ -88,7 +88,7 @@ class SlurmNodes:
             await self._reader.undrain(node)
             if (after := await self._reader.node(node)).draining and _without_suffix(after.reason) == reason:
                 raise Unanswered(f"Slurm accepted the undrain of {node}, but the node is still {after.description}")
-        self.drained.discard(node)
+        self.drains.discard(node)
 
     async def shrink(self, job: Job, nodes: Sequence[NodeName]) -> None:
         """Request that Slurm takes ``nodes`` from a job; the caller checks the result.

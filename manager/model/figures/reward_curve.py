@@ -5,6 +5,8 @@ After an outage the manager receives the reward of the newest step first, and th
 
 from __future__ import annotations
 
+from math import fsum
+
 from msgspec import Struct
 
 MAX_STEPS_PER_END = 10
@@ -42,12 +44,12 @@ class Rewards(Struct, frozen=True):
     @property
     def mean_first(self) -> float | None:
         """Return the mean reward of the first steps; None if none was reported."""
-        return sum(self.first.values()) / len(self.first) if self.first else None
+        return fsum(self.first.values()) / len(self.first) if self.first else None
 
     @property
     def mean_last(self) -> float | None:
         """Return the mean reward of the last steps; None if none was reported."""
-        return sum(self.last.values()) / len(self.last) if self.last else None
+        return fsum(self.last.values()) / len(self.last) if self.last else None
 
     @property
     def latest(self) -> float | None:

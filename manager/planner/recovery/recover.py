@@ -35,7 +35,7 @@ from .ladder import (
 )
 from .node_exclusion import DeferredExclusion, exclusions, limit_exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
-from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, scorer_fails
+from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, unrepairable
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
@@ -48,7 +48,7 @@ def recover(
 
     ``now`` is the manager's time (s).
     """
-    mistake = invalid_config(state) or scorer_fails(state) or command_missing(state, inventory) or no_fit_node(state)
+    mistake = invalid_config(state) or unrepairable(state) or command_missing(state, inventory) or no_fit_node(state)
     if mistake is not None:
         return [mistake], []
     excludes, deferred = limit_exclusions(state, exclusions(state, inventory), now)

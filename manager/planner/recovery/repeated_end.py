@@ -9,11 +9,12 @@ do not count:
 
 * an injected exception;
 * an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
-* an exception on a node that is excluded or has a failure of its own.
+* an exception on a node that is excluded or has a failure of its own, or whose gang has a member on such a node.
 
-Two kinds of exceptions are judged differently. If the role's code broke a rule of the worker API
-(``RaisedException.misuse``), the starts count even if the role has worked before. If the scorer failed for most groups
-(``RaisedException.dropped_groups``), the run ends at once.
+Two kinds of exceptions are judged differently. If the role's code broke a rule of the worker API, or a model with its
+newest weights returned values that are not finite (``RaisedException.counts_always``), the starts count even if the
+role has worked before. If rrl's code in the role knows that no start can help (``RaisedException.unrepairable``), the
+run ends at once: the scorer fails for most groups, or training diverged.
 
 **Returns.** The evidence is that ``recovery.first_start`` incarnations of a replica in a row exited with code 0 by
 themselves, each soon after its start (:func:`rrl.manager.model.queries.returned_early`). Their progress does not
@@ -33,13 +34,8 @@ def starts_with_same_exception(state: State, failed: Replica) -> int:
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
-    exception = _exception_of(state, failed)
-    if exception is None or exception.environmental or failed.fault:
-        return 0
-    if is_support(failed.id) or (has_worked(state, failed.role) and not exception.misuse):
-        return 0
-    node = state.nodes.get(failed.node) if failed.node is not None else None
-    if node is None or node.excluded is not None or node_finding(state, node.name) is not None:
+    exception = _exception_of_code(state, failed)
+    if exception is None or (has_worked(state, failed.role) and not exception.counts_always):
         return 0
     return 1 + sum(starts_ended_by(exception, member) for member in gang(state, failed.id))
 
@@ -49,10 +45,10 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
 
     ``failed`` is the replica that failed now.
     """
-    exception, starts = _exception_of(state, failed), starts_with_same_exception(state, failed)
+    exception, starts = _exception_of_code(state, failed), starts_with_same_exception(state, failed)
     if exception is None or starts < state.job.recovery.first_start:
         return ()
-    worked = "each before any work" if exception.misuse else f"and no replica of {failed.role} has done any work"
+    worked = "each before any work" if exception.counts_always else f"and no replica of {failed.role} has done any work"
     return f"{failed.id}: {exception}", f"this exception ended {starts} starts in a row, {worked}"
 
 
@@ -81,14 +77,13 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
     return returned, "its program returned: let it loop until me.stopping is set"
 
 
-def scorer_fails(state: State) -> Finish | None:
-    """Return the decision to end a run in which a reward replica ended because its scorer fails for most groups."""
+def unrepairable(state: State) -> Finish | None:
+    """Return the decision to end a run in which a process reported that every further start would end in this way."""
     for replica in workers(state):
-        exception = _exception_of(state, replica)
-        if exception is not None and exception.dropped_groups and not replica.fault:
-            dropped = f"scorer exceptions dropped {exception.dropped_groups} groups, including most of the newest ones"
-            needed = "a scorer that does not fail for most groups"
-            return failed_by_code(state, (f"{replica.id}: {exception}", dropped), "its traceback", needed)
+        exception = _exception_of_code(state, replica)
+        if exception is not None and exception.unrepairable is not None:
+            evidence = f"{replica.id}: {exception}", exception.unrepairable
+            return failed_by_code(state, evidence, "its traceback", "an exception that a start does not repeat")
     return None
 
 
@@ -108,7 +103,12 @@ def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> b
     return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in workers(state))
 
 
-def _exception_of(state: State, failed: Replica) -> RaisedException | None:
-    """Return the exception that ended the replica's current incarnation, if it reported one."""
-    finding = finding_about(state, failed.incarnation) if failed.is_current else None
-    return None if finding is None else finding.exception
+def _exception_of_code(state: State, failed: Replica) -> RaisedException | None:
+    """Return the exception that ended the replica's current incarnation; None if there is none that counts."""
+    finding = finding_about(state, failed.incarnation) if failed.is_current and not is_support(failed.id) else None
+    exception = None if finding is None else finding.exception
+    if exception is None or (exception.environmental and exception.unrepairable is None) or failed.fault:
+        return None
+    nodes = [state.nodes.get(member.node) for member in gang(state, failed.id) if member.node is not None]
+    sound = all(node is not None and node.excluded is None and node_finding(state, node.name) is None for node in nodes)
+    return exception if nodes and sound else None

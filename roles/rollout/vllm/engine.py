@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from ....core.types import Version
+from ...launcher.end_report import Diverged
 from ...models.policy import fitting
 from ...trajectories.types import Item, PathDigest, Segment
 from ..engine import Sampling, StepOutput
@@ -140,10 +141,7 @@ class VllmEngine:
             for token, logprobs in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 logprob = logprobs[token].logprob
                 if not math.isfinite(logprob):
-                    raise RuntimeError(
-                        f"the model with weights {self._version} returned the log-probability {logprob}:"
-                        " training may have diverged; this rollout ends and is restarted"
-                    )
+                    raise Diverged(self._version, f"the log-probability {logprob}")
                 self._tokens += 1
                 if (running := self._running.get(_trajectory(output.request_id))) is not None:
                     running.add(token, logprob, output.prompt_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.api.watching.manager_liveness import STALE_LEASES
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.processes import read_process
 from rrl.core.run_dir import write_atomically
@@ -19,6 +21,8 @@ from rrl.core.types import ReplicaId
 from rrl.manager.intake.user_commands import Command
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status
+from rrl.manager.storage.lease import RENEWALS_PER_TIMEOUT, LeaseHolder, holder
+from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.mounts import own_mounts
 from rrl.tests.support.runs import TIMEOUT_S, TestRun, all_work, check_sound, light_job, submit_here
 
@@ -62,6 +66,12 @@ def _faults() -> str:
         for kind, target, step, more in PLANNED
     ]
     return "[faults]\nallow = true\n" + "".join(tables)
+
+
+def _lease(run: TestRun) -> LeaseHolder:
+    found = holder(run.run)
+    assert found is not None
+    return found
 
 
 def _inject(run: TestRun, *words: str) -> tuple[int, str, str]:
@@ -161,12 +171,23 @@ def survives_a_full_disk(disk: Path) -> None:
 
 
 def is_cancelled_on_a_full_disk(disk: Path) -> None:
-    """Cancel a run on a disk that stays full until the run's end, so that only the run's own reserve can free space."""
+    """Cancel a run on a disk that stays full until the run's end, so that only the run's own reserve can free space.
+
+    Until then the manager says what it waits for, for longer than a lease without renewals would be patience.
+    """
     run = submit_here(disk, light_job("local", 100_000, spares=0, warm=False, one_node=True))
     run.wait_steps(2)
     with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         while filler.write(bytes(4096)):
             pass
+    patience = STALE_LEASES * RENEWALS_PER_TIMEOUT
+    wait_until(lambda: _lease(run).write_errno == errno.ENOSPC)
+    before = _lease(run).counter
+    wait_until(lambda: _lease(run).counter > before + patience)
+    status = run.call("status", run.run.id, "--json", stdout=subprocess.PIPE)
+    shown = json.loads(status.communicate(timeout=TIMEOUT_S)[0])
+    assert shown["note"].startswith("the run directory is full: "), shown["note"]
+    assert shown["standing"] in ("running", "recovering"), "a manager that waits was taken for none"
     cancel = run.call("cancel", run.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = cancel.communicate(timeout=TIMEOUT_S)
     assert cancel.returncode == 0, output

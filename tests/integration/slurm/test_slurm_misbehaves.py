@@ -6,7 +6,9 @@ The roles continue. The tests use a real Slurm; tests/support/slurm/fake_slurm_c
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -16,6 +18,7 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Release
 from rrl.tests.support.runs import (
+    TIMEOUT_S,
     TestRun,
     all_work,
     cancel,
@@ -87,10 +90,14 @@ def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLa
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
+        run.wait(lambda s: s.cluster_unknown != "")
+        with run.call("status", run.run.id, stdout=subprocess.PIPE) as status:
+            shown = status.communicate(timeout=TIMEOUT_S)[0]
+        assert re.search(r"cluster +no complete answer for \d+s \(", shown), shown
         time.sleep(max(0.0, began + OUTAGE_S - time.time()))
         outage_calls = len([at for at in fake.calls("squeue") if at > began])
     assert outage_calls <= 2 * calm_calls + 2, "Slurm is polled more often during the outage than before"
-    state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
+    state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s) and not s.cluster_unknown)
     kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept, "another replica was affected by the outage of Slurm"
     no_node_was_excluded(run)

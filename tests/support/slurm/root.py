@@ -97,8 +97,17 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _make(suite: str, root: Path) -> None:
+    unpack(suite, root, _PACKAGES)
+    programs_of(root).mkdir()
+    _use_own_libraries(root)
+    shutil.rmtree(root / "usr/share")
+    (root / "ready").write_text(_output_of([str(programs_of(root) / "slurmctld"), "-V"]))
+
+
+def unpack(suite: str, root: Path, packages: Sequence[str]) -> None:
+    """Unpack packages of a suite, and all that they need, into ``root``. Raises RuntimeError if that fails."""
     work = root / "work"
-    for folder in (work / "lists/partial", work / "archives/partial", programs_of(root)):
+    for folder in (work / "lists/partial", work / "archives/partial"):
         folder.mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):  # suites before trixie still ship files in the unmerged folders
         (root / "usr" / name).mkdir(parents=True)
@@ -108,13 +117,10 @@ def _make(suite: str, root: Path) -> None:
     (work / "apt.conf").write_text(_APT_CONF.format(work=work))
     apt = {"APT_CONFIG": str(work / "apt.conf"), "PATH": os.environ["PATH"]}
     _output_of(["apt-get", "update"], apt)
-    _output_of(["apt-get", "install", "--yes", "--download-only", *_PACKAGES], apt)
+    _output_of(["apt-get", "install", "--yes", "--download-only", *packages], apt)
     for package in sorted((work / "archives").glob("*.deb")):
         _unpack(package, root)
-    _use_own_libraries(root)
-    for needless in (work, root / "usr/share"):
-        shutil.rmtree(needless)
-    (root / "ready").write_text(_output_of([str(programs_of(root) / "slurmctld"), "-V"]))
+    shutil.rmtree(work)
 
 
 def _unpack(package: Path, root: Path) -> None:

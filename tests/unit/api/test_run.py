@@ -191,7 +191,7 @@ def test_run_without_a_manager_states_why_it_makes_no_progress(root: Path) -> No
     Story(RUN).works().written(root)
     state = rrl.run(RUN).state()
     assert (state.outcome, state.standing) == (None, "unattended")
-    assert state.why == f"no manager is running; the roles go on. Start one: rrl manage {RUN}"
+    assert state.why == f"no manager is running; the roles go on; start one: rrl manage {RUN}"
 
 
 def test_damaged_journal_raises_instead_of_returning_a_state(root: Path) -> None:

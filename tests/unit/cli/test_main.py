@@ -131,10 +131,10 @@ def test_the_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) ->
             ["inject", "x", "slow", "--amount", "half"],
             'rrl: --amount: must be a number, not "half"; see: rrl inject --help',
         ),
-        (["submit", "missing.toml"], "missing.toml: no such file"),
-        (["check", "."], '.: is a folder; name the file in it, for example "./job.toml"'),
-        (["submit", "x", "--set", "run"], "--set run: has no value; write for example --set run.steps=500"),
-        (["check", "run.steps=5"], "run.steps=5: no such file; to set a key, write --set run.steps=5"),
+        (["submit", "missing.toml"], "rrl: missing.toml: no such file"),
+        (["check", "."], 'rrl: .: is a folder; name the file in it, for example "./job.toml"'),
+        (["submit", "x", "--set", "run"], "rrl: --set run: has no value; write for example --set run.steps=500"),
+        (["check", "run.steps=5"], "rrl: run.steps=5: no such file; to set a key, write --set run.steps=5"),
         (["ps"], 'rrl: "ps" is not a command of rrl; write: rrl list'),
         (["config"], 'rrl: "config" is not a command of rrl; write: rrl check job.toml --defaults'),
         (["submit", "--dry-run", "x"], "rrl: --dry-run is not an option of rrl; write: rrl check job.toml"),
@@ -213,7 +213,7 @@ def test_status_of_a_finished_run_names_its_recoveries(root: Path, capsys: pytes
 def test_status_says_that_no_manager_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story().works().written(root)
     main.run(["status"])
-    assert f"no manager is running; the roles go on. Start one: rrl manage {run.id}" in capsys.readouterr().out
+    assert f"start one: rrl manage {run.id}" in capsys.readouterr().out
 
 
 def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pyte
     }  # fmt: skip
     assert shown["stream"]["parts"] is None
     assert shown["pace"]["seconds_per_step"] == 3
-    assert shown["pace"]["seconds_left"] == 3 * (40 - 13)
+    assert shown["pace"]["seconds_left"] is None, "a forecast for a run without a manager"
     assert shown["pace"]["weights_lag_steps"] == 1
 
 
@@ -378,8 +378,8 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
     assert main.run(["submit", job_toml]) == 2
     assert output_of(capsys) == (
         "",
-        f"{job_toml}:3: run.steps: must be at least 1, not 0\n"
-        f'{job_toml}:17: roles.rollout.replica: unknown key; did you mean "replicas"?\n',
+        f"rrl: {job_toml}:3: run.steps: must be at least 1, not 0\n"
+        f'rrl: {job_toml}:17: roles.rollout.replica: unknown key; did you mean "replicas"?\n',
     )
 
 
@@ -493,7 +493,7 @@ def test_exit_codes_and_streams_are_the_same_in_a_process_of_its_own(root: Path,
     good, bad, wrong = rrl("status"), rrl("status", "nope"), rrl("check", f"{job_toml}/x")
     assert (good.returncode, good.stderr) == (0, "")
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
-    assert (wrong.returncode, wrong.stderr) == (2, f"{job_toml}/x: cannot be read: Not a directory\n")
+    assert (wrong.returncode, wrong.stderr) == (2, f"rrl: {job_toml}/x: cannot be read: Not a directory\n")
     assert all(len(line) <= 100 and line == line.rstrip() for line in good.stdout.splitlines())
 
 

@@ -107,6 +107,31 @@ def test_node_lost_during_a_cluster_outage_is_replaced_once_afterwards() -> None
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
+def test_unreachable_cluster_is_recorded_once_with_its_beginning_and_its_end() -> None:
+    held: list[Outage] = []
+    site, _, _ = run_to_end(COMPLETES, out_at(2, crash=True, held=held))
+    (outage,) = held
+    first, second, *_ = during(outage)
+    (begun_at, begun), (over_at, over) = [
+        (s.at, s.event) for s in site.records if isinstance(s.event, ev.ClusterUnknown)
+    ]
+    assert (begun.why, over.why) == ("squeue: timed out", "")
+    assert begun_at - begun.since == pytest.approx(second - first, abs=0.5)
+    assert AWAY <= over.since - begun.since + LIMITS.poll <= AWAY + 2 * LIMITS.poll
+    assert over_at >= over.since
+
+
+def test_single_unanswered_poll_is_not_recorded() -> None:
+    def prepared(site: Site) -> None:
+        site.crash_at = -1
+        real, polls = site.observe, iter(range(10**6))
+        site.observe = lambda: ClusterSnapshot(None, None, None, "busy") if next(polls) % 2 else real()  # type: ignore[method-assign]
+
+    site, outcome, _ = run_to_end(COMPLETES, prepared)
+    assert outcome is Outcome.COMPLETED
+    assert not [s for s in site.records if isinstance(s.event, ev.ClusterUnknown)]
+
+
 def test_unreachable_cluster_is_polled_less_often() -> None:
     held: list[Outage] = []
     run_to_end(COMPLETES, out_at(2, crash=True, held=held))

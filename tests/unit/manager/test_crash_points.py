@@ -61,7 +61,7 @@ SPARSE_FIRST = 5
 
 ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
-    ev.GpuUseRecorded, ev.OutsideWaitChanged,
+    ev.GpuUseRecorded, ev.OutsideWaitChanged, ev.ClusterUnknown,
 }  # fmt: skip
 """Events that the scripts need not contain, because other events cause the same actions."""
 

@@ -59,7 +59,7 @@ def test_a_paced_learner_gets_the_same_weights_and_records_each_part() -> None:
     batch = harness.sampled_batch(
         harness.engine(plain), prompts, 0, 4, 5, 1, lambda _, tokens: (float(tokens[-1] == EOS), float(len(tokens)))
     )
-    plain.step(batch)
+    harness.step(plain, batch)
     slow.open(1)
     for part in harness.parts_of(batch, [1, 1]):
         slow.add(part)

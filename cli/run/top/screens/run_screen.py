@@ -19,7 +19,7 @@ from .....core.types import NodeName, ReplicaId, gang_of
 from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.replicas import REPLICA_COLUMNS
-from ....views.status import facts_view, failures_now, troubles_view
+from ....views.status import facts_view, failures_now, known_until, troubles_view
 from ..changes import CHANGES, ChangeKeys, ChangeRequested, drain_of, is_possible, restart_of
 from ..details import NODE_COLUMNS, node_rows, replica_rows
 from ..run_feed import OpenedRun, RunFeed, Snapshot
@@ -175,8 +175,11 @@ class RunScreen(Screen[None]):
     def _show_table(self, state: State, now: float) -> None:
         """Update the visible table."""
         table = self._table
-        replicas = table.id == "replica-table"
-        table.show(replica_rows(state, now, failures_now(state, now)) if replicas else node_rows(state, now))
+        if table.id == "node-table":
+            table.show(node_rows(state, now))
+            return
+        notes = (self._opened.liveness.note,) if self._opened is not None else ()
+        table.show(replica_rows(state, known_until(state, now, notes), failures_now(state, now)))
 
     def _show_missing(self, trouble: str) -> None:
         self._opened = None

@@ -15,6 +15,8 @@ from textual.widgets import DataTable, Input
 
 from .....core.text import escaped
 
+MIN_COLUMNS = 5
+"""Columns that a shortened text keeps."""
 SortKey = tuple[int, float, str]
 """A value of a column for sorting: a rank (rows without a value last), a number, a text."""
 
@@ -168,17 +170,31 @@ class ListTable(Vertical):
     def _add_columns(self) -> None:
         for index, name in enumerate(self._columns):
             mark = (" ▼" if self._reversed else " ▲") if index == self._sorted_by else ""
-            self._table.add_column(f"{name}{mark}", key=str(index), width=len(name) + len(mark))
+            label = Text(f"{name}{mark}", no_wrap=True, overflow="ellipsis")
+            self._table.add_column(label, key=str(index), width=label.cell_len)
+
+    def on_resize(self) -> None:
+        """Fit the columns into the new width."""
+        self._sort(self._sorted_by, reverse=self._reversed)
 
     def _fit_columns(self) -> None:
         """Make each column as wide as its heading and its cells.
 
+        If they do not fit the terminal, headings that are wider than their cells are shortened, then the widest column.
         A table of Textual 8 measures new rows itself, but only once it is idle. Lines that it has drawn earlier keep
         the old widths.
         """
-        for index, column in enumerate(self._table.ordered_columns):
-            widths = [row.cells[index].cell_len for row in self._shown.values()]
-            column.width = max(column.label.cell_len, *widths) if widths else column.label.cell_len
+        columns, shown = self._table.ordered_columns, self._shown.values()
+        cells = [max((row.cells[index].cell_len for row in shown), default=0) for index in range(len(columns))]
+        widths = [max(column.label.cell_len, width) for column, width in zip(columns, cells, strict=True)]
+        free = self._table.scrollable_content_region.width - sum(widths) - 2 * self._table.cell_padding * len(widths)
+        widest = max(range(len(widths)), key=cells.__getitem__)
+        for index in sorted(range(len(widths)), key=lambda one: cells[one] - widths[one]):
+            least = MIN_COLUMNS if index == widest else max(cells[index], MIN_COLUMNS)
+            given = max(0, min(-free, widths[index] - least))
+            widths[index], free = widths[index] - given, free + given
+        for column, width in zip(columns, widths, strict=True):
+            column.width = width
 
     def _selected_rows(self) -> list[TableRow]:
         """Return the rows that contain the text of the filter, in the order that the user has chosen."""
@@ -218,6 +234,5 @@ class ListTable(Vertical):
 
 
 def _safe(cell: Text) -> Text:
-    """Return a cell whose text cannot control the terminal."""
-    plain = escaped(cell.plain)
-    return cell if plain == cell.plain else Text(plain, cell.style)
+    """Return a cell whose text cannot control the terminal, and ends with … if it does not fit its column."""
+    return Text(escaped(cell.plain), cell.style, no_wrap=True, overflow="ellipsis")

@@ -87,6 +87,8 @@ def test_drain_by_another_user_stays_and_is_named(lab: SlurmLab) -> None:
         for node, reason in ((N1, "bad fan"), (N2, "bad disk"), (N3, "rrl:run-2:gpu: another run")):
             with pytest.raises(Refused, match=reason):
                 await slurm.drain(node, REASON)
+        polled = (await slurm.observe()).nodes or {}
+        assert [polled[node].detail for node in (N1, N2, N3)] == before, "nobody would see that they are back"
         await slurm.undrain(N1, REASON)  # it is not drained
         for node in (N2, N3):
             with pytest.raises(Refused, match="did not set that drain"):

@@ -13,7 +13,7 @@ from rrl.core.types import Incarnation
 from rrl.roles.models.policy import build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import CommittedState
+from rrl.roles.trajectories.types import CommittedState, StoredMetrics
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.roles.trainer.stage import GANG, VOCABULARY, Stage
@@ -22,10 +22,11 @@ KILLED = -9
 
 
 class End(Struct):
-    """The last commit of a run: all tensors, and the extra state of each member."""
+    """The last commit of a run: all tensors, the extra state of each member, and the metrics of all steps but times."""
 
     tensors: dict[str, Tensor]
     rest: list[bytes]
+    metrics: list[dict[str, float]] = []
 
     def __eq__(self, other: object) -> bool:
         """Return whether the two ends are equal bit for bit."""
@@ -45,7 +46,13 @@ def end_of(stage: Stage) -> End:
     student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
     Checkpoints(stage.lab.run).read(state.manifest, student)
     folder = stage.lab.run.path / state.manifest["folder"]
-    return End(student.tensors(), [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)])
+    metrics = stage.store.metrics(Incarnation(GANG, 1000), 0)
+    assert isinstance(metrics, StoredMetrics)
+    learned = [
+        {name: value for name, value in step.metrics.items() if not name.endswith("_s")} for step in metrics.commits
+    ]
+    rest = [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)]
+    return End(student.tensors(), rest, learned)
 
 
 async def undisturbed(path: Path, processes: ForkServerContext, world: int, steps: int, **trainer: Any) -> End:

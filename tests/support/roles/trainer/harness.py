@@ -125,6 +125,13 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
     return made
 
 
+def step(student: Learner, batch: Batch) -> dict[str, float]:
+    """Train on ``batch`` as a step of a single part, and return its metrics."""
+    student.open(batch.number)
+    student.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
+    return student.close()
+
+
 def step_in_parts(student: Learner, batch: Batch, sizes: Sequence[int]) -> dict[str, float]:
     """Train one step in parts with these numbers of groups, and return its metrics."""
     student.open(batch.number)
@@ -149,6 +156,6 @@ def learn(
         these = [prompt(first + place) for place in range(prompts)]
         waiting.append(sampled_batch(rollout, these, first, group_size, max_new, number, score))
         if len(waiting) > lag:
-            yield student.step(waiting.popleft())
+            yield step(student, waiting.popleft())
         if student.number == steps:
             return

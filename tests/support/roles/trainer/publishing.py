@@ -162,7 +162,7 @@ def compare(rank: int, world: int, folder: str, dtype: str, batches: Sequence[Ba
     publisher.publish_live(0)
     note(0)
     for batch in batches:
-        student.step(batch)
+        harness.step(student, batch)
         saver.save(batch.digest, {})
         note(batch.number)
     saver.finish()

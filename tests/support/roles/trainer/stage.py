@@ -40,6 +40,8 @@ END_TIMEOUT_S = 120.0
 GANG = ReplicaId("trainer/0")
 VOCABULARY = 13
 _GROUP, _PER_BATCH, _MAX_NEW = 3, 3, 3
+_RATES = {"learning_rate": 1e-3, "entropy": 0.02, "warm_start_learning_rate": 3e-3}
+"""The rates of any model; with the default rates of a model in a folder, two steps would move no weight in bfloat16."""
 _STORE = crew.incarnation_of("trajectories/0")
 _ROLLOUT, _REWARD = crew.incarnation_of("rollout/0"), crew.incarnation_of("reward/0")
 
@@ -98,7 +100,7 @@ class Stage:
         self.lab = Lab(path)
         self.world, self.steps, self._gpus = world, steps, gpus
         self._processes = processes
-        settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
+        settings = {**_RATES, "ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
         self.job = _job(steps, model or _BUILT, settings, stream)
         self._stream = stream
         write_atomically(self.lab.run.run_spec, msgspec.json.encode(self.job))

@@ -11,10 +11,14 @@ import msgspec
 import pytest
 
 from rrl.api.watching.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
+from rrl.api.watching.run_state import listed_states
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Outcome
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job
+from rrl.manager.model.actions import Finish, Why
+from rrl.manager.model.events import Decided
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 
@@ -77,9 +81,17 @@ def test_run_without_any_slurm_job_is_interrupted_with_the_command_to_continue()
     assert (found.standing, found.advice) == (INTERRUPTED, f"rrl manage {RUN} goes on from step 12")
 
 
+@pytest.mark.parametrize("slurm", [None, SlurmJobs(), SlurmJobs((job("pool"),))], ids=["local", "no job", "nodes"])
+def test_run_whose_end_was_decided_does_not_go_on(slurm: SlurmJobs | None) -> None:
+    story = Story(RUN, job=job_view(cluster="slurm")).works()
+    story.record(Decided(Finish(Outcome.FAILED, Why(("the trainer failed",)))))
+    assert f"; the run was ending (failed); rrl manage {RUN} ends it" in str(judge(story.recorded(), GONE, slurm))
+    assert "go on" not in str(judge(story.recorded(), GONE, slurm))
+
+
 def test_run_with_nodes_and_no_manager_job_is_unattended() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"),)))
-    assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
+    assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on; start one: rrl manage {RUN}")
 
 
 def test_job_of_another_run_with_the_same_name_prefix_does_not_count() -> None:
@@ -108,11 +120,18 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert main.run(["status"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{RUN}  ● unattended   step 12/40")
-    assert f"manager     no manager is running; the roles go on. Start one: rrl manage {RUN}" in shown
+    assert "manager     no manager is running; the roles go on\n" in shown
+    assert f"\n            start one: rrl manage {RUN}\n" in shown, "the command is not on a line of its own"
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["standing"] == UNATTENDED
     assert main.run(["list"]) == 0
     assert "unattended" in capsys.readouterr().out
+
+
+def test_time_that_a_run_took_ends_with_its_last_record_while_no_manager_works(root: Path) -> None:
+    story = Story(RUN).works()
+    (listed,) = listed_states([story.written(root)])
+    assert listed.run_seconds == round(story.recorded().run_seconds(story.recorded().at), 2)
 
 
 def test_manager_liveness_is_unknown_if_slurm_does_not_answer() -> None:

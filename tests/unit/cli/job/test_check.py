@@ -335,6 +335,46 @@ def test_model_missing_on_this_machine_is_refused_only_if_the_roles_run_here(
     ]
 
 
+_LARGE = b'{"a": {"dtype": "BF16", "shape": [40000, 25000], "data_offsets": [0, 0]}}'
+"""Header of a safetensors file with a billion weights."""
+
+
+@pytest.mark.parametrize(
+    ("header", "keys", "doubted"),
+    [
+        (b"{}", "", []),
+        (b"{}", "learning_rate = 1e-4", []),
+        (b"{}", "learning_rate = 1.1e-4", ["learning_rate = 0.00011 probably destroys what a model has learned; write"
+         " 0.0001 or less"]),
+        (_LARGE, "learning_rate = 1e-5", []),
+        (_LARGE, "learning_rate = 1.1e-5", ["learning_rate = 1.1e-05 probably destroys what a model of 1.0B weights has"
+         " learned; write 1e-05 or less"]),
+        (_LARGE, "warm_start_steps = 9", []),
+        (b"{}", "warm_start_steps = 9\nwarm_start_learning_rate = 1e-3", ["warm_start_learning_rate = 0.001 probably"
+         " destroys what a model has learned; write 0.0001 or less"]),
+        (None, "learning_rate = 1e-3", ["learning_rate = 0.001 probably destroys what a model has learned; write 0.0001"
+         " or less"]),
+        (None, "learning_rate = 2e-5", []),
+        (b"{}", 'learning_rate = 0.1\ncommand = ["true"]', []),
+    ],
+)  # fmt: skip
+def test_rate_that_destroys_a_trained_model_is_a_warning_and_an_unknown_size_is_none(
+    site: Site, capsys: pytest.CaptureFixture[str], header: bytes | None, keys: str, doubted: list[str]
+) -> None:
+    """Without a header this machine does not have the model. A trainer of the user may use the rate in another way."""
+    if header is not None:
+        folder = model_folders.make(site.job.parent / "m", 128)
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        other = len(_LARGE).to_bytes(8, "little") + _LARGE
+        (folder / "consolidated.safetensors").write_bytes(other)  # another form of the same weights, which is not read
+    site.slurm().job.write_text(
+        _with_model().replace('kind = "local"', 'kind = "slurm"') + f"[roles.trainer]\n{keys}\n"
+    )
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    doubts = [doubt for doubt in doubts_in(capsys.readouterr().out) if "probably destroys" in doubt]
+    assert doubts == [f"roles.trainer.{text}" for text in doubted]
+
+
 @pytest.mark.parametrize(
     ("extra", "warned"),
     [
@@ -428,11 +468,11 @@ def test_check_merges_files_and_settings_and_names_the_one_that_is_wrong(
     job = json.loads(capsys.readouterr().out)["job"]
     assert (job["roles"]["trainer"]["learning_rate"], job["roles"]["rollout"]["replicas"]) == (1e-6, 3)
     assert main.run([*files, "--set", "roles.trainer.lerning_rate=1e-6"]) == 2
-    reported = '--set roles.trainer.lerning_rate=1e-6: unknown key; did you mean "learning_rate"?\n'
+    reported = 'rrl: --set roles.trainer.lerning_rate=1e-6: unknown key; did you mean "learning_rate"?\n'
     assert capsys.readouterr().err == reported
     more.write_text("[roles.rollout]\nreplicsa = 3\n")
     assert main.run(files) == 2
-    assert capsys.readouterr().err == f'{more}:2: roles.rollout.replicsa: unknown key; did you mean "replicas"?\n'
+    assert capsys.readouterr().err == f'rrl: {more}:2: roles.rollout.replicsa: unknown key; did you mean "replicas"?\n'
 
 
 def test_a_key_that_only_slurm_rejects_is_reported_with_its_setting(

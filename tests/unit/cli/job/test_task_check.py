@@ -419,4 +419,4 @@ def test_a_file_that_is_not_here_is_refused_only_where_the_roles_run_here(
 def test_a_key_without_effect_on_a_file_is_refused(checked: Checked, key: str, complaint: str) -> None:
     job = FILE_JOB.replace('file = "prompts.jsonl"', f'file = "prompts.jsonl"\n{key}')
     assert checked.run(job=job) == 2
-    assert checked.err == f"{checked.folder / 'job.toml'}:{FILE_LINE + 1}: {complaint}\n"
+    assert checked.err == f"rrl: {checked.folder / 'job.toml'}:{FILE_LINE + 1}: {complaint}\n"

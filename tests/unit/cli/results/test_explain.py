@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rrl.api.runs import read_state
 from rrl.cli import main
 from rrl.cli.views.explanation import explanation_view
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
@@ -34,7 +35,7 @@ from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, is_repair
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.explained import INSIDE_WORDS, assert_explained
-from rrl.tests.support.cli.story import Story
+from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.manager.jobs import (
     ROLLOUTS,
@@ -320,7 +321,9 @@ def test_command_prints_all_decisions_in_order(run: RunDir, capsys: pytest.Captu
     parts = ("request 5 nodes", "replace rollout/0#1 on n3", "replace trainer/0#1 on n2")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert text.endswith("rollout/1#2 is the second start of rollout/1.\n")
+    assert text.endswith("rollout/0#2 is start number 2 of rollout/0.\n")
+    once = shown(capsys, "rollout/1")
+    assert "is start number" not in once, "the hint is about a start that is not shown"
 
 
 def test_a_replica_selects_its_own_decisions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +346,16 @@ def test_a_number_selects_a_training_step(run: RunDir, capsys: pytest.CaptureFix
     assert ("replace", "rollout/0#1 on n3") in decided(capsys, "2")
     assert ("replace", "trainer/0#1 on n2") in decided(capsys, "3")
     assert ("replace", "rollout/0#1 on n3") not in decided(capsys, "3")
-    assert "has decided nothing in step 99 yet" in shown(capsys, "99")
+    state = read_state(run)
+    assert state is not None
+    text = f"{RUN}: its manager has decided nothing in step 99; the run is at step {state.step}"
+    assert shown(capsys, "99") == f"{text}\n"
+
+
+def test_step_beyond_the_end_of_a_run_is_not_expected_to_come(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    completed("done-1").written(run.path.parent)
+    assert main.run(["explain", "done-1", "4000"]) == 0
+    assert capsys.readouterr().out.endswith("decided nothing in step 4000; the run ended at step 12\n")
 
 
 def test_an_unknown_name_is_refused_in_one_line_with_the_names_that_exist(

@@ -16,6 +16,7 @@ from rrl.cli import main
 from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.text import span
 from rrl.core.types import Outcome
 from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
 from rrl.manager.reporting.accounting.run_report import Account, account
@@ -199,6 +200,15 @@ def test_page_has_lanes_marks_losses_and_curves() -> None:
     assert "trainer/0 ×2" in text
     assert "killed by signal 9" in text
     assert "strict ETTR" in text
+
+
+def test_each_curve_has_a_time_axis_from_the_begin_of_the_run_to_its_end() -> None:
+    report = accounted(interrupted()).report()
+    figures = page([report]).split("<figure")[1:]
+    assert len(figures) > 2
+    for figure in figures:
+        ticks = re.findall(r'<i style="left: ([\d.]+)%">([^<]+)</i>', figure.partition("</figure>")[0])
+        assert (ticks[0], ticks[-1]) == (("0.0", "0s"), ("100.0", span(report.until - report.began)))
 
 
 def test_all_shapes_lie_within_their_drawings() -> None:

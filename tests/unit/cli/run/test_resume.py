@@ -204,8 +204,8 @@ def test_walltime_too_short_for_a_role_is_refused(ended: Ended, capsys: pytest.C
     spec = JOB.replace("steps = 10", "steps = 40").replace('"local"', '"slurm"\nform = "replica"')
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
-        f'{ended.run.job_toml}:19: roles.rollout.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or'
-        " raise the walltime of the run\n"
+        f'rrl: {ended.run.job_toml}:19: roles.rollout.walltime: "2h" is more than [cluster] walltime = "1h"; lower it'
+        " or raise the walltime of the run\n"
     )
 
 
@@ -229,7 +229,7 @@ def test_a_setting_replaces_a_key_of_the_runs_own_job(ended: Ended, capsys: pyte
     assert ended.refuses(capsys, "--set", "run.seed=3") == (
         f"rrl: --set run.seed=3: is different in {RUN}; to change it start a new run\n"
     )
-    wrong = '--set roles.rollout.replicsa=3: unknown key; did you mean "replicas"?\n'
+    wrong = 'rrl: --set roles.rollout.replicsa=3: unknown key; did you mean "replicas"?\n'
     assert ended.refuses(capsys, "--set", "roles.rollout.replicsa=3") == wrong
     assert main.run(["resume", RUN, "--set", "roles.rollout.replicas=3", "--steps", "50"]) == 0
     job = load_job(ended.run.job_toml)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rrl.api.runs import summary_of
 from rrl.api.watching.run_state import RunState, standing
+from rrl.cli.common.output import show
 from rrl.cli.views.formatting import bar, curve, folded, resampled, stage
 from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
@@ -112,7 +113,7 @@ def test_note_about_the_manager_replaces_its_line() -> None:
     assert "manager     silent for 40 s" in text
     assert "            job 7 waits" in text
     assert "epoch" not in text
-    note = "no manager is running; the roles go on. Start one: rrl manage quickstart-1123-035950-e6eb"
+    note = "no manager is running; the roles go on; start one: rrl manage quickstart-1123-035950-e6eb"
     assert note in " ".join(drawn(status_view(story.recorded(), story.now, 80, [note]), 80).split())
 
 
@@ -143,8 +144,11 @@ def test_nodes_kept_after_the_end_of_the_run_are_shown() -> None:
 
 def test_one_line_summary_names_the_replicas_that_do_not_work() -> None:
     story = just_lost().fences("rollout/0")
-    assert one_line(story.recorded(), story.now, silent=True) == (
-        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
+    assert one_line(story.recorded(), story.now, "silent for 40 s", "unattended") == (
+        "small-1120-064114: unattended, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
+    )
+    assert one_line(story.recorded(), story.now, "the run directory is full: …") == (
+        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, the run directory is full: …"
     )
 
 
@@ -188,6 +192,18 @@ def test_suggested_next_steps_match_the_outcome(outcome: str, commands: list[str
     assert (shown[0][:6], "step 12" in shown[0]) == ("next  ", True)
     without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, ""), 80)
     assert ("export" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
+
+
+def test_suggested_commands_can_be_copied_from_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    run, program = "quickstart-1128-143413-f227", "rrl/.venv/bin/rrl"
+    show(next_steps_view({"run": run, "outcome": "completed", "steps": 300}, 300, "", program))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[6:].split("  ")[0] for line in lines] == [
+        f"{program} logs {run}", f"{program} resume {run} --steps 600", f"{program} list"
+    ]  # fmt: skip
 
 
 def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:

@@ -122,6 +122,10 @@ WRONG: list[tuple[str, str, str]] = [
      " would have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
     ("[task]", "[roles.trainer]\ncheckpoint_every = 2\n[eval]\nevery = 1\n[task]", "job.toml:15: eval.every: step 1 would"
      " have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
+    ("[task]", "[roles.trainer]\ndual_clip = 1.2\n[task]",
+     "job.toml:13: roles.trainer.dual_clip: 1.2 is not more than 1 + clip = 1.2; raise it, or lower clip"),
+    ("[task]", "[roles.trainer]\nclip = 2.5\n[task]",
+     "job.toml:12: roles.trainer.dual_clip: 3 is not more than 1 + clip = 3.5; raise it, or lower clip"),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
     ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"

@@ -11,6 +11,7 @@ from rrl.config.job.load import resolved
 from rrl.config.job.render import as_toml
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
+from rrl.core.run_spec import TrainerSettings
 from rrl.core.units import duration_text, seconds, size, size_text
 from rrl.tests.support.job_toml import JOB
 
@@ -56,6 +57,27 @@ def test_every_default_is_written() -> None:
     wanted = 'walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", "breaker = 0.2"
     for line in (*wanted, "staleness = 4", 'late = "wait"', "stream = false", "window = 1"):
         assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "expected"),
+    [
+        ({"tokenizer": {"pieces": "01"}}, {}, (1e-3, 0.02, 3e-3)),
+        ({"path": "/m"}, {}, (1e-6, 0.0, 1e-5)),
+        ({"path": "/m"}, {"learning_rate": 3e-5, "entropy": 0.01}, (3e-5, 0.01, 1e-5)),
+    ],
+)
+def test_defaults_of_the_learning_depend_on_the_model_wherever_they_are_read(
+    model: dict[str, Any], trainer: dict[str, float], expected: tuple[float, ...]
+) -> None:
+    before = job(model=model, roles={"trainer": trainer})
+    written = Job.model_validate(tomllib.loads(as_toml(before))).roles.trainer
+    read = resolve(before, "python").trainer
+    for one in (written, read):
+        assert (one.learning_rate, one.entropy, one.warm_start_learning_rate) == expected
+    shown = resolved(before)["roles"]["trainer"]
+    assert (shown["learning_rate"], shown["entropy"], shown["warm_start_learning_rate"]) == expected
+    assert resolve(job(), "python").trainer == TrainerSettings(), "the defaults of a trained model have replaced others"
 
 
 _TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=8)

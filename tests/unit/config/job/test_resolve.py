@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from rrl.config.job.resolve import resolve
+from rrl.config.job.resolve import resolve, with_dependent_defaults
 from rrl.config.job.roles import RewardRole, RolloutRole, TrainerRole
 from rrl.config.job.schema import Job, ModelTable, SamplingTable, TaskTable, TransportTable
 from rrl.core import run_spec
@@ -35,7 +35,11 @@ def spec(text: str = "") -> RunSpec:
 @pytest.mark.parametrize(("table", "struct"), TABLES)
 def test_typed_table_has_fields_and_defaults_of_job_toml(table: type[BaseModel], struct: type[msgspec.Struct]) -> None:
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
-    expected = {name: table.model_fields[name].default for name in defaults}
+    dependent = with_dependent_defaults(Job.model_validate(tomllib.loads(JOB))).roles.trainer
+    expected = {
+        name: getattr(dependent, name) if table is TrainerRole else table.model_fields[name].default
+        for name in defaults
+    }
     containers = [name for name, value in expected.items() if value == {}]  # the struct has a default factory
     assert {name: value for name, value in defaults.items() if name not in containers} == {
         name: value for name, value in expected.items() if name not in containers

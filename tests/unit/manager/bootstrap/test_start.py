@@ -72,6 +72,25 @@ def test_manager_that_raised_is_started_again(
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
+def test_manager_that_nobody_waits_for_waits_for_space_however_long(
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))] * 20
+
+    async def run_once(run: RunDir, foreground: bool) -> Outcome:
+        if ends:
+            raise ends.pop()
+        return Outcome.COMPLETED
+
+    monkeypatch.setattr(start, "_run", run_once)
+    monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
+    run = start.create(job, resolve(job, "python"), source)
+    assert start.run_manager(run) == "completed"
+    ends.append(OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    with pytest.raises(OSError, match="Read-only"):
+        start.run_manager(run, by_hand=True)
+
+
 @pytest.mark.parametrize(("error", "starts"), [(LeaseHeld("another is running"), 1), (ZeroDivisionError(), 4)])
 def test_manager_retries_are_limited_and_end_if_another_holds_the_lease(
     job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, starts: int

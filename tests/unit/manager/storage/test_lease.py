@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.run_dir import RunDir, write_atomically
+from rrl.core.run_dir import RunDir
 from rrl.manager.storage import lease as lease_module
-from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseLost, holder
+from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseHolder, LeaseLost, holder
 from rrl.tests.support.manager import virtual
 
 TIMEOUT_S = 10.0
@@ -211,15 +211,43 @@ def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeyp
     async def renew() -> None:
         first = await Lease.acquire(run, TIMEOUT_S)
 
-        def slow(path: Path, data: bytes) -> None:
-            (run.epochs / "000002").touch()
-            write_atomically(path, data)
+        write = lease_module._write
 
-        monkeypatch.setattr(lease_module, "write_atomically", slow)
+        def slow(path: Path, holder: LeaseHolder) -> None:
+            (run.epochs / "000002").touch()
+            write(path, holder)
+
+        monkeypatch.setattr(lease_module, "_write", slow)
         with pytest.raises(LeaseLost):
             first.renew()
 
     virtual.run(renew())
+
+
+def test_renewal_needs_no_space_and_says_that_the_journal_cannot_be_written(run: RunDir) -> None:
+    async def renew() -> None:
+        lease, file = await Lease.acquire(run, TIMEOUT_S), run.epochs / "000001"
+        before = file.stat()
+        for number in (errno.EDQUOT, 0):
+            lease.write_errno = number
+            lease.renew()
+            assert (holder(run) or LeaseHolder("", 0, 0)).write_errno == number
+        lease.release()
+        assert ((after := file.stat()).st_ino, after.st_size) == (before.st_ino, before.st_size)
+        assert holder(run) is None
+
+    virtual.run(renew())
+
+
+def test_claim_that_cannot_be_written_leaves_no_epoch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            acquire(run)
+    assert acquire(run).epoch == 1
 
 
 class Storage:

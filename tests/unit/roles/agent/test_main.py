@@ -142,6 +142,34 @@ def test_stop_request_ends_the_agent_and_no_other_process(tmp_path: Path) -> Non
         asyncio.run(story(at))
 
 
+def test_agent_that_stops_while_steps_end_logs_nothing(tmp_path: Path) -> None:
+    """One step ends before the agent's loop begins to end, and one while the loop waits for a thread."""
+    go_on = tmp_path / "go_on"
+    patch = (
+        "import time; from pathlib import Path; from rrl.roles.agent import main as a; real = a.sweep;"
+        f" wait = lambda: Path({str(go_on)!r}).exists() or (time.sleep(0.05), wait())[1];"
+        " a.sweep = lambda find, timeout: (wait(), real(find, timeout))[1]"
+    )
+
+    async def story(at: Lab) -> None:
+        async with node(at, patch) as lab_node:
+            first, _ = await lab_node.step(*SLEEP, replica="rollout/0")
+            second, _ = await lab_node.step(*SLEEP, replica="rollout/1")
+            await lab_node.wait_for_steps(first, second)
+            os.kill(first_of(at, first).pid, signal.SIGKILL)
+            await lab_node.wait_for_steps(second)
+            await lab_node.manager.send(lab_node.launch.incarnation, Stop(lab_node.launch.incarnation, 1.0, "done"))
+            await lab_node.manager.wait_for(StepExit)
+            os.kill(first_of(at, second).pid, signal.SIGKILL)
+            await eventually(lambda: not any(p.module for p in at.processes(second)))
+            go_on.touch()
+            assert await at.end_of(lab_node.agent) == 0
+        assert (at.run.logs / f"{lab_node.launch.tag}.first.log").read_text() == ""
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_unmounted_run_directory_does_not_count_as_removed(tmp_path: Path) -> None:
     device = os.stat(tmp_path).st_dev
     assert _removed(tmp_path / "runs" / "run-1", device)

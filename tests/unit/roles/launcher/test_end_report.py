@@ -14,8 +14,15 @@ import pytest
 import rrl
 from rrl.core.launch import LAUNCH_ENV, Launch, Raised, read_end_report
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Incarnation, NodeName, RaisedException, ReplicaId
-from rrl.roles.launcher.end_report import Misuse, ScorerFails, described, report_uncaught_exceptions
+from rrl.core.types import Incarnation, NodeName, RaisedException, ReplicaId, Version
+from rrl.roles.launcher.end_report import (
+    Diverged,
+    Misuse,
+    ScorerFails,
+    Unrepairable,
+    described,
+    report_uncaught_exceptions,
+)
 from rrl.roles.models.tokenizer import open_tokenizer
 
 
@@ -105,6 +112,18 @@ def test_errors_of_storage_network_and_memory_are_environmental(error: Exception
     assert caught(_raise(error)).environmental is environmental
 
 
+def test_full_disk_is_named_although_a_library_raises_another_error() -> None:
+    def save() -> None:
+        try:
+            Path("/dev/full").write_text("a checkpoint")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    exception = caught(save)
+    assert exception.environmental
+    assert exception.message == "[Errno 28] No space left on device (unexpected pos 704 vs 598)"
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [("httpx", "TransportError"), ("urllib3.exceptions", "HTTPError"), ("aiohttp.client_exceptions", "ClientError")],
@@ -137,24 +156,40 @@ def reported(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return report.exception
 
 
-def test_report_of_a_scorer_that_fails_is_its_exception_with_the_number_of_groups(
+def test_report_of_a_scorer_that_fails_is_its_exception_and_why_no_start_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised = caught(program(tmp_path, "[][0]"), tmp_path)
     got = reported(ScorerFails(raised, 17), tmp_path, monkeypatch)
-    assert (str(got), got.dropped_groups) == ("IndexError: list index out of range (rollout.py:1)", 17)
+    assert str(got) == "IndexError: list index out of range (rollout.py:1)"
+    assert got.unrepairable == "scorer exceptions dropped 17 groups, including most of the newest ones"
+
+
+def test_report_of_an_end_that_no_start_repairs_says_why_and_names_no_class_of_rrl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = reported(Unrepairable("step 3: loss nan", "lower the learning rate"), tmp_path, monkeypatch)
+    assert (got.type, got.message, got.unrepairable) == ("RuntimeError", "step 3: loss nan", "lower the learning rate")
 
 
 def test_report_of_a_broken_rule_of_the_worker_api_is_marked_and_names_no_class_of_rrl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got = reported(Misuse("offset 0, expected 2"), tmp_path, monkeypatch)
-    assert (got.type, got.message, got.misuse) == ("ValueError", "offset 0, expected 2", True)
+    assert (got.type, got.message, got.counts_always) == ("ValueError", "offset 0, expected 2", True)
+
+
+def test_report_of_values_that_are_not_finite_is_marked_and_names_no_class_of_rrl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = reported(Diverged(Version(3, 1), "NaN or infinite logits"), tmp_path, monkeypatch)
+    expected = "the model with weights v3.1 returned NaN or infinite logits: training may have diverged"
+    assert (got.type, got.message, got.counts_always) == ("RuntimeError", expected, True)
 
 
 def test_report_of_any_other_exception_has_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got = reported(ValueError("mine"), tmp_path, monkeypatch)
-    assert (got.dropped_groups, got.misuse) == (0, False)
+    assert (got.unrepairable, got.counts_always) == (None, False)
 
 
 def test_message_is_one_short_line_and_may_be_missing() -> None:

@@ -89,6 +89,21 @@ def test_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
+def test_exit_record_that_cannot_be_written_is_named_beside_the_last_line(tmp_path: Path) -> None:
+    """A program whose checkpoint does not fit on the disk may end with a text that does not say so."""
+
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch("sh", "-c", "echo unexpected pos 704; exit 1")
+            at.run.exit_file(launch.tag).mkdir()
+            assert await at.end_of(at.start(launch)) == 1
+            report = await manager.wait_for(StepExit)
+            assert report.last_line == "unexpected pos 704 (its exit record cannot be written: Is a directory)"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def python_role(at: Lab, folder: Path, *lines: str) -> Launch:
     """Write a program of these lines, and a launch file that starts it as a role which may join the run."""
     job = resolve(Job.model_validate(JOB), "python")

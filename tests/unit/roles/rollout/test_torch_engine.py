@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.roles.launcher.end_report import Diverged
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Sampling
@@ -56,7 +57,7 @@ def test_recorded_logprobs_are_the_trainers_for_prompts_and_prefixes_of_any_leng
         whole = harness.join(Item(item.trajectory, item.group, item.prompt + prefix), fresh)
         assert len(whole.tokens) > 0
         trajectories.append(whole)
-    assert student.step(Batch(1, (), "", tuple(trajectories)))["drift"] < 1e-5
+    assert harness.step(student, Batch(1, (), "", tuple(trajectories)))["drift"] < 1e-5
     exact = _alone(harness.learner(), [(each.prompt, each.tokens) for each in trajectories])
     for expected, each in zip(exact, trajectories, strict=True):
         assert _difference(expected, each.logprobs).max() < 1e-4
@@ -271,6 +272,19 @@ def test_probe_fails_with_weights_that_give_nan_logits() -> None:
     engine.load(Version(1, 1), broken.items())
     with pytest.raises(RuntimeError, match=r"v1\.1 returned NaN or infinite logits"):
         engine.probe()
+
+
+def test_step_whose_logits_are_not_finite_names_the_weights_and_not_torchs_sampler() -> None:
+    """The probe reads token 0 only, which these weights compute well."""
+    engine = _endless()
+    weights = harness.learner().weights()
+    broken = weights["model.embed_tokens.weight"].clone()
+    broken[1:] = torch.nan
+    engine.load(Version(3, 1), (weights | {"model.embed_tokens.weight": broken}).items())
+    engine.probe()
+    engine.add([_item(0)])
+    with pytest.raises(Diverged, match=r"the model with weights v3\.1 returned NaN or infinite logits"):
+        engine.step()
 
 
 def test_all_tensors_of_the_engine_are_on_the_device_of_the_model() -> None:

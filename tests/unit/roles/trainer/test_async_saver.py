@@ -26,6 +26,7 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
 from rrl.roles.trajectories.types import TrainedStep
 from rrl.roles.worker.connection import Stopping
+from rrl.roles.worker.status import external_waits
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.tests.support.roles.trainer import harness
@@ -270,10 +271,14 @@ def test_full_disk_is_waited_out_and_another_error_is_raised(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)
-    troubles = [errno.ENOSPC, errno.ENOSPC]
+    monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
+    monkeypatch.setattr(saver_module, "_ATTEMPTS_PER_WAIT", 2)
+    troubles, awaited, began = [errno.ENOSPC] * 4, list[str](), set[float]()
     real = os.fsync
 
     def fsync(fd: int) -> None:
+        awaited.append(external_waits.awaited_service())
+        began.add(external_waits._waiting_since)
         if troubles:
             number = troubles.pop()
             raise OSError(number, os.strerror(number))
@@ -283,8 +288,11 @@ def test_full_disk_is_waited_out_and_another_error_is_raised(
     scene.me.may_commit.set()
     scene.save(1)
     scene.save(2)
-    assert caplog.text.count("No space left on device; trying again") == 2
+    assert caplog.text.count("No space left on device; trying again") == 4
+    assert len(began) == 4, "the wait was not begun anew with every second attempt"
     wait_until(lambda: len(scene.me.commits) == 2)
+    assert (awaited[0], external_waits.awaited_service()) == ("", "")
+    assert any(text.endswith("[Errno 28] No space left on device") for text in awaited), "status names no wait"
     troubles.append(errno.EIO)
     scene.save(3)
     with pytest.raises(OSError, match="Input/output error"):

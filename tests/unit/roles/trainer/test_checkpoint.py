@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from rrl.core.run_dir import RunDir
 from rrl.roles.checkpoints.folders import DamagedCheckpoint, describe, fresh_folder, verified
@@ -16,6 +18,16 @@ from rrl.roles.trainer.learner import Learner
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
+
+
+class _AlmostFull(io.FileIO):
+    """A file on a disk with 700 free bytes."""
+
+    def write(self, data: Any) -> int:
+        self.written = getattr(self, "written", 0) + len(data)
+        if self.written > 700:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
 
 
 @pytest.fixture
@@ -107,6 +119,17 @@ def test_write_error_is_returned_and_a_full_disk_is_distinguished(
         assert (written.files, written.disk_full) == ({}, full)
         assert os.strerror(number) in written.trouble
         assert folder.name in written.trouble
+
+
+def test_full_disk_is_recognised_behind_the_error_of_torchs_archive_writer(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch replaces the error of the disk by "unexpected pos 704 vs 598"."""
+    monkeypatch.setattr(FileSystem, "create_stream", lambda *_: _AlmostFull("/dev/null", "wb"))
+    student, folder = _learner(1), fresh_folder(run_dir.checkpoints, 1, 1)
+    written = Checkpoints(run_dir).write(folder, student.tensors(), student.tensors(), student.extra_state())
+    assert (written.files, written.disk_full) == ({}, True)
+    assert "No space left on device" in written.trouble
 
 
 def test_checkpoint_never_overwrites_another_one(run_dir: RunDir) -> None:

@@ -37,7 +37,27 @@ def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkSer
 
 def test_two_members_reach_the_weights_of_one_process(undisturbed_end: Undisturbed) -> None:
     async def story() -> None:
-        assert (await undisturbed_end(1, 3)).distance(await undisturbed_end(2, 3)) < 1e-5
+        one, two = await undisturbed_end(1, 3), await undisturbed_end(2, 3)
+        assert one.distance(two) < 1e-5
+        assert len(one.metrics) == 3
+        for expected, got in zip(one.metrics, two.metrics, strict=True):
+            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+    asyncio.run(story())
+
+
+def test_gang_that_diverges_keeps_the_last_good_step_and_every_member_says_what_was_observed(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    """A rate of 1e39 is infinite in float32: the weights of step 1 are not finite, and step 1 is not published."""
+
+    async def story() -> None:
+        async with Stage(tmp_path, processes, world=2, steps=3, learning_rate=1e39).open() as stage:
+            assert await stage.live() == [1, 1], stage.logs()
+            assert stage.committed is None
+            assert [version.step for version in stage.versions] == [0]
+            for rank in range(2):
+                assert "a weight is not finite after step 1: loss " in stage.log(1, rank), stage.logs()
 
     asyncio.run(story())
 

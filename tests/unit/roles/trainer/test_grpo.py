@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rrl.core.run_spec import TrainerSettings
 from rrl.roles.trainer.losses import group_advantages, grpo_loss
 
 pytestmark = pytest.mark.torch
@@ -15,11 +16,21 @@ def _advantages(rewards: list[float], groups: list[int], floor: float = 0.1) -> 
     return group_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), floor).tolist()
 
 
+_SETTINGS = TrainerSettings(clip=0.2, dual_clip=3.0, entropy=0.5, kl=0.5)
+
+
 def _loss(
     new: Tensor, old: Tensor, gain: list[float], mask: Tensor | None = None, entropy: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
     mask = torch.ones_like(new) if mask is None else mask
-    return grpo_loss(new, old, torch.tensor(gain), mask, 0.2, torch.full_like(new, entropy), 0.5)
+    return grpo_loss(new, old, torch.tensor(gain), mask, torch.full_like(new, entropy), _SETTINGS)
+
+
+def _gradient(new: Tensor, old: Tensor, gain: list[float]) -> Tensor:
+    leaf = new.clone().requires_grad_()
+    _loss(leaf, old, gain)[0].backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def test_advantage_depends_on_its_own_group_only() -> None:
@@ -43,7 +54,7 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     assert new.grad.tolist() == [[-1.5, -1.5]]  # -advantage / tokens
-    assert stats == {"drift": 0.0, "clipped": 0.0}
+    assert stats == {"drift": 0.0, "clipped": 0.0, "dual_clipped": 0.0, "ratio_max": 1.0}
 
 
 def test_gradient_of_a_token_above_the_clip_range_is_zero() -> None:
@@ -56,12 +67,52 @@ def test_gradient_of_a_token_above_the_clip_range_is_zero() -> None:
     assert stats["drift"] == 0.5
 
 
-def test_gradient_of_a_token_with_negative_advantage_is_not_clipped_from_above() -> None:
-    new = torch.tensor([[-1.0]], requires_grad=True)
-    loss, _ = _loss(new, torch.tensor([[-2.0]]), [-1.0])
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert new.grad is not None
-    assert new.grad.item() == pytest.approx(math.e)
+def test_ratio_of_a_token_with_negative_advantage_is_clipped_at_the_dual_clip_only() -> None:
+    """At A = -2 and the ratios 0.5, e, 4, 1, the terms are 0.8 A (clipped below), e A, 3 A (dual clip) and A."""
+    old = torch.tensor([[-1 - math.log(0.5), -2.0, -1 - math.log(4), -1.0]])
+    loss, stats = _loss(torch.full((1, 4), -1.0), old, [-2.0])
+    assert loss.item() == pytest.approx(2 * (0.8 + math.e + 3 + 1) / 4)
+    assert _gradient(torch.full((1, 4), -1.0), old, [-2.0]).tolist() == [pytest.approx([0, 2 * math.e / 4, 0, 2 / 4])]
+    assert (stats["dual_clipped"], stats["clipped"]) == (0.25, 0.75)
+    assert stats["ratio_max"] == pytest.approx(4)
+
+
+def test_loss_and_gradient_are_those_of_the_published_dual_clip() -> None:
+    """Ye et al., as verl writes it: minimum and maximum of the products with the advantage."""
+    dice = torch.Generator().manual_seed(3)
+    new, old = (-6 * torch.rand(40, 25, generator=dice) for _ in range(2))
+    advantage = torch.randn(40, generator=dice)[:, None]
+    leaf = new.clone().requires_grad_()
+    ratio = (leaf - old).exp()
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    expected = -torch.where(advantage < 0, torch.maximum(clipped, 3 * advantage), clipped).mean()
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    gains = advantage[:, 0].tolist()
+    loss, stats = _loss(new, old, gains)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(_gradient(new, old, gains), leaf.grad, rtol=1e-5, atol=1e-9)
+    assert stats["dual_clipped"] == pytest.approx(((ratio > 3) & (advantage < 0)).float().mean().item())
+
+
+def test_a_token_that_the_sampler_thought_8_nats_less_likely_does_not_outweigh_799_others() -> None:
+    """Without the dual clip, the token has e^8 / (e^8 + 799) = 79 % of the gradient."""
+    new = torch.full((1, 800), -1.0)
+    old = new.clone()
+    old[0, 17] = -9.0
+    gradient = _gradient(new, old, [-1.0])[0]
+    assert gradient[17] == 0
+    assert gradient.sum().item() == pytest.approx(799 / 800)
+    assert _loss(new, old, [-1.0])[1]["ratio_max"] == pytest.approx(math.exp(8), rel=1e-5)
+
+
+@pytest.mark.parametrize("gain", [1.0, -1.0])
+@pytest.mark.parametrize("old", [-1000.0, -math.inf])
+def test_ratio_that_overflows_spoils_neither_the_gradient_nor_the_statistics(old: float, gain: float) -> None:
+    new = torch.tensor([[-1.0, -1.0]])
+    gradient = _gradient(new, torch.tensor([[old, -1.0]]), [gain])
+    assert gradient.tolist() == [[0.0, -gain / 2]]
+    assert all(map(math.isfinite, _loss(new, torch.tensor([[old, -1.0]]), [gain])[1].values()))
 
 
 def test_padding_of_any_value_changes_neither_loss_nor_gradient() -> None:
@@ -90,7 +141,7 @@ def test_kl_is_the_non_negative_estimate_of_each_token() -> None:
     new = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     reference, mask = torch.tensor([[-1.0, -1.0, math.inf]]), torch.tensor([[True, True, False]])
     loss, stats = grpo_loss(
-        new, new.detach(), torch.tensor([0.0]), mask, 0.2, torch.zeros_like(new), 0.0, reference=reference, kl_coef=0.5
+        new, new.detach(), torch.zeros(1), mask, torch.zeros_like(new), _SETTINGS, reference=reference
     )
     assert stats["kl"] == pytest.approx((0 + math.e - 1 - 1) / 2)  # pi_ref / pi - log(pi_ref / pi) - 1
     assert loss.item() == pytest.approx(0.5 * stats["kl"])
@@ -98,3 +149,12 @@ def test_kl_is_the_non_negative_estimate_of_each_token() -> None:
     assert new.grad is not None
     assert new.grad.tolist() == [pytest.approx([0.0, 0.5 * (1 - math.e) / 2, 0.0])]
     assert "kl" not in _loss(new, new.detach(), [0.0])[1]
+
+
+def test_divergence_that_overflows_does_not_spoil_the_gradient_of_other_tokens() -> None:
+    new = torch.tensor([[-1000.0, -2.0]], requires_grad=True)
+    ones, reference = torch.ones_like(new), torch.tensor([[-1.0, -1.0]])
+    loss, _ = grpo_loss(new, new.detach(), torch.zeros(1), ones, ones, _SETTINGS, reference=reference)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert new.grad.tolist() == [pytest.approx([0.0, 0.5 * (1 - math.e) / 2])]

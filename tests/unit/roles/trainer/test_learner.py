@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rrl.core.types import Version
+from rrl.roles.launcher.end_report import Unrepairable
 from rrl.roles.models.policy import build_model, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
@@ -72,16 +73,16 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
     batches = []
     for number in range(1, 4):
         batches.append(_batch(number, undisturbed))
-        undisturbed.step(batches[-1])
+        harness.step(undisturbed, batches[-1])
     saved = harness.saved(undisturbed)
     batches += [_batch(number, undisturbed) for number in (4, 5)]
-    expected = [undisturbed.step(batch) for batch in batches[3:]]
+    expected = [harness.step(undisturbed, batch) for batch in batches[3:]]
 
     restored = harness.learner(seed=2)
-    restored.step(batches[0])  # its optimizer now has a history, which the restore must replace
+    harness.step(restored, batches[0])  # its optimizer now has a history, which the restore must replace
     harness.restore(restored, saved)
     assert restored.number == 3
-    assert [restored.step(batch) for batch in batches[3:]] == expected
+    assert [harness.step(restored, batch) for batch in batches[3:]] == expected
     assert _same(restored.tensors(), undisturbed.tensors())
     assert restored.extra_state() == undisturbed.extra_state()
 
@@ -106,7 +107,7 @@ def test_every_random_generator_is_restored() -> None:
 def test_state_has_the_same_shape_before_and_after_the_first_step() -> None:
     student = harness.learner()
     before = Layout(student.tensors())
-    student.step(_batch(1, student))
+    harness.step(student, _batch(1, student))
     after = Layout(student.tensors())
     assert (after.digest, after.nbytes) == (before.digest, before.nbytes)
     assert Layout(harness.learner(vocabulary=14).tensors()).digest != before.digest
@@ -151,16 +152,16 @@ def test_same_seed_builds_the_same_model_and_keeps_the_random_state() -> None:
 def test_a_batch_of_another_step_is_refused() -> None:
     student = harness.learner()
     batch = _batch(1, student)
-    student.step(batch)
+    harness.step(student, batch)
     with pytest.raises(ValueError, match="cannot open step 1 of the learner: the next step is 2"):
-        student.step(batch)
+        harness.step(student, batch)
 
 
 def test_order_and_padding_of_trajectories_do_not_change_the_update() -> None:
     batch = _batch(1, harness.learner())
     turned = msgspec.structs.replace(batch, trajectories=batch.trajectories[::-1])
     one, other = harness.learner(), harness.learner()
-    assert one.step(batch) == pytest.approx(other.step(turned), rel=1e-4, abs=1e-6)
+    assert harness.step(one, batch) == pytest.approx(harness.step(other, turned), rel=1e-4, abs=1e-6)
 
 
 def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
@@ -171,19 +172,20 @@ def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
         Trajectory(0, 0, (2,), (3, 1), (-1.0, -1.0), (old, new), reward=1.0, training=1.5),
         Trajectory(1, 0, (2,), (4, 4), (-1.0, -1.0), (new, new), reward=0.0, training=0.5),
     ))  # fmt: skip
-    metrics = student.step(batch)
+    metrics = harness.step(student, batch)
     assert metrics["reward"] == 0.5
     assert metrics["training_reward"] == 1.0
     assert metrics["tokens"] == 4
     assert metrics["staleness"] == 0.5
-    assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "tokens", "staleness"}
+    assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "dual_clipped", "ratio_max",
+                              "tokens", "staleness"}  # fmt: skip
 
 
 def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:
     student = harness.learner()
     before = {name: tensor.clone() for name, tensor in student.weights().items()}
     empty = tuple(Trajectory(n, 0, (2, 3), (), (), (), reward=0.0, training=float(n)) for n in range(2))
-    metrics = student.step(Batch(1, (0,), "", empty))
+    metrics = harness.step(student, Batch(1, (0,), "", empty))
     assert (metrics["tokens"], metrics["staleness"], metrics["loss"], metrics["drift"]) == (0.0, 0.0, 0.0, 0.0)
     assert student.number == 1
     assert _same(student.weights(), before)
@@ -194,10 +196,30 @@ def test_gradient_that_is_not_finite_raises_before_it_changes_the_weights() -> N
     batch = _batch(1, student)
     before = {name: tensor.clone() for name, tensor in student.weights().items()}
     spoiled = msgspec.structs.replace(batch.trajectories[0], training=float("nan"))
-    with pytest.raises(RuntimeError, match="non-finite"):
-        student.step(msgspec.structs.replace(batch, trajectories=(spoiled, *batch.trajectories[1:])))
+    observed = "the gradient is not finite in step 1: loss nan, gradient norm nan, learning rate 0.001"
+    with pytest.raises(Unrepairable, match=observed):
+        harness.step(student, msgspec.structs.replace(batch, trajectories=(spoiled, *batch.trajectories[1:])))
     assert _same(student.weights(), before)
     assert student.number == 0
+
+
+def test_step_or_warm_start_whose_weights_are_not_finite_raises_and_is_not_complete() -> None:
+    observed = r": loss -?[0-9.e-]+, gradient norm [0-9.]+, learning rate 1e\+39"
+    student = harness.learner(learning_rate=1e39, warm_start_learning_rate=1e39)
+    batch = _batch(1, student)
+    with pytest.raises(Unrepairable, match="a weight is not finite after step 1" + observed):
+        harness.step(student, batch)
+    assert student.number == 0
+    with pytest.raises(Unrepairable, match="a weight is not finite after warm start" + observed):
+        harness.learner(warm_start_learning_rate=1e39).warm_start([[_example(0)]])
+
+
+def test_loaded_weights_that_are_not_finite_are_refused() -> None:
+    student = harness.learner()
+    student.check_weights()
+    student.weights()["model.norm.weight"][3] = torch.inf
+    with pytest.raises(Unrepairable, match="a weight is not finite after loading"):
+        student.check_weights()
 
 
 def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
@@ -248,7 +270,7 @@ def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(si
     for name, gradient in expected.items():
         assert torch.allclose(got[name], gradient, rtol=1e-6, atol=1e-6), name
     batch = _batch(2, harness.learner(seed=3))
-    assert parts.step(batch) == pytest.approx(whole.step(batch), rel=1e-4, abs=1e-5)
+    assert harness.step(parts, batch) == pytest.approx(harness.step(whole, batch), rel=1e-4, abs=1e-5)
 
 
 def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> None:
@@ -277,7 +299,7 @@ def test_answer_without_tokens_has_no_effect_on_the_loss() -> None:
     whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch=1)
     for student in (whole, parts):
         student.reference = build_model(harness.SMALL, 13, seed=7)
-    expected, metrics_reported = whole.step(batch), parts.step(batch)
+    expected, metrics_reported = harness.step(whole, batch), harness.step(parts, batch)
     assert metrics_reported.keys() == expected.keys()
     for name, value in expected.items():
         assert metrics_reported[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -289,20 +311,20 @@ def test_kl_term_keeps_the_policy_near_its_reference() -> None:
         student = harness.learner(seed=1, kl=kl, learning_rate=2e-3, entropy=0.0)
         student.reference = harness.learner(seed=1).model.requires_grad_(False)
         batch = _batch(1, student)
-        first = student.step(batch)
+        first = harness.step(student, batch)
         assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)  # the policy still equals the reference
         for number in range(2, 12):
-            student.step(msgspec.structs.replace(batch, number=number))
+            harness.step(student, msgspec.structs.replace(batch, number=number))
         meter = harness.learner(seed=1, kl=1e-9)
         meter.reference, meter.model = student.reference, student.model
-        drifted.append(meter.step(batch)["kl"])
+        drifted.append(harness.step(meter, batch)["kl"])
     assert drifted[1] < drifted[0] / 3
 
 
 def test_kl_term_without_a_reference_model_is_refused_before_the_first_step() -> None:
     student = harness.learner(kl=0.1)
-    with pytest.raises(RuntimeError, match="this run has no reference model"):
-        student.step(_batch(1, student))
+    with pytest.raises(Unrepairable, match="this run was started with kl = 0 and has no reference model"):
+        harness.step(student, _batch(1, student))
     assert student.number == 0
 
 
@@ -338,7 +360,7 @@ def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]
     if changes.get("kl"):
         student.reference = harness.learner(seed=5).model.requires_grad_(False)
     if kind == "batch":
-        return student, [student.step(batch) for batch in _batches()]
+        return student, [harness.step(student, batch) for batch in _batches()]
     return student, [harness.step_in_parts(student, batch, _cuts(batch.number, kind)) for batch in _batches()]
 
 
@@ -467,7 +489,7 @@ def _episode(*samples: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, 
 
 def _learned(*trajectories: Trajectory) -> tuple[Learner, dict[str, float]]:
     student = harness.learner()
-    return student, student.step(Batch(1, (0,), "", trajectories))
+    return student, harness.step(student, Batch(1, (0,), "", trajectories))
 
 
 def _gradient_distance(one: Learner, other: Learner) -> float:

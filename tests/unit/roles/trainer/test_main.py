@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ModelSpec, RunSpec, TaskSpec, TokenizerSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import describe, fresh_folder
+from rrl.roles.launcher.end_report import Unrepairable
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tensors import PackedTensor, unpack
 from rrl.roles.models.tokenizer import EOS, open_tokenizer
@@ -328,6 +330,20 @@ def test_trainer_that_is_stopped_between_two_checkpoints_commits_its_last_step(
     worker = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}, 3), _batches()[:2])
     assert sorted(worker.commits) == [2]
     assert len(worker.metrics) == 2
+
+
+def test_trainer_that_diverges_between_two_checkpoints_commits_the_last_good_step_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second, third, _ = _batches()
+    spoiled = msgspec.structs.replace(third.trajectories[0], training=float("nan"))
+    third = msgspec.structs.replace(third, trajectories=(spoiled, *third.trajectories[1:]))
+    worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}, 4)
+    with pytest.raises(Unrepairable, match="the gradient is not finite in step 3: loss nan"):
+        _train(monkeypatch, worker, [first, second, third])
+    assert sorted(worker.commits) == [2]
+    assert [version.version.step for version in worker.published][-1] == 2
+    assert all(np.isfinite(np.frombuffer(version.flat, np.float32)).all() for version in worker.published)
 
 
 def test_snapshot_of_a_step_between_two_checkpoints_is_continued_and_committed_with_the_steps_before_it(

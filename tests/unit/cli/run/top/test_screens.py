@@ -88,6 +88,21 @@ def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
     play(scene, now)
 
 
+@pytest.mark.parametrize(
+    "run", ["quickstart-1128-143413-f227", f"{'long' * 12}-1128-143413-f227"], ids=["usual", "long"]
+)
+def test_columns_fit_a_terminal_of_80_columns_and_use_a_wider_one(root: Path, run: str) -> None:
+    managed(completed(run).written(root))
+
+    async def scene(top: Top) -> None:
+        shown = await top.shows("started", "49s ago", run[:12])
+        assert max(map(len, shown.splitlines())) <= 80
+        await top.pilot.resize_terminal(120, 24)
+        await top.shows("recoveries", "started", run)
+
+    play(scene, completed(run).now + 1)
+
+
 def test_click_on_a_heading_sorts_and_a_second_one_reverses(root: Path) -> None:
     now = three_runs(root)
 

@@ -210,6 +210,20 @@ def test_refused_drain_leaves_the_node_excluded_and_is_requested_once() -> None:
     assert w.node_of(R0) != node
 
 
+def test_drain_refused_while_the_node_was_down_is_tried_again_once_it_is_back() -> None:
+    w = world(may=False)
+    node = w.node_of(R0)
+    w.exclude(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DOWN, "DOWN: rebooted")))
+    assert w.state.nodes[node].drain_error, "the error is gone although nothing has changed"
+    w.may = True
+    w.happen(ev.NodeChanged(node, NodeStatus(NodeState.UP, "IDLE")))
+    w.wait(5.0)
+    assert w.state.nodes[node].drain_error == ""
+    assert w.drains[node].startswith(f"rrl:{RUN}:")
+
+
 # ── releases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_excluded_pool_node_is_released_once_drained_while_the_others_stay() -> None:
     w = world()

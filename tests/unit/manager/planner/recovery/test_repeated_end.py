@@ -95,13 +95,13 @@ def test_role_with_a_spent_budget_is_started_again_by_the_restart_of_the_run() -
     assert (world.works(), world.decided(Finish)) == (True, [])
 
 
-def test_scorer_that_fails_for_most_groups_ends_the_run_at_once_although_its_role_has_worked() -> None:
+@pytest.mark.parametrize("replica", [REWARD, TRAINER])
+def test_exception_that_no_start_repairs_ends_the_run_at_once_although_its_role_has_worked(replica: ReplicaId) -> None:
     world = World(job()).steady()
-    work(world, REWARD)
-    raise_in(world, REWARD, msgspec.structs.replace(MISTAKE, dropped_groups=17))
-    first, second, _ = end(world).why.evidence
-    assert first == f"reward/0: {TEXT}"
-    assert second == "scorer exceptions dropped 17 groups, including most of the newest ones"
+    work(world, replica)
+    world.commit(1)
+    raise_in(world, replica, msgspec.structs.replace(MISTAKE, unrepairable="the rate is too high", environmental=True))
+    assert end(world).why.evidence[:2] == (f"{replica}: {TEXT}", "the rate is too high")
     world.play()
     assert max(world.incarnations().values()) == 1
     assert_nothing_is_left(world, Outcome.FAILED)
@@ -112,7 +112,7 @@ def test_broken_rule_of_the_worker_api_ends_the_run_within_three_starts_of_a_rol
     work(world, R0)
     for _ in range(3):
         assert world.decided(Finish) == []
-        raise_in(world, R0, msgspec.structs.replace(MISTAKE, misuse=True))
+        raise_in(world, R0, msgspec.structs.replace(MISTAKE, counts_always=True))
         world.play(lambda: world.works() or world.over)
     first, second, _ = end(world).why.evidence
     assert (first, second) == (f"rollout/0: {TEXT}", "this exception ended 3 starts in a row, each before any work")
@@ -192,6 +192,18 @@ def test_exception_on_a_node_with_a_failure_of_its_own_is_the_nodes() -> None:
     world.record(ev.FindingChanged(on_node))
     raise_in(world, R0)
     assert world.decided(Finish) == []
+
+
+def test_gradient_that_is_not_finite_is_repaired_if_the_node_of_any_member_has_failed() -> None:
+    """Every member reports such a gradient; a GPU of one of them may have computed it."""
+    world = World(gang_job(2, 1, rollouts=1, spares=1)).steady()
+    failing, reporting = member_id(TRAINER, 1), member_id(TRAINER, 0)
+    finding = found(world.state.replica(failing).incarnation, "xid", world.now).finding
+    on_node = msgspec.structs.replace(finding, incarnation=None, node=world.node_of(failing), flags=(Flag.OBSERVED,))
+    world.record(ev.FindingChanged(on_node))
+    raise_in(world, reporting, msgspec.structs.replace(MISTAKE, unrepairable="the rate is too high"))
+    assert world.decided(Finish) == []
+    world.steady()
 
 
 def test_exceptions_of_the_role_before_a_resume_do_not_count() -> None:
