@@ -1,4 +1,4 @@
-"""The manager's decisions in order, each explained: a fold of the run's events. Pure.
+"""The manager's decisions in order, each explained, and losses of the manager: a fold of the run's events. Pure.
 
 An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the lower
 rungs would have needed, the expected effect with its deadline, and whether this effect occurred (``expectations``).
@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ....core.text import span
 from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
 from ...model import events as ev
 from ...model.actions import (  # fmt: skip
@@ -29,19 +30,28 @@ from ...model.actions import (  # fmt: skip
     Shrink,
     StopStep,
     Undrain,
+    Why,
 )
-from .expectations import Expectations, Result
+from .expectations import Arrival, Expectations, Result
+
+
+class Takeover(Struct, frozen=True):
+    """The loss of a manager, which the first record of the next one shows: an entry among the decisions."""
+
+    lost: int
+    """Epoch of the lost manager."""
+    why: Why
 
 
 class Explanation(Struct):
-    """One decision of the manager, with everything that is known about it. Times are the manager's (s)."""
+    """One decision of the manager, or its loss, with everything that is known about it. Times are the manager's (s)."""
 
     seq: int
     """Number of the record in the journal."""
     at: float
     step: int
     """Training step that was in progress, or the last step; 0 in a run without training."""
-    action: Action
+    action: Action | Takeover
     node: NodeName = NodeName("")
     """Node that the decision is about. For a decision about a process, the node on which this process was launched.
     Empty if the decision is not about a single node or process, or if the process was never launched."""
@@ -68,7 +78,7 @@ class Explanation(Struct):
             yield action.fault.target
 
 
-def incarnations_of(action: Action) -> tuple[Incarnation, ...]:
+def incarnations_of(action: Action | Takeover) -> tuple[Incarnation, ...]:
     """Return the incarnations that a decision is about; for a restart of the whole run, all that it fences."""
     if isinstance(action, Launch):
         return (action.incarnation,) if action.standby is None else (action.incarnation, action.standby)
@@ -110,6 +120,8 @@ class _Explainer:
         """FAIL findings that have not cleared, by key."""
         self._committed = self._steps = 0
         """Newest committed training step, and the number of steps of the job."""
+        self._previous: ev.Stamped | None = None
+        """The record before the one that is applied."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         """Add the explanation of a decision, or what an event shows about earlier decisions."""
@@ -117,6 +129,7 @@ class _Explainer:
         if handler is not None:
             handler(self, stamped, stamped.event)
         self._expectations.apply(stamped)
+        self._previous = stamped
 
     def finished(self) -> list[Explanation]:
         """Return all explanations; an expectation without a result is open."""
@@ -125,6 +138,16 @@ class _Explainer:
 
     def _on_started(self, stamped: ev.Stamped, event: ev.RunStarted | ev.Resumed) -> None:
         self._steps = event.job.steps
+
+    def _on_manager_started(self, stamped: ev.Stamped, event: ev.ManagerStarted) -> None:
+        last = self._previous
+        if last is None or isinstance(last.event, ev.RunStarted | ev.ManagerStopped | ev.RunEnded):
+            return
+        evidence = f"it recorded nothing more, and no end, for {span(stamped.at - last.at)}"
+        takeover = Takeover(last.epoch, Why((evidence,), expects="another manager takes over"))
+        result = Result(Arrival.CAME, stamped.at, f"manager {stamped.epoch} on {event.host}")
+        step = min(self._committed + 1, self._steps)
+        self._explanations.append(Explanation(stamped.seq, last.at, step, takeover, result=result))
 
     def _on_committed(self, stamped: ev.Stamped, event: ev.StepCommitted) -> None:
         self._committed = max(self._committed, event.step)
@@ -177,6 +200,7 @@ class _Explainer:
 _HANDLERS: dict[type, Callable[[_Explainer, ev.Stamped, Any], None]] = {
     ev.RunStarted: _Explainer._on_started,
     ev.Resumed: _Explainer._on_started,
+    ev.ManagerStarted: _Explainer._on_manager_started,
     ev.StepCommitted: _Explainer._on_committed,
     ev.Decided: _Explainer._on_decision,
     ev.Intended: _Explainer._on_decision,
@@ -184,7 +208,7 @@ _HANDLERS: dict[type, Callable[[_Explainer, ev.Stamped, Any], None]] = {
 }
 
 
-def is_repair(action: Action) -> bool:
+def is_repair(action: Action | Takeover) -> bool:
     """Return whether a decision is more than routine: False only for the launch and the stop of a step."""
     return not isinstance(action, Launch | StopStep)
 
@@ -204,11 +228,12 @@ _WORDS: dict[type, str] = {
     Readmit: "use again",
     RestartAll: "restart the whole run",
     Finish: "end the run",
+    Takeover: "take over from",
 }
 """Description of each action, for users."""
 
 
-def words_of(action: Action) -> str:
+def words_of(action: Action | Takeover) -> str:
     """Return what a decision does, for example ``stop using``, without what it is about (:func:`subject_of`)."""
     if isinstance(action, Launch) and action.standby is not None:
         return "promote"
@@ -243,5 +268,7 @@ def subject_of(explanation: Explanation) -> str:
             return f"after the failure of {action.failed}" if action.failed is not None else ""
         case Finish():
             return f"as {action.outcome.value}"
+        case Takeover():
+            return f"manager {action.lost}"
         case _:
             return node

@@ -16,7 +16,7 @@ from rrl.cli.views.explanation import explanation_view
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import Recovery
-from rrl.core.types import AGENT, NodeName, ReplicaId
+from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId
 from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
@@ -32,7 +32,7 @@ from rrl.manager.model.actions import (
     Why,
 )
 from rrl.manager.reporting.decisions.expectations import Arrival
-from rrl.manager.reporting.decisions.explanations import Explanation, explain, is_repair
+from rrl.manager.reporting.decisions.explanations import Explanation, Takeover, explain, is_repair
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.explained import INSIDE_WORDS, assert_explained
 from rrl.tests.support.cli.story import Story, completed
@@ -225,6 +225,22 @@ def test_restart_that_fails_before_it_joins_is_explained_as_missed() -> None:
     first, second = results(world, Fence)
     assert first == (Arrival.MISSED, "rollout/0#2 was stopped before it joined")
     assert second[0] is Arrival.OPEN
+
+
+def test_loss_of_a_manager_is_shown_once_another_one_took_over() -> None:
+    story = Story("small-7").works().wait(12)
+    story.epoch = 2
+    story.record(ev.ManagerStarted("login2", 9))
+    (takeover,) = [one for one in assert_explained(story.stamped, ()) if isinstance(one.action, Takeover)]
+    text = " ".join(drawn(explanation_view([takeover], grouped=True), 100).split())
+    assert "take over from manager 1 because it recorded nothing more, and no end, for 12s" in text
+    assert "expected another manager takes over: came after 12.00s, manager 2 on login2" in text
+
+
+@pytest.mark.parametrize("end", [ev.ManagerStopped("SIGTERM"), ev.RunEnded(Outcome.CANCELLED, "ada wanted it")])
+def test_manager_that_recorded_its_end_was_not_lost(end: ev.Event) -> None:
+    story = Story("small-7").works().record(end).wait(12).record(ev.ManagerStarted("login2", 9))
+    assert not [one for one in explain(story.stamped) if isinstance(one.action, Takeover)]
 
 
 def test_join_after_the_deadline_is_late() -> None:
