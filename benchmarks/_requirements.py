@@ -47,6 +47,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "slurm_reads": (Need.SLURM,),
     "snapshots": (Need.TORCH,),
     "stream": (Need.TORCH,),
+    "takeover": (Need.SLURM,),
     "track": (Need.TRACKERS,),
     "weights": (Need.TORCH, Need.UCX),
 }
@@ -62,6 +63,7 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
     ("manager_away", Need.SLURM): "--cluster local",
     ("restart", Need.SLURM): "--cluster local",
+    ("takeover", Need.SLURM): "--cluster local",
     ("weights", Need.UCX): "--part namespaces --kind tcp",
 }
 """For a benchmark and one of its needs, the options with which the benchmark runs without meeting this need."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks import _provenance, _requirements, looks, manager_away, restart, slurm_reads, track
+from rrl.benchmarks import _provenance, _requirements, looks, manager_away, restart, slurm_reads, takeover, track
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import NEEDS, Need
 from rrl.tests.support.slurm import lab as slurm
@@ -83,7 +83,7 @@ def test_a_benchmark_reads_its_options_before_it_begins(
         assert " ".join(first_line.split()) in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("benchmark", [restart, manager_away])
+@pytest.mark.parametrize("benchmark", [restart, manager_away, takeover])
 def test_benchmark_without_slurm_ends_with_one_line_and_exit_code_2(
     benchmark: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +113,7 @@ def test_all_needs_are_checked_before_the_first_benchmark(
     lines = capsys.readouterr().err.splitlines()
     assert {line.split()[0] for line in lines if "needs Slurm" in line} == {
         "benchmarks/ettr.py", "benchmarks/manager_away.py", "benchmarks/restart.py", "benchmarks/slurm_reads.py",
+        "benchmarks/takeover.py",
     }  # fmt: skip
 
 
