@@ -129,7 +129,6 @@ class Manager:
         stack.callback(self._close_journal)
         last = self._journal.state.at if self._journal.state is not None else 0.0
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # the manager's time never goes back
-        self._last_turn_at = self.now()
         self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
         stack.push_async_callback(self._observers.close)
         self._listener = await Listener.open(
@@ -168,6 +167,8 @@ class Manager:
         await self._apply_resume_request()
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
+        self._last_turn_at = self.now()
+        self._monitor.restart(self._last_turn_at)  # before, no replica could be heard
         stack.push_async_callback(self._message_handler.stop_reading_exit_records)
         loops = (
             self._receive_loop(),
@@ -439,7 +440,7 @@ class Manager:
     async def _restore(self) -> None:
         """Restore the health monitor from the state, and continue to settle open intents.
 
-        All deadlines of the replicas start again now.
+        All deadlines of the replicas start again once this manager listens.
         """
         restore_monitor(self._monitor, self.state, self.now())
         self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)

@@ -37,6 +37,8 @@ class _Memo:
     """Time of each node's valid entry in ``queue``; entries of the node with a later time are obsolete."""
     findings: list[Finding] = field(default_factory=list)
     """Result of the last call of ``detect``."""
+    heard_at: float = -inf
+    """``RunView.heard_at`` at the last call of ``detect``."""
 
 
 def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Finding], float]:
@@ -60,6 +62,9 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
         monitor.dirty.update(monitor.nodes)
     memo.now = now
     nodes = monitor.dirty | set(_due_nodes(memo, now))
+    if memo.heard_at != monitor.run.heard_at:  # silence that was found may be waited for again
+        memo.heard_at = monitor.run.heard_at
+        nodes |= memo.raw.keys()
     monitor.dirty.clear()
     had_findings = bool(memo.raw)
     for node in nodes:

@@ -1,9 +1,10 @@
 """The observation table: the last observed state of every replica and node, from which the detectors judge.
 
 The table is volatile. The journal does not record heartbeats or silence, so a new manager builds the table from the
-messages that it receives and counts silence from its own start. Callers pass plain values: this package knows neither
-messages nor clusters. ``now`` is always the manager's clock (s) at receipt; timestamps of other hosts are never used.
-Messages of incarnations that the manager neither launched nor admitted, and of older incarnations, are ignored.
+messages that it receives and counts silence from its own start, also that of replicas that joined an earlier manager.
+Callers pass plain values: this package knows neither messages nor clusters. ``now`` is always the manager's clock (s)
+at receipt; timestamps of other hosts are never used. Messages of incarnations that the manager neither launched nor
+admitted, and of older incarnations, are ignored.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ class HealthMonitor:
         if (view := self._ensure_view(incarnation, node, now)) is not None and standby is not None:
             view.standby, view.join_timeout_s = standby, join_timeout_s
 
-    def restore_passed_phases(self, incarnation: Incarnation, passed: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager, so that their first pass is over."""
+    def restore_joined(self, incarnation: Incarnation, passed: Collection[str]) -> None:
+        """Await a message of an incarnation that joined an earlier manager; its first pass of ``passed`` is over."""
         if view := self._view_of(incarnation):
+            view.status = "awaited"
             self._progress.restore_passed_phases(view, passed)
 
     def delay_join_deadline(self, incarnation: Incarnation, now: float) -> None:
@@ -135,14 +137,13 @@ class HealthMonitor:
         self.dirty.add(node)
 
     def restart(self, now: float) -> None:
-        """Restart all deadlines at ``now``, as if all incarnations had just been launched.
+        """Restart all deadlines at ``now``: those of silence, and of the join for incarnations that have not joined.
 
-        Called by a new manager, and by a manager that was itself stopped for a while. Earlier silence is ignored. Proof
-        (exit records, witnessed ends) and baselines are kept.
+        Called by a manager that begins to listen, also after it was itself stopped for a while. Earlier silence is
+        ignored. Proof (exit records, witnessed ends) and baselines are kept.
         """
         self._progress.reset_throughput()
         for view in self.replicas.values():
-            view.status, view.joined_at, view.last_message = "launched", None, "restart"
             restart_clocks(view, now)
         for node_view in self.nodes.values():
             node_view.suspended_at = node_view.suspension_checked_at = None
@@ -162,7 +163,9 @@ class HealthMonitor:
             view.node_view = self._node(node)
             view.node_view.residents[incarnation] = view
             self._update_storage_stalls(view)
-        self._on_message(view, "hello", now)
+        self._on_message(view, now)
+        # An earlier manager may have got its Goodbye. In another phase, the command has started another worker process.
+        view.goodbye_at = (view.goodbye_at or now) if phase == "stopping" else None
         if view.phase != phase:
             self._progress.begin_phase(view, phase, now)
 
@@ -175,7 +178,7 @@ class HealthMonitor:
         If the message that announced its phase was lost, the phase begins now.
         """
         if view := self._view_of(incarnation):
-            self._on_message(view, "heartbeat", now)
+            self._on_message(view, now)
             view.heartbeats += 1
             view.probe.heartbeats += 1
             if view.waits_for is not None and waits_for is None:
@@ -210,7 +213,7 @@ class HealthMonitor:
     ) -> None:
         """Begin a phase, or another pass of the same phase."""
         if view := self._view_of(incarnation):
-            self._on_message(view, "entered", now)
+            self._on_message(view, now)
             self._progress.advance(view, done, now)
             self._progress.begin_phase(view, phase, now)
             set_blocked_by(view, waits_for, now)
@@ -293,7 +296,7 @@ class HealthMonitor:
     def on_agent_message(self, node: NodeName, incarnation: Incarnation, now: float, boot_id: str = "") -> None:
         """Record a Hello (with the node's boot id) or a heartbeat of the node's agent."""
         if view := self._ensure_view(incarnation, node, now):
-            self._on_message(view, "agent", now)
+            self._on_message(view, now)
             view.node_view.boot_id = boot_id or view.node_view.boot_id
 
     def on_job_status(self, node: NodeName, suspended: bool, polled_at: float, now: float) -> None:
@@ -480,10 +483,11 @@ class HealthMonitor:
         elif node_view.residents.pop(view.incarnation, None):
             node_view.departed[view.incarnation] = view
 
-    def _on_message(self, view: ReplicaView, source: str, now: float) -> None:
+    def _on_message(self, view: ReplicaView, now: float) -> None:
         self._resume_node(view.node_view, now)  # a suspended process sends nothing
-        if view.status == "launched":
-            view.status, view.joined_at, view.standby = "joined", now, None
-        view.last_message_at, view.last_message, view.unlisted_at = now, source, None
+        if view.status == "awaited":
+            self.run.heard_at = now
+        view.status, view.standby = "joined", None
+        view.last_message_at, view.unlisted_at = now, None
         view.node_view.last_message_at = now
         view.node_view.forget_departed()

@@ -197,8 +197,9 @@ class ProgressTracker:
 def restart_clocks(view: ReplicaView, now: float) -> None:
     """Restart all deadlines of a replica at ``now``, so that earlier silence and lack of progress are ignored.
 
-    Proof, such as an exit record, is kept.
+    If it had joined, a message is awaited. Proof, such as an exit record, is kept.
     """
+    view.status = "launched" if view.status == "launched" else "awaited"
     view.launched_at = view.last_message_at = view.phase_since = view.done_changed_at = now
     view.heartbeats, view.start_observed = 0, False
     view.blocked_since = None if view.waits_for is None else now

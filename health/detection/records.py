@@ -307,7 +307,7 @@ class RoleView:
 
 @dataclass(slots=True, eq=False)
 class RunView:
-    """What the store reports about the whole run, shared by all replicas."""
+    """What is known about the whole run, from the store's reports, and shared by all replicas."""
 
     outside: OutsideWait | None = None
     """What the run waits for outside of itself; None if it waits for nobody outside."""
@@ -318,6 +318,9 @@ class RunView:
     for a wait."""
     holders: frozenset[ReplicaId] | None = None
     """The only replicas whose work can complete the data that the trainer needs next; None if this is not known."""
+    heard_at: float = -inf
+    """Time (s) at which an ``awaited`` replica was last heard. While they return one after the other, as those of a
+    large run do, the missing ones may still come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -329,9 +332,10 @@ class ReplicaView:
     launched_at: float
     """Time of the launch, or of the start of this manager if that is later."""
     last_message_at: float
-    last_message: str = "launch"
-    status: Literal["launched", "joined"] = "launched"
-    joined_at: float | None = None
+    """Time of the last message. Before the first one: of the launch or, if it is ``awaited``, since when it is."""
+    status: Literal["launched", "awaited", "joined"] = "launched"
+    """``awaited``: it had joined before this manager started or was stalled, or before its node was suspended, and has
+    not been heard since."""
     standby: Incarnation | None = None
     """Standby process that was promoted to this incarnation and has not sent a Hello as the incarnation."""
     join_timeout_s: float = 0.0
@@ -490,15 +494,16 @@ class NodeView:
         self.departed.clear()
         self.former_agent = None
 
+    @property
+    def silent_since(self) -> float:
+        """Time (s) of the last message or, before the first one, from which the agent was awaited (0.0: no agent)."""
+        agent = self.agent or self.former_agent
+        return self.last_message_at or (agent.last_message_at if agent else 0.0)
+
     def suspension_checked(self, limits: Limits) -> bool:
         """Return whether the cluster has reported, since the node fell silent, whether the node's job is suspended.
 
         Only a poll at least ``SUSPEND_CHECK_HEARTBEATS`` heartbeat intervals after the node's last message counts.
         """
-        since = self.last_message_at
-        if since is None:
-            since = self.agent.last_message_at if self.agent else 0.0
-        return (
-            self.suspension_checked_at is not None
-            and self.suspension_checked_at >= since + SUSPEND_CHECK_HEARTBEATS * limits.heartbeat
-        )
+        checked_at = self.suspension_checked_at
+        return checked_at is not None and checked_at >= self.silent_since + SUSPEND_CHECK_HEARTBEATS * limits.heartbeat

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ...core.types import NodeName
-from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
+from ..cluster.base import AllocationState, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ..context import RunContext
 from ..model.actions import Launch
 from ..model.events import ClusterUnknown
@@ -66,9 +66,8 @@ class ClusterPoller:
                 min(FAST_POLL_S * 2.0 ** min(self._failed_polls - 1, 30), max(FAST_POLL_S, limits.poll))
             )
             return
-        poll_fast = expects_change(self._context.state(), self._context.now()) or has_undecided_launch(
-            self._context.state(), snapshot
-        )
+        state, monitor = self._context.state(), self._context.monitor
+        poll_fast = expects_change(state, monitor, self._context.now()) or has_undecided_launch(state, snapshot)
         wait = FAST_POLL_S if poll_fast else limits.poll
         try:
             async with asyncio.timeout(wait):
@@ -87,9 +86,11 @@ class ClusterPoller:
             self._on_node_statuses(
                 {name: status for name, status in snapshot.nodes.items() if name in state.nodes}, now
             )
-        for tag, status in (snapshot.allocations or {}).items():
-            if tag in state.allocations and status.state in (AllocationState.RUNNING, AllocationState.SUSPENDED):
-                self._on_allocation_status(state, status, polled_at, now)
+        for name, node in state.nodes.items():  # also nodes that the job has lost
+            status = (snapshot.allocations or {}).get(node.allocation)
+            if status is not None and status.state in (AllocationState.RUNNING, AllocationState.SUSPENDED):
+                suspended = status.state is AllocationState.SUSPENDED
+                self._context.monitor.on_job_status(name, suspended, polled_at, now)
         for event in reconcile(state, snapshot, self._absences, now, self._busy()):
             self._context.record(with_reason(self._context.run_dir, event))
         monitor = self._context.monitor
@@ -125,9 +126,3 @@ class ClusterPoller:
         few_lost = 2 * len(ceased) <= max(2, len(statuses))
         for name, status in statuses.items():
             self._context.monitor.on_node_status(name, status.state, status.detail, now, few_lost)
-
-    def _on_allocation_status(self, state: State, status: AllocationStatus, polled_at: float, now: float) -> None:
-        """Inform the health monitor whether the nodes of an allocation are suspended."""
-        for node in status.nodes:
-            if node in state.nodes:
-                self._context.monitor.on_job_status(node, status.state is AllocationState.SUSPENDED, polled_at, now)

@@ -314,6 +314,7 @@ BASELINE_CHECK_INTERVAL_S = 60.0
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
     """Restore the health monitor from the state; the timeouts of every current incarnation begin ``now``.
 
+    An incarnation that had joined must send a message within the ordinary limits of silence; any other must join.
     Phases that an incarnation has passed through are restored, so that the next pass through them does not count as
     its first, which may take longer.
     """
@@ -323,7 +324,10 @@ def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
         if replica.is_current and replica.node is not None:
             standby = replica.promoted_from if replica.status is Status.LAUNCHING else None
             monitor.on_launched(replica.incarnation, replica.node, now, standby, state.job.recovery.promote)
-            monitor.restore_passed_phases(replica.incarnation, replica.past_phases)
+            if replica.status is Status.JOINED:
+                monitor.restore_joined(replica.incarnation, replica.past_phases)
+            if replica.phase == "stopping":
+                monitor.on_goodbye(replica.incarnation, now)
 
 
 class BaselineRecorder:

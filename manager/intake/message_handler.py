@@ -93,8 +93,6 @@ class MessageHandler:
         self._gpu_use_recorder = GpuUseRecorder(context)
         self._outside_recorded_at = 0.0
         """Manager's time (s) of the newest record of a wait for somebody outside of the run."""
-        self._departed: set[Incarnation] = set()
-        """Incarnations whose process sent Goodbye. Their command may continue and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
         """Running tasks that read the exit records of vanished steps."""
@@ -335,13 +333,13 @@ class MessageHandler:
             _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return
-        joined = known.status is Status.JOINED and known.pid is not None and incarnation not in self._departed
+        # after its Goodbye, the command may continue and start another worker process
+        joined = known.status is Status.JOINED and known.pid is not None and known.phase != "stopping"
         if joined and (known.host, known.pid) != (message.host, message.pid):
             conflict = f"{incarnation} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
             _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict), None)
             return
-        self._departed.discard(incarnation)
         self._connections[incarnation] = (incoming.peer, *self._connections.get(incarnation, ())[:1])
         if isinstance(message, msg.Hello):
             await self._hello(incoming, message)
@@ -376,8 +374,7 @@ class MessageHandler:
                     incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address
                 )
             )
-        if message.phase != replica.phase:
-            self._context.record(ev.PhaseEntered(incarnation, message.phase))
+        self._update_phase(incarnation, message.phase)
         if message.weight_version is not None and message.weight_version != replica.weight_version:
             self._context.record(ev.VersionAvailable(incarnation, message.weight_version))
         await self._context.send(incoming.peer, self._welcome(incarnation), None)
@@ -412,7 +409,7 @@ class MessageHandler:
         incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
         if isinstance(message, msg.Heartbeat):
             monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data)
-            self._update_phase(message)
+            self._update_phase(incarnation, message.phase, message.waits_for)
             if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._context.state().replica(
                 incarnation.replica
             ).note:
@@ -423,7 +420,7 @@ class MessageHandler:
             self.clock_recorder.on_report(incarnation, message.clock)
         elif isinstance(message, msg.PhaseEntered):
             monitor.on_phase(incarnation, message.phase, message.done, message.waits_for, now)
-            self._update_phase(message)
+            self._update_phase(incarnation, message.phase, message.waits_for)
         elif isinstance(message, msg.FirstWorkDone):
             self._context.record(ev.FirstWorkDone(incarnation))
         elif isinstance(message, msg.VersionAvailable):
@@ -438,8 +435,8 @@ class MessageHandler:
             values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
             self._context.record(ev.ValuesLogged(incarnation, values))
         elif isinstance(message, msg.Goodbye):
-            self._departed.add(incarnation)
             monitor.on_goodbye(incarnation, now)
+            self._update_phase(incarnation, "stopping")
         elif isinstance(message, msg.AgentHello):
             monitor.on_agent_message(message.node, incarnation, now, message.boot)
             finding = check_memlock(message, self._context.state().job.transport.weights, now)
@@ -465,10 +462,10 @@ class MessageHandler:
                 if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != STANDBY_ROLE:
                     monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor, load.stopped)
 
-    def _update_phase(self, message: msg.Heartbeat | msg.PhaseEntered) -> None:
+    def _update_phase(self, incarnation: Incarnation, phase: str, waits_for: ReplicaId | None = None) -> None:
         """Record the phase if it changed."""
-        if self._context.state().replica(message.incarnation.replica).phase != message.phase:
-            self._context.record(ev.PhaseEntered(message.incarnation, message.phase, message.waits_for))
+        if self._context.state().replica(incarnation.replica).phase != phase:
+            self._context.record(ev.PhaseEntered(incarnation, phase, waits_for))
 
 
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from ...core.run_spec import Limits
 from ...core.types import Incarnation, NodeName, Verdict
-from ...health.detection.detectors.base import heartbeat_slack
+from ...health.detection.detectors.base import expects_heartbeats, heartbeat_slack
 from ...health.detection.detectors.node_liveness import is_silent_with_node
 from ...health.detection.health_monitor import HealthMonitor
 from ...health.detection.records import ReplicaView
@@ -269,10 +269,12 @@ def has_undecided_launch(state: State, snapshot: ClusterSnapshot) -> bool:
     return any(tag in state.intents for tag in snapshot.launchers_ended)
 
 
-def expects_change(state: State, now: float) -> bool:
+def expects_change(state: State, monitor: HealthMonitor, now: float) -> bool:
     """Return whether the cluster's state is expected to change soon, so that it is polled faster.
 
-    A pending request counts only for ``FAST_POLL_AFTER_REQUEST_S`` seconds, since it may wait in the queue for days.
+    While replicas are ``awaited``, the cluster or the exit records, which are read after each poll, may explain their
+    silence. A pending request counts only for ``FAST_POLL_AFTER_REQUEST_S`` seconds, since it may wait in the queue for
+    days.
     """
     has_requests = any(isinstance(intent.action, Request) for intent in state.intents.values())
     allocations = state.allocations.values()
@@ -284,6 +286,7 @@ def expects_change(state: State, now: float) -> bool:
         )
         or any((a.reclaimed or a.ending) and now - a.status_at < FAST_POLL_AFTER_REQUEST_S for a in allocations)
         or any(f.detector == "node_lost" and f.verdict is Verdict.WARN for f in state.findings.values())
+        or any(view.status == "awaited" and expects_heartbeats(view) for view in monitor.replicas.values())
     )
 
 

@@ -24,6 +24,9 @@ NodeDetector = Callable[[NodeView, Limits, float], Result]
 
 MIN_HEARTBEATS = 3
 """Number of heartbeats that must be missed, or received without progress, before a replica fails."""
+RECONNECT_S = 8.0
+"""Time (s) that a process which works may take to be heard by a new manager: it looks for the manager's address every 5
+s, or every second once it has lost the former one, and an attempt to connect may take 2 s (transport/control)."""
 SLOW_START_FACTOR = 5
 """Multiple of ``limits.join`` after which a step that has not joined fails even if its agent finds it running."""
 SLOWEST_FACTOR = 1.5
@@ -45,9 +48,18 @@ def silence_limit(limits: Limits) -> float:
     return max(limits.silence, heartbeat_slack(limits))
 
 
-def silence_deadline(view: ReplicaView, limits: Limits) -> float:
-    """Return the time (s) from which missing messages count as silence."""
-    return join_deadline(view, limits) if view.status == "launched" else view.last_message_at + silence_limit(limits)
+def silence_deadline(view: ReplicaView, limits: Limits, factor: float = 1.0) -> float:
+    """Return the time (s) from which missing messages count as silence, after ``factor`` times the silence limit.
+
+    An ``awaited`` replica has at least the time that it needs to connect, and is not silent while others that were
+    awaited are still heard for the first time.
+    """
+    if view.status == "launched":
+        return join_deadline(view, limits)
+    longest = factor * silence_limit(limits)
+    if view.status == "joined":
+        return view.last_message_at + longest
+    return max(view.last_message_at + max(longest, RECONNECT_S), view.run.heard_at + heartbeat_slack(limits))
 
 
 def join_deadline(view: ReplicaView, limits: Limits) -> float:

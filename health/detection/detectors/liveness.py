@@ -21,6 +21,7 @@ from .base import (  # fmt: skip
     finding_about,
     heartbeat_slack,
     join_deadline,
+    silence_deadline,
     silence_limit,
 )
 
@@ -128,13 +129,16 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
 
     A silent agent is found by ``agent_silence`` if other processes on its node send messages, else by ``node_lost``.
     """
-    if not expects_heartbeats(view) or view.status != "joined" or view.is_agent:
+    if not expects_heartbeats(view) or view.status == "launched" or view.is_agent:
         return NO_FINDING
-    longest = silence_limit(limits) * _silence_factor(view, limits)
-    due = view.last_message_at + longest
+    factor = _silence_factor(view, limits)
+    due = silence_deadline(view, limits, factor)
     if now < due:
         return None, due
-    text = f"no heartbeat for {longest:g} s, in phase {view.phase}"
+    since = (
+        f", in phase {view.phase}" if view.status == "joined" else " since this manager's start, stall or suspension"
+    )
+    text = f"no heartbeat for {factor * silence_limit(limits):g} s{since}"
     if view.loads.stopped:
         text += "; one of its processes is stopped (SIGSTOP, or a tracer)"
     return _silence_finding(view, limits, "worker_silence", view.last_message_at, text), inf
@@ -170,47 +174,35 @@ def missing_heartbeats(
         view.incarnation: (view.node, view.last_message_at)
         for view in monitor.workers()
         if expects_heartbeats(view)
-        and view.status == "joined"
+        and view.status != "launched"
         and now >= view.last_message_at + heartbeat_slack(limits)
         and _node_responsive(view, limits, view.last_message_at)
     }
 
 
 def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a silent agent whose node has other processes that still send messages, or has no other processes."""
-    if not view.is_agent or not expects_heartbeats(view) or view.status != "joined":
-        return NO_FINDING
-    if not (view.node_view.residents or view.node_view.departed):
-        return _lone_agent_silence(view, limits, now)
-    silence_s = _AGENT_SILENCE_FACTOR * silence_limit(limits)
-    due = view.last_message_at + silence_s
-    if now < due:
-        return None, due
-    last_message_at = view.node_view.last_message_at
-    if last_message_at is None or now >= last_message_at + heartbeat_slack(limits):
-        return NO_FINDING  # if the whole node is silent, node_lost judges it
-    finding = _silent_agent(view, silence_s, f"although other processes on {view.node} send messages")
-    return finding, last_message_at + heartbeat_slack(limits)
+    """Find a silent agent whose node has other processes that still send messages, or has no other processes.
 
-
-def _lone_agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find the silent agent of a node without other processes, where either the agent or the node may have failed.
-
-    The agent is restarted. If the next agent does not join either, the planner excludes the node.
+    On a node without other processes, either the agent or the node may have failed. The agent is restarted. If the next
+    agent does not join either, the planner excludes the node.
     """
-    silence_s = _LONE_AGENT_SILENCE_FACTOR * silence_limit(limits)
-    due = view.last_message_at + silence_s
+    if not view.is_agent or not expects_heartbeats(view) or view.status == "launched":
+        return NO_FINDING
+    lone = not (view.node_view.residents or view.node_view.departed)
+    factor = _LONE_AGENT_SILENCE_FACTOR if lone else _AGENT_SILENCE_FACTOR
+    due = silence_deadline(view, limits, factor)
     if now < due:
         return None, due
-    return _silent_agent(view, silence_s, f"and {view.node} has no other process"), inf
-
-
-def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Finding:
-    """Return the finding about an agent that has been silent for ``silence_s``, with the state of its node as text."""
-    text = f"no heartbeat for {silence_s:g} s, {node_state}"
+    then = inf if lone else (view.node_view.last_message_at or 0.0) + heartbeat_slack(limits)
+    if now >= then:
+        return NO_FINDING  # if the whole node is silent, node_lost judges it
+    state = (
+        f"and {view.node} has no other process" if lone else f"although other processes on {view.node} send messages"
+    )
+    text = f"no heartbeat for {factor * silence_limit(limits):g} s, {state}"
     return finding_about(
         view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
-    )
+    ), then
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:

@@ -38,24 +38,21 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
     witnesses = [
         replica for replica in (*view.residents.values(), *view.departed.values()) if _is_witness(replica, limits)
     ]
-    joined = [replica for replica in witnesses if replica.status == "joined"]
+    joined = [replica for replica in witnesses if replica.status != "launched"]
     deadlines = [silence_deadline(replica, limits) for replica in witnesses]
     lost_at = max(silence_deadline(replica, limits) for replica in joined) if joined else min(deadlines, default=inf)
     lost_at = max(lost_at, agent_due)
-    text = (
-        f"agent {agent.incarnation} is silent"
-        if agent.status == "joined"
-        else f"agent {agent.incarnation} never joined"
-    )
+    known = agent.status != "launched"
+    text = f"agent {agent.incarnation} {'is silent' if known else 'never joined'}"
     evidence = [Evidence("manager", text, agent.last_message_at)]
     if now >= lost_at:
         silent = sorted(
             str(replica.incarnation) for replica in (joined or witnesses) if now >= silence_deadline(replica, limits)
         )
-        since = agent.last_message_at if view.last_message_at is None else view.last_message_at
+        since = view.silent_since
         evidence.append(Evidence("manager", f"silent too: {_few(silent)}", since))
         if (
-            view.suspension_checked_at is not None
+            (view.suspension_checked_at is not None or agent.status == "awaited")
             and not view.suspension_checked(limits)
             and now < lost_at + _SUSPEND_CHECK_TIMEOUT_S
         ):
@@ -66,7 +63,7 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
                 view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)
             ), lost_at + _SUSPEND_CHECK_TIMEOUT_S
         return _node_finding(view, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
-    if now >= agent_due and agent.status == "joined":
+    if now >= agent_due and known:
         since = agent.last_message_at
         return _node_finding(view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost_at
     return None, agent_due if now < agent_due else lost_at
@@ -110,8 +107,7 @@ def is_silent_with_node(view: ReplicaView, limits: Limits, now: float) -> bool:
 
     A replica that has ended, left or been suspended is not silent, since it is not expected to send messages.
     """
-    last_message_at = view.node_view.last_message_at
-    node_silent = last_message_at is None or now >= last_message_at + silence_limit(limits)
+    node_silent = now >= view.node_view.silent_since + silence_limit(limits)
     return expects_heartbeats(view) and node_silent and now >= silence_deadline(view, limits)
 
 

@@ -1,4 +1,7 @@
-"""Rollouts continue to receive new weight versions while the manager is frozen, and after it has died."""
+"""Rollouts continue to receive new weight versions while the manager is frozen, and after it has died.
+
+The next manager finds what has failed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from rrl.core.types import ReplicaId, Verdict
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import (
     TIMEOUT_S,
     TestRun,
+    cancel,
     check_sound,
     current_incarnations,
     joined_incarnations,
@@ -110,6 +115,27 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
     assert all("reward" in commit.metrics for commit in commits)
     run.wait_gone()
     check_sound(run.run)
+
+
+def test_rollout_that_is_stopped_as_its_manager_dies_is_found_by_its_silence(tmp_path: Path) -> None:
+    victim = ReplicaId("rollout/1")
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
+    before = joined_incarnations(run)
+    incarnation, pid, _ = before[victim]
+    assert pid is not None
+    os.kill(_manager_pid(run), signal.SIGKILL)
+    os.kill(pid, signal.SIGSTOP)
+    with run.call("manage", run.run.id):
+        run.wait_back_alone(before, victim)
+        with run.call("explain", run.run.id, stdout=subprocess.PIPE) as explain:
+            shown, _ = explain.communicate(timeout=60)
+        cancel(run)
+    found = [(s.at, s.event.finding) for s in run.events() if isinstance(s.event, ev.FindingChanged)]
+    failures = [(at, finding) for at, finding in found if finding.verdict is Verdict.FAIL]
+    assert [(finding.detector, finding.incarnation) for _, finding in failures] == [("worker_silence", incarnation)]
+    (_, taken_over) = (stamped.at for stamped in run.events() if isinstance(stamped.event, ev.ManagerStarted))
+    assert failures[0][0] - taken_over < run.state().job.limits.join, "it was found only as if it had never joined"
+    assert "take over from manager 1" in shown
 
 
 @pytest.mark.slurm

@@ -119,7 +119,7 @@ class Trace:
                     if (load := self.loads.get(resident)) is not None:
                         stopped = resident in self.stopped
                         self.monitor.on_load(resident, load[0], load[1], self.now, load[2], stopped)
-        elif view.status == "joined" and not view.ended:
+        elif view.phase is not None and not view.ended:
             assert view.phase is not None
             if self.limits.phase(view.phase).progresses and incarnation not in self.still:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7

@@ -13,6 +13,7 @@ from rrl.core.types import Incarnation, NodeName
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.context import RunContext
+from rrl.manager.intake.finding_gate import restore_monitor
 from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Request, Why
@@ -70,9 +71,7 @@ class Handling:
     def next_manager(self) -> None:
         """Replace the message handler by that of a new manager, which only has the state."""
         self.monitor = HealthMonitor()
-        for replica in self._now_state().replicas.values():
-            if replica.is_current and replica.node is not None:
-                self.monitor.on_launched(replica.incarnation, replica.node, 100.0)
+        restore_monitor(self.monitor, self._now_state(), 100.0)
         self._listen()
 
     def fold(self, event: ev.Event) -> None:

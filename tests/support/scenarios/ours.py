@@ -32,6 +32,7 @@ from rrl.health.checks.evaluate import evaluate, pending
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
 from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.base import expects_heartbeats
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
@@ -184,7 +185,8 @@ class RrlDetectors:
         self._has_new_input = True
 
     def wants_poll(self, now: float) -> bool:
-        return self._monitor.needs_suspend_check(self._limits, now)
+        awaited = any(one.status == "awaited" and expects_heartbeats(one) for one in self._monitor.replicas.values())
+        return awaited or self._monitor.needs_suspend_check(self._limits, now)
 
     def due_probes(self, now: float) -> list[Incarnation]:
         if not self._checked_now:
@@ -230,8 +232,11 @@ class RrlDetectors:
         self._baselines = BaselineRecorder(self._monitor, self._journal.baselines, self._record)
         for incarnation, node in current:
             self._monitor.on_launched(incarnation, node, now)
-            if (view := before.get(incarnation.replica)) is not None and view.incarnation == incarnation:
-                self._monitor.restore_passed_phases(incarnation, view.passed_phases)
+            view = before.get(incarnation.replica)
+            if view is not None and view.incarnation == incarnation and view.status != "launched":
+                self._monitor.restore_joined(incarnation, view.passed_phases)
+                if view.goodbye_at is not None:
+                    self._monitor.on_goodbye(incarnation, now)
         for node in self._reported:
             self._report_storage(node, now)
         self._has_new_input = True
@@ -331,7 +336,7 @@ class RrlDetectors:
         joined = {
             one.incarnation
             for one in working
-            if one.status == "joined" and role_of(one.incarnation.replica) in self._rollouts
+            if one.status != "launched" and role_of(one.incarnation.replica) in self._rollouts
         }
         return CorrelationContext(len(self._monitor.nodes), {one.node for one in working}, joined,
                     silent_workers=missing_heartbeats(self._raw, self._monitor, self._limits, now),

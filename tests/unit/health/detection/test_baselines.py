@@ -36,7 +36,7 @@ def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> He
     monitor = HealthMonitor()
     monitor.restore_baselines(baselines)
     monitor.on_launched(TRAINER, N1, 1000.0)
-    monitor.restore_passed_phases(TRAINER, passed)
+    monitor.restore_joined(TRAINER, passed)
     monitor.on_hello(TRAINER, N1, "train", 1001.0)
     return monitor
 
@@ -79,7 +79,7 @@ def test_restored_progressing_phase_is_a_first_pass_unless_its_count_is_above_ze
     for done, first in ((0, True), (7, False)):
         monitor = HealthMonitor()
         monitor.on_launched(rollout, N1, 0.0)
-        monitor.restore_passed_phases(rollout, ("generate",))
+        monitor.restore_joined(rollout, ("generate",))
         monitor.on_hello(rollout, N1, "generate", 1.0)
         monitor.on_heartbeat(rollout, "generate", done, None, 2.0)
         assert monitor.replicas[rollout.replica].first_pass is first

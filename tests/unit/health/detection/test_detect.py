@@ -16,6 +16,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection import detect as guards
 from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.base import RECONNECT_S
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.health.detection.detectors.registry import is_waiting
@@ -418,7 +419,7 @@ def test_replica_with_heartbeats_and_progress_never_has_a_finding(
 def test_only_proof_is_found_before_the_grace_after_a_restart_ends(trace: Any) -> None:
     *_, (monitor, now) = played(trace)
     monitor.restart(now)
-    for moment in (now, nextafter(now + SHORT.join, 0.0)):
+    for moment in (now, nextafter(now + RECONNECT_S, 0.0)):
         found, _ = detect_fresh(monitor, moment, SHORT)
         assert all(f.detector in ("exit_record", "step_gone") for f in found)
 

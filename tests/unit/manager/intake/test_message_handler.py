@@ -273,8 +273,12 @@ def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling, monk
     assert (heard, hearing.events) == ([mine], [])
 
 
-def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handling) -> None:
+@pytest.mark.parametrize("managers", [1, 2])
+def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handling, managers: int) -> None:
     hearing.handle(WANTED, HELLO, msg.Goodbye(R1))
+    if managers == 2:
+        hearing.next_manager()
+        assert detect(hearing.monitor, hearing.context.state().job.limits, 200.0)[0] == []
     (welcome,) = hearing.handle(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
     assert isinstance(welcome, msg.Welcome)
     (refused,) = hearing.handle(msgspec.structs.replace(HELLO, pid=44), peer=b"third")

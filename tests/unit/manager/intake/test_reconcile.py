@@ -9,6 +9,7 @@ import pytest
 
 from rrl.core.launch import tag_of
 from rrl.core.types import AGENT, Incarnation, NodeName, replica_id
+from rrl.health.detection.detectors.base import RECONNECT_S
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import (
     AllocationRequest,
@@ -211,7 +212,7 @@ def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
     assert looks.poll(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
     assert looks.state is not None
     assert list(looks.state.allocations) == [POOL]
-    assert expects_change(looks.state, FAST_POLL_AFTER_REQUEST_S / 2), (
+    assert expects_change(looks.state, HealthMonitor(), FAST_POLL_AFTER_REQUEST_S / 2), (
         "no change is expected, though the cluster will soon list the reason for the end"
     )
     looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
@@ -233,8 +234,10 @@ def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
     assert len(left(25.0, 112.0, taken=True)) == 1, "the preemption of the allocation was not recorded"
     assert looks.state is not None
     assert looks.state.allocations[POOL].ends_at == 137.0
-    assert expects_change(looks.state, 170.0), "no change is expected, though the allocation ends at any moment"
-    assert not expects_change(looks.state, 1000.0)
+    assert expects_change(looks.state, HealthMonitor(), 170.0), (
+        "no change is expected, though the allocation ends at any moment"
+    )
+    assert not expects_change(looks.state, HealthMonitor(), 1000.0)
 
 
 def test_suspended_allocation_is_kept_and_ends_later() -> None:
@@ -364,8 +367,8 @@ def test_cluster_is_polled_faster_while_a_change_is_expected(
     state = Polls(*events).state
     assert state is not None
     assert (
-        expects_change(state, FAST_POLL_AFTER_REQUEST_S - 1.0),
-        expects_change(state, FAST_POLL_AFTER_REQUEST_S),
+        expects_change(state, HealthMonitor(), FAST_POLL_AFTER_REQUEST_S - 1.0),
+        expects_change(state, HealthMonitor(), FAST_POLL_AFTER_REQUEST_S),
     ) == (soon, later)
 
 
@@ -613,6 +616,8 @@ def test_new_manager_counts_polls_and_silence_from_its_own_start() -> None:
     lost.polls.misses = AbsenceCounter()
     lost.monitor.restart(SILENT_AT + QUIET)
     started = SILENT_AT + QUIET
-    assert lost.gone(started + LIMITS.join - 1.0) == []
-    assert lost.gone(started + LIMITS.join) == []
-    assert lost.gone(started + LIMITS.join + QUIET) == [R1]
+    due = started + max(LIMITS.silence, RECONNECT_S)
+    assert lost.gone(started) == []
+    assert lost.gone(due - 1.0) == []
+    assert lost.gone(due) == []
+    assert lost.gone(due + QUIET) == [R1]

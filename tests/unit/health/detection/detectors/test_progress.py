@@ -284,6 +284,18 @@ def test_silence_after_goodbye_is_expected() -> None:
     assert trace.found() == set()
 
 
+def test_worker_that_a_command_starts_after_the_goodbye_of_another_one_must_not_be_silent() -> None:
+    trace = one_rollout()
+    trace.monitor.on_goodbye(ROLLOUT, trace.now)
+    trace.monitor.on_hello(ROLLOUT, NodeName("n1"), "stopping", trace.now)  # the first worker connects again
+    trace.heartbeat_missing.add(ROLLOUT)
+    trace.play(30)
+    assert trace.found() == set()
+    trace.monitor.on_hello(ROLLOUT, NodeName("n1"), "starting", trace.now)
+    trace.play(LIMITS.silence)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+
+
 def test_silence_after_a_stop_request_is_expected() -> None:
     trace = one_rollout()
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
@@ -793,15 +805,16 @@ def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     trace.restart()
     began = trace.now
     assert trace.found() == set()
-    trace.play(59)
-    assert trace.found() == set()
-    trace.play(LIMITS.join - 59)
-    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, (
-        "the replica's time must count from the restart"
-    )
-    assert trace.found() == {
-        fail("never_joined", ROLLOUTS[0]), warn("suspected", ROLLOUTS[1]), fail("node_lost", "n2"),
-    }  # fmt: skip
+    trace.play(LIMITS.silence)
+    trace.monitor.on_job_status(NodeName("n2"), False, trace.now, trace.now)
+    assert trace.found(before(began + LIMITS.silence)) == set()
+    assert trace.found() == {fail("worker_silence", ROLLOUTS[0]), fail("node_lost", "n2")}
+    text = next(finding.evidence[0].text for finding in trace.findings() if finding.incarnation == ROLLOUTS[0])
+    assert text == "no heartbeat for 10 s since this manager's start, stall or suspension"
+    trace.play(59 - LIMITS.silence)
+    assert len(trace.found()) == 2, "the replica's time without progress must count from the restart"
+    trace.play(1)
+    assert warn("suspected", ROLLOUTS[1]) in trace.found()
 
 
 def test_proof_is_kept_through_a_restart() -> None:
