@@ -52,7 +52,7 @@ ROUNDS = 3
 ARMS = ("living", "takeover")
 CASES = ("stopped trainer", "dead rollout", "crashed node")
 """The failures in their order in each run. The node is lost last, because the run has one spare node."""
-ROLLOUT = replica_id("rollout", 1)
+ROLLOUTS = (replica_id("rollout", 0), replica_id("rollout", 1))
 STEPS = 1_000_000
 """Number of steps of the job, which a run never reaches."""
 NODES = 7
@@ -85,6 +85,9 @@ class Site(Struct, frozen=True):
     submit: Callable[[str], TestRun]
     crash: Callable[[TestRun, NodeName], None]
     """Kill all processes of a node."""
+    manager_node: Callable[[TestRun], str]
+    """Return the node of the manager, which must outlive the loss of a node in the arm ``living``; empty if it has
+    none."""
     end_manager: Callable[[TestRun], contextlib.AbstractContextManager[object]]
     """Kill the manager of a run. A next manager starts, at the latest when the context is entered."""
     clean: Callable[[], None]
@@ -105,7 +108,9 @@ def measure(site: Site, cluster: str, arm: str, number: int) -> list[Sample]:
             joined_incarnations(run)
             time.sleep(SETTLE_S)
             before = joined_incarnations(run)
-            victim = run.state().replica(TRAINER if case == "stopped trainer" else ROLLOUT)
+            state = run.state()
+            away = [one for one in map(state.replica, ROLLOUTS) if one.node != site.manager_node(run)]
+            victim = state.replica(TRAINER) if case == "stopped trainer" else away[-1]
             failed = {victim.incarnation}
             if case == "crashed node":
                 failed |= {incarnation for incarnation, _, node in before.values() if node == victim.node}
@@ -208,7 +213,7 @@ def local() -> Iterator[Site]:
         return run.call("manage", run.run.id, stdout=subprocess.DEVNULL)
 
     with temporary_runs_folder() as folder:
-        yield Site(submit, crash, end_manager, lambda: None)
+        yield Site(submit, crash, lambda _: "", end_manager, lambda: None)
 
 
 @contextmanager
@@ -219,9 +224,13 @@ def slurm() -> Iterator[Site]:
             kill_manager(run)
             return contextlib.nullcontext()
 
+        def manager_node(run: TestRun) -> str:
+            return lab.slurm("squeue", "-h", "-t", "RUNNING", "-n", f"{run.run.id}.manager", "-o", "%N").strip()
+
         yield Site(
-            lambda name: submit_on(lab, name, job("slurm")), lambda _, node: lab.crash(node), end_manager, lab.clear
-        )
+            lambda name: submit_on(lab, name, job("slurm")), lambda _, node: lab.crash(node), manager_node,
+            end_manager, lab.clear,
+        )  # fmt: skip
 
 
 SITES: Mapping[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {"local": local, "slurm": slurm}

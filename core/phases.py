@@ -66,6 +66,8 @@ BETWEEN = "between"
 """Phase of a replica outside of all phases that its role reports: usually short, but it may contain an evaluation."""
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
+STOPPING = "stopping"
+"""Phase of a worker that has left or is leaving the run (Goodbye), while its command may go on."""
 WAIT_DATA = "wait_data"
 """Phase of a trainer that requests data from the store until it gets data."""
 WAIT_EXTERNAL = "wait_external"
@@ -101,7 +103,7 @@ _ALL = (
     # the store fsyncs to shared storage
     Phase("serve", uses_storage=True, useful=True, shortest=300.0, longest=inf, colour="green"),
     Phase(STANDBY, longest=inf, colour="bright_black"),
-    Phase("stopping", colour="magenta"),
+    Phase(STOPPING, colour="magenta"),
 )
 
 PHASES: dict[str, Phase] = {phase.name: phase for phase in _ALL}

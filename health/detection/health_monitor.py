@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from ...core.launch import ExitReason
+from ...core.phases import STOPPING
 from ...core.run_spec import Limits
 from ...core.types import (  # fmt: skip
     STORE,
@@ -165,7 +166,7 @@ class HealthMonitor:
             self._update_storage_stalls(view)
         self._on_message(view, now)
         # An earlier manager may have got its Goodbye. In another phase, the command has started another worker process.
-        view.goodbye_at = (view.goodbye_at or now) if phase == "stopping" else None
+        view.goodbye_at = (view.goodbye_at or now) if phase == STOPPING else None
         if view.phase != phase:
             self._progress.begin_phase(view, phase, now)
 

@@ -15,6 +15,7 @@ from math import inf, isfinite
 import msgspec
 from msgspec.structs import replace
 
+from ...core.phases import STOPPING
 from ...core.types import AGENT, WORST_FIRST, Finding, Flag, Incarnation, NodeName, Verdict, replica_id
 from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, restore_state
 from ...health.detection.baselines import RoleBaseline, changed_noticeably
@@ -326,7 +327,7 @@ def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
             monitor.on_launched(replica.incarnation, replica.node, now, standby, state.job.recovery.promote)
             if replica.status is Status.JOINED:
                 monitor.restore_joined(replica.incarnation, replica.past_phases)
-            if replica.phase == "stopping":
+            if replica.phase == STOPPING:
                 monitor.on_goodbye(replica.incarnation, now)
 
 

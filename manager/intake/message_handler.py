@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
+from ...core.phases import STOPPING
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
 from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, replica_id, role_of
@@ -334,7 +335,7 @@ class MessageHandler:
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return
         # after its Goodbye, the command may continue and start another worker process
-        joined = known.status is Status.JOINED and known.pid is not None and known.phase != "stopping"
+        joined = known.status is Status.JOINED and known.pid is not None and known.phase != STOPPING
         if joined and (known.host, known.pid) != (message.host, message.pid):
             conflict = f"{incarnation} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
             _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
@@ -436,7 +437,7 @@ class MessageHandler:
             self._context.record(ev.ValuesLogged(incarnation, values))
         elif isinstance(message, msg.Goodbye):
             monitor.on_goodbye(incarnation, now)
-            self._update_phase(incarnation, "stopping")
+            self._update_phase(incarnation, STOPPING)
         elif isinstance(message, msg.AgentHello):
             monitor.on_agent_message(message.node, incarnation, now, message.boot)
             finding = check_memlock(message, self._context.state().job.transport.weights, now)

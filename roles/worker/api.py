@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
-from ...core.phases import BETWEEN
+from ...core.phases import BETWEEN, STOPPING
 from ...core.run_dir import OwnPath, RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import exit_invalid_config
@@ -97,7 +97,7 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         if kind is None and not (self._data.evaluated_at_end(self.job) or self._connection.stopping.is_set()):
-            self._connection.set_phase("stopping")
+            self._connection.set_phase(STOPPING)
             self._connection.send(Goodbye(self.launch.incarnation))
             self._connection.stopping.wait(GOODBYE_TIMEOUT_S)  # the manager must get the Goodbye before the exit
         self._connection.close()

@@ -9,6 +9,7 @@ from signal import Signals
 from msgspec.structs import replace
 
 from ....core.launch import ExitReason, exit_text
+from ....core.phases import STOPPING
 from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
 from ..health_monitor import HealthMonitor
@@ -113,7 +114,7 @@ def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
         or view.node_view.suspended_at is not None
     ):
         return NO_FINDING
-    longest = limits.phase("stopping").longest
+    longest = limits.phase(STOPPING).longest
     due = view.goodbye_at + longest
     if now < due:
         return None, due
