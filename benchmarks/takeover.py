@@ -13,30 +13,28 @@ difference of the medians of its arms. ``extra_detect_s`` is the largest figure 
 2 s on the local cluster, 5 s on Slurm). ``false_blame`` counts FAIL findings about, and charged fences of, anything
 that had not failed (bar: 0).
 
-Prints a table. The last line is one JSON object (benchmarks/_provenance.py).
+Prints a line for each failure. The last line is one JSON object (benchmarks/_provenance.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from msgspec import Struct, to_builtins
 
 from rrl.benchmarks._provenance import provenance, raw_samples
 from rrl.benchmarks._requirements import Need, check_requirements
-from rrl.benchmarks._table import print_table
 from rrl.core.launch import LAUNCH_ENV, read_launch
 from rrl.core.types import TRAINER, Incarnation, NodeName, Verdict, replica_id
 from rrl.manager.model import events as ev
@@ -88,10 +86,8 @@ class Site(Struct, frozen=True):
     manager_node: Callable[[TestRun], str]
     """Return the node of the manager, which must outlive the loss of a node in the arm ``living``; empty if it has
     none."""
-    end_manager: Callable[[TestRun], contextlib.AbstractContextManager[object]]
-    """Kill the manager of a run. A next manager starts, at the latest when the context is entered."""
-    clean: Callable[[], None]
-    """Prepare the cluster for the next run."""
+    next_manager: Callable[[TestRun], AbstractContextManager[object]]
+    """Start the next manager of a run, unless the cluster does so."""
 
 
 def job(cluster: str) -> str:
@@ -103,7 +99,7 @@ def measure(site: Site, cluster: str, arm: str, number: int) -> list[Sample]:
     """Run the cases of one round of an arm in one run."""
     run = site.submit(f"{arm}-{number}")
     samples = []
-    with contextlib.ExitStack() as managers:
+    with ExitStack() as managers:
         for case in CASES:
             joined_incarnations(run)
             time.sleep(SETTLE_S)
@@ -116,16 +112,19 @@ def measure(site: Site, cluster: str, arm: str, number: int) -> list[Sample]:
                 failed |= {incarnation for incarnation, _, node in before.values() if node == victim.node}
             hit = time.time()
             if arm == "takeover":
-                managers.enter_context(site.end_manager(run))
+                managing = holder(run.run)
+                assert managing is not None
+                os.kill(managing.pid, signal.SIGKILL)
             fail(site, run, case, victim)
+            if arm == "takeover":
+                managers.enter_context(site.next_manager(run))
             run.wait(partial(_is_replaced, victim), TIMEOUT_S)
             joined_incarnations(run)
             node = victim.node if case == "crashed node" else None
             samples.append(_sample(run.events(), (cluster, arm, case, number), hit, failed, node))
-            print_samples(samples[-1:])
+            print(*to_builtins(samples[-1]).values(), sep="  ", flush=True)
         assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(TIMEOUT_S) == 0
     run.wait_end(TIMEOUT_S)
-    site.clean()
     return samples
 
 
@@ -192,13 +191,6 @@ def _sample(
 
 
 # ── clusters ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def kill_manager(run: TestRun) -> None:
-    """Kill the manager that holds the lease of the run."""
-    managing = holder(run.run)
-    assert managing is not None
-    os.kill(managing.pid, signal.SIGKILL)
-
-
 @contextmanager
 def local() -> Iterator[Site]:
     def submit(name: str) -> TestRun:
@@ -208,32 +200,27 @@ def local() -> Iterator[Site]:
     def crash(run: TestRun, node: NodeName) -> None:
         kill(run, lambda file: read_launch(file).node == node)
 
-    def end_manager(run: TestRun) -> contextlib.AbstractContextManager[object]:
-        kill_manager(run)
+    def next_manager(run: TestRun) -> AbstractContextManager[object]:
         return run.call("manage", run.run.id, stdout=subprocess.DEVNULL)
 
     with temporary_runs_folder() as folder:
-        yield Site(submit, crash, lambda _: "", end_manager, lambda: None)
+        yield Site(submit, crash, lambda _: "", next_manager)
 
 
 @contextmanager
 def slurm() -> Iterator[Site]:
+    def submit(name: str) -> TestRun:
+        lab.clear()
+        return submit_on(lab, name, job("slurm"))
+
+    def manager_node(run: TestRun) -> str:
+        return lab.slurm("squeue", "-h", "-t", "RUNNING", "-n", f"{run.run.id}.manager", "-o", "%N").strip()
+
     with SlurmLab.start(nodes=NODES) as lab:
-
-        def end_manager(run: TestRun) -> contextlib.AbstractContextManager[object]:
-            kill_manager(run)
-            return contextlib.nullcontext()
-
-        def manager_node(run: TestRun) -> str:
-            return lab.slurm("squeue", "-h", "-t", "RUNNING", "-n", f"{run.run.id}.manager", "-o", "%N").strip()
-
-        yield Site(
-            lambda name: submit_on(lab, name, job("slurm")), lambda _, node: lab.crash(node), manager_node,
-            end_manager, lab.clear,
-        )  # fmt: skip
+        yield Site(submit, lambda _, node: lab.crash(node), manager_node, nullcontext)
 
 
-SITES: Mapping[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {"local": local, "slurm": slurm}
+SITES: Mapping[str, Callable[[], AbstractContextManager[Site]]] = {"local": local, "slurm": slurm}
 
 
 def main() -> None:
@@ -251,40 +238,22 @@ def main() -> None:
                 for arm in ARMS:
                     samples += measure(site, cluster, arm, number)
                     raw = raw_samples("takeover", to_builtins(samples), raw)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians, s")
     print(json.dumps({**headline(samples), **provenance(), "raw": str(raw)}))
-
-
-def print_samples(samples: Sequence[Sample]) -> None:
-    """Print the lines of samples as soon as they are known, because all runs together take half an hour."""
-    head = ["failure", "detected after, s", "without a manager, s", "falsely blamed"]
-    print_table(head, [
-        [f"{one.cluster} {one.case} {one.arm} {one.round}", f"{one.detect_s:.2f}", f"{one.away_s:.1f}",
-         ", ".join(one.blamed) or "-"]
-        for one in samples
-    ])  # fmt: skip
-    print(*(one.found_by for one in samples), "", sep="\n", flush=True)
 
 
 def headline(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the largest extra time of the cases, by cluster, and what they are computed from."""
-    detected: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for one in samples:
-        detected.setdefault(one.cluster, {}).setdefault(one.case, {}).setdefault(one.arm, []).append(one.detect_s)
-    extra = {
-        cluster: {
-            case: statistics.median(arms["takeover"]) - statistics.median(arms["living"])
-            for case, arms in cases.items()
-        }
-        for cluster, cases in detected.items()
-    }
+    extra: dict[str, dict[str, float]] = {}
+    for cluster, case in dict.fromkeys((one.cluster, one.case) for one in samples):
+        living, takeover = (
+            median(one.detect_s for one in samples if (one.cluster, one.case, one.arm) == (cluster, case, arm))
+            for arm in ARMS
+        )
+        extra.setdefault(cluster, {})[case] = round(takeover - living, 3)
     return {
-        "extra_detect_s": {cluster: round(max(cases.values()), 3) for cluster, cases in extra.items()},
+        "extra_detect_s": {cluster: max(cases.values()) for cluster, cases in extra.items()},
         "false_blame": sum(len(one.blamed) for one in samples),
-        "extra_by_case_s": {
-            cluster: {case: round(extra_s, 3) for case, extra_s in cases.items()} for cluster, cases in extra.items()
-        },
-        "detect_s": detected,
+        "extra_by_case_s": extra,
     }
 
 
