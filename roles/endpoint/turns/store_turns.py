@@ -72,75 +72,23 @@ class AskStore(Protocol):
         ...
 
 
-class _Asking:
-    """Sends the requests of this process; once the process is fenced, every request raises FencedAttempt."""
+class StoreRequests:
+    """Has the methods of :class:`Turns` and :class:`Episodes`, and sends each call as a request to the store of the run.
 
-    def __init__(self, ask: AskStore) -> None:
-        self._send = ask
-
-    async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
-        try:
-            return await self._send(request)
-        except Fenced as error:
-            raise FencedAttempt(str(error)) from error
-
-
-class StoreTurns:
-    """Sends the requests of :class:`Turns` to the store. The event loop of the caller awaits each request.
+    The event loop of the caller awaits the answer. Once this process is fenced, every request raises FencedAttempt.
 
     Args:
         ask: Sends a request: :meth:`rrl.Worker.ask_store`.
     """
 
     def __init__(self, ask: AskStore) -> None:
-        self._ask = _Asking(ask)
+        self._ask = ask
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return an episode, as :meth:`Turns.get_episode` describes."""
-        return await self._ask(lambda store: store.get_episode(episode, holding))
+    def __getattr__(self, name: str) -> Any:
+        async def send(*arguments: Any) -> Any:
+            try:
+                return await self._ask(lambda store: getattr(store, name)(*arguments))
+            except Fenced as error:
+                raise FencedAttempt(str(error)) from error
 
-    async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
-        max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
-    ) -> int:  # fmt: skip
-        """Open a turn, as :meth:`Turns.open_turn` describes."""
-        return await self._ask(
-            lambda store: store.open_turn(
-                episode, attempt, request, parent, offset, given, max_new, messages, options, sampling
-            )
-        )
-
-    async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """Return sampled tokens, as :meth:`Turns.follow` describes."""
-        return await self._ask(lambda store: store.follow(turn, offset, wait))
-
-    async def end_turn(self, turn: int, length: int) -> None:
-        """End an answer, as :meth:`Turns.end_turn` describes."""
-        await self._ask(lambda store: store.end_turn(turn, length))
-
-
-class StoreEpisodes:
-    """Sends the requests of :class:`Episodes` to the store of the run.
-
-    Args:
-        ask: Sends a request: :meth:`rrl.Worker.ask_store`.
-    """
-
-    def __init__(self, ask: AskStore) -> None:
-        self._ask = _Asking(ask)
-
-    async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
-        """Lease an episode, as :meth:`Episodes.open_episode` describes."""
-        return await self._ask(lambda store: store.open_episode(request, wait))
-
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode, as :meth:`Episodes.finish_episode` describes."""
-        await self._ask(lambda store: store.finish_episode(episode, attempt, reward, later))
-
-    async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
-        """Post a reward, as :meth:`Episodes.post_reward` describes."""
-        await self._ask(lambda store: store.post_reward(episode, attempt, reward))
-
-    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """Report a failed attempt, as :meth:`Episodes.fail_attempt` describes."""
-        await self._ask(lambda store: store.fail_attempt(episode, attempt, why))
+        return send
