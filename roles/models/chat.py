@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
 from .conversation import (
     ASSISTANT,
+    DEVELOPER,
+    SYSTEM,
     AnswerContent,
     Chat,
     Message,
@@ -46,6 +50,8 @@ def open_chat(model: ModelSpec) -> ModelChat:
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)
+    with suppress(ValueError):  # the folder does not say how long a text may be
+        tokenizer.limit_text(max_length(model.path, model.max_length))
     chat = FolderChat(tokenizer, model.tool_parser)
     if model.tool_parser is not None:
         chat.open_tools()
@@ -77,6 +83,10 @@ class PieceChat:
         tokens = [token for message in messages for token in self._encode(message)]
         return (*tokens, *self._answer_begins)
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of the messages, each in its piece."""
+        return "".join(self._piece(message.role).replace(CONTENT, message.content) for message in messages)
+
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
@@ -95,10 +105,14 @@ class PieceChat:
     def _encode(self, message: Message) -> tuple[int, ...]:
         if message.role == ASSISTANT:
             return (*self._answer_begins, *self.tokenizer.encode(message.content), *self._answer_ends)
-        if (piece := self._pieces.get(message.role)) is None:
-            raise UnknownRole(f"[model.tokenizer] chat has no piece for role {message.role!r}; it has"
+        return self.tokenizer.encode(self._piece(message.role).replace(CONTENT, message.content))
+
+    def _piece(self, role: str) -> str:
+        found = SYSTEM if role == DEVELOPER and role not in self._pieces else role
+        if (piece := self._pieces.get(found)) is None:
+            raise UnknownRole(f"[model.tokenizer] chat has no piece for role {role!r}; it has"
                               f" {', '.join(self._pieces)}")  # fmt: skip
-        return self.tokenizer.encode(piece.replace(CONTENT, message.content))
+        return piece
 
 
 class FolderChat:
@@ -121,6 +135,7 @@ class FolderChat:
         template = TemplateChat(tokenizer)
         self.prompt = template.prompt
         self.extend = template.extend
+        self.text = template.text
         self.read = template.read
 
     def with_tools(self, tools: str) -> Chat:

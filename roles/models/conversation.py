@@ -12,6 +12,8 @@ from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
 """Role of the messages that the model writes."""
+DEVELOPER, SYSTEM = "developer", "system"
+"""Role of instructions in OpenAI's newer API, and in most chat templates."""
 
 
 class ToolCall(Struct, frozen=True):
@@ -34,6 +36,8 @@ class Message(Struct, frozen=True, omit_defaults=True):
     """Id of the tool call whose result this message contains."""
     reasoning: str = ""
     """Reasoning that precedes the content of an answer; empty if the model's family does not separate the two."""
+    parts: tuple[str, ...] = ()
+    """The pieces of the content, if there are several; ``content`` joins them by line ends, as vLLM does."""
 
 
 class AnswerContent(Struct, frozen=True):
@@ -85,6 +89,10 @@ class Chat(Protocol):
         """
         ...
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of :meth:`prompt`, and raise its errors."""
+        ...
+
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
         """Return the content of an answer that was sampled after ``context``."""
         ...
@@ -107,6 +115,11 @@ class ModelChat(Chat, Protocol):
 
 class TemplateTokenizer(Tokenizer, Protocol):
     """The tokenizer of a folder that has a chat template."""
+
+    has_developer: bool
+    """True if the template has messages of the role :data:`DEVELOPER`."""
+    takes_parts: bool
+    """True if the template joins the pieces of a content itself."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
         """Return a conversation as text, at whose end the model's answer begins if ``answer_begins``.
@@ -133,9 +146,30 @@ class ToolFormat(Protocol):
         ...
 
 
-def as_template_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: with tool arguments as objects, and without empty keys."""
+def as_template_messages(
+    messages: Sequence[Message], tokenizer: TemplateTokenizer, begins: bool = True
+) -> list[dict[str, Any]]:
+    """Return messages as a chat template expects them.
+
+    As in vLLM, a developer's message is one of the system if the template has no such role, and is then joined with the
+    messages of the system around it at the beginning of a conversation (``begins``).
+    """
+    made = [_as_template_message(message, tokenizer.takes_parts) for message in messages]
+    foreign = [] if tokenizer.has_developer else [each for each in made if each["role"] == DEVELOPER]
+    for each in foreign:
+        each["role"] = SYSTEM
+    count = next((place for place, each in enumerate(made) if each["role"] != SYSTEM), len(made))
+    if foreign and begins and count > 1:
+        joined = "\n\n".join(message.content for message in messages[:count] if message.content)
+        made[:count] = [{"role": SYSTEM, "content": joined}]
+    return made
+
+
+def _as_template_message(message: Message, takes_parts: bool) -> dict[str, Any]:
+    """Return a message with tool arguments as objects, and without empty keys."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts and takes_parts:
+        made["content"] = [{"type": "text", "text": text} for text in message.parts]
     if message.name:
         made["name"] = message.name
     if message.tool_calls:
@@ -153,7 +187,7 @@ def as_template_message(message: Message) -> dict[str, Any]:
 def _arguments(call: ToolCall) -> Any:
     try:
         return msgspec.json.decode(call.arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return call.arguments
 
 

@@ -10,6 +10,7 @@ libraries.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from ...config.input_files import require_unchanged
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, eos_ids, read_json
+from .conversation import DEVELOPER
+from .tokenizer import TextTooLong
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Names by which a chat template may refer to special tokens."""
@@ -58,7 +61,29 @@ class FolderTokenizer:
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._chat = _chat_template(folder, config) if chat else None
+        self._max_bytes = {True: math.inf, False: math.inf}
+        """Maximum number of bytes of an ASCII text and of any other text."""
+        source = _template_source(folder, config) if chat else ""
+        self._chat = _chat_template(folder, source) if chat else None
+        self.has_developer = f"'{DEVELOPER}'" in source or f'"{DEVELOPER}"' in source  # as vLLM finds it out
+        self.takes_parts = False
+        self.takes_parts = self._joins_parts()
+
+    def limit_text(self, tokens: int) -> None:
+        """Refuse, from now on, to encode a text that certainly has more than ``tokens`` tokens."""
+        document = json.loads(self._tokenizer.to_str())
+        self._max_bytes = {ascii: tokens * bytes_per_token(document, ascii=ascii) for ascii in (True, False)}
+
+    def _joins_parts(self) -> bool:
+        """Return whether the chat template takes a content in pieces, and writes them without their markup."""
+        first, second = "1000001", "1000002"
+        content = [{"type": "text", "text": text} for text in (first, second)]
+        try:
+            text = self.render([{"role": "user", "content": content}], answer_begins=True)
+        except Exception:  # a template may do anything with a list
+            return False
+        between, found, _ = text.partition(first)[2].partition(second)
+        return bool(found) and "type" not in between
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -98,6 +123,8 @@ class FolderTokenizer:
         """Return a conversation as text, in the chat template of the folder."""
         if self._chat is None:
             raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
+        if self.takes_parts:
+            messages = [{**message, "content": _as_parts(message["content"])} for message in messages]
         try:
             offered = {"tools": tools} if tools else {}
             return self._chat(messages=messages, add_generation_prompt=answer_begins, **offered, **self._special)
@@ -109,6 +136,9 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode plain text, with nothing added."""
+        limit = self._max_bytes[text.isascii()]
+        if 4 * len(text) > limit and (size := len(text.encode())) > limit:
+            raise TextTooLong(f"the text has {size:,} bytes, and a context of that length at most {limit:,.0f}")
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, text: str) -> int | None:
@@ -141,21 +171,71 @@ def _token_text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-# ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
-def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
-    """Return a function that renders the chat template to a text.
+# ── the length of a text in tokens ─────────────────────────────────────────────────────────────────────────────────
+_UNSHORTENED = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Prepend"})
+"""Normalizers and pre-tokenizers that drop nothing of a text."""
+_COMPOSED = 3
+"""Maximum factor by which Unicode's canonical forms (NFC, NFD) shorten a text in UTF-8: the Kelvin sign becomes K."""
 
-    The keyword arguments of the function are the variables of the template, such as ``messages``. The template file
-    takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is not available, so
-    that a template that would write today's date (Llama 3) writes a fixed date. The prompt of an item is therefore the
-    same in every process on every day.
+
+def bytes_per_token(document: dict[str, Any], *, ascii: bool) -> float:
+    """Return the maximum number of bytes of a text for each of its tokens; inf if the tokenizer may drop text.
+
+    Args:
+        document: The content of a tokenizer.json.
+        ascii: True if the text has only ASCII characters, which no canonical form of Unicode changes.
     """
+    model, added = document["model"], document["added_tokens"]
+    steps = [*_steps(document["normalizer"]), *_steps(document["pre_tokenizer"])]
+    factor = math.prod(_shortening(step, ascii) for step in steps)
+    vocabulary = model["vocab"] if model["type"] == "BPE" else {}
+    by_byte = any(step["type"] == "ByteLevel" for step in steps)
+    needed = pre_tokenizers.ByteLevel.alphabet() if by_byte else {f"<0x{byte:02X}>" for byte in range(256)}
+    whole = by_byte or model.get("byte_fallback")  # else characters without a token are dropped
+    if not whole or not vocabulary.keys() >= set(needed) or any(token["lstrip"] or token["rstrip"] for token in added):
+        return math.inf
+    lengths = [len(token) if by_byte else len(token.encode()) for token in vocabulary]
+    return factor * max(*lengths, *(len(token["content"].encode()) for token in added))
+
+
+def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence."""
+    if step is None or step["type"] != "Sequence":
+        return [] if step is None else [step]
+    nested: list[dict[str, Any]] = step.get("normalizers") or step.get("pretokenizers") or []
+    return [inner for each in nested for inner in _steps(each)]
+
+
+def _shortening(step: dict[str, Any], ascii: bool) -> float:
+    """Return the maximum factor by which a step shortens a text; inf if it may drop any text."""
+    kind = step["type"]
+    if kind in ("NFC", "NFD"):
+        return 1 if ascii else _COMPOSED
+    if kind == "Replace":
+        replaced = step["pattern"].get("String")
+        return 1 if replaced and len(step["content"].encode()) >= len(replaced.encode()) else math.inf
+    return 1 if kind in _UNSHORTENED or step.get("behavior", "Removed") != "Removed" else math.inf
+
+
+# ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
+def _template_source(folder: Path, config: dict[str, Any]) -> str:
+    """Return the folder's chat template: its file or, without one, that of the configuration, as in transformers."""
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # several templates by name
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(f"[model] chat: {folder} has no chat template; remove `chat`, or add {CHAT_TEMPLATE}")
+    return source
+
+
+def _chat_template(folder: Path, source: str) -> Callable[..., str]:
+    """Return a function that renders the chat template to a text.
+
+    The keyword arguments of the function are the variables of the template, such as ``messages``. ``strftime_now`` is
+    not available, so that a template that would write today's date (Llama 3) writes a fixed date. The prompt of an item
+    is therefore the same in every process on every day.
+    """
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -186,3 +266,8 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 def _raise_template_error(reason: str) -> None:
     raise TemplateError(reason)
+
+
+def _as_parts(content: Any) -> Any:
+    """Return the content of a message in pieces, as vLLM gives it to a template that joins pieces itself."""
+    return [{"type": "text", "text": content}] * bool(content) if isinstance(content, str) else content

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_message, ended
+from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_messages, ended
 from .tokenizer import Tokenizer
 
 
@@ -28,7 +28,11 @@ class TemplateChat:
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        return self.tokenizer.encode(self._render(messages, answer_begins=True))
+        return self.tokenizer.encode(self.text(messages))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of :meth:`prompt`."""
+        return self._render(messages, answer_begins=True)
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
@@ -37,7 +41,7 @@ class TemplateChat:
         if self._answer_ends is None:
             return None
         before = self._render(messages[:answered], answer_begins=False)
-        whole = self._render(messages, answer_begins=True)
+        whole = self.text(messages)
         if not whole.startswith(before):
             return None
         rest = self.tokenizer.encode(self._answer_ends + whole.removeprefix(before))
@@ -51,7 +55,7 @@ class TemplateChat:
         return AnswerContent(self.tokenizer.decode(sampled))
 
     def _render(self, messages: Sequence[Message], *, answer_begins: bool) -> str:
-        given = [as_template_message(message) for message in messages]
+        given = as_template_messages(messages, self._folder_tokenizer)
         return self._folder_tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
 
     def _find_end(self) -> str | None:

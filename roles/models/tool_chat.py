@@ -27,10 +27,10 @@ from .conversation import (
     ToolCall,
     ToolFormat,
     ToolsUnsupported,
-    as_template_message,
+    as_template_messages,
 )
 from .template_chat import TemplateChat
-from .tokenizer import Tokenizer
+from .tokenizer import TextTooLong, Tokenizer
 
 try:
     import renderers
@@ -134,23 +134,32 @@ class FamilyChat:
 
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer: Tokenizer = tokenizer
+        self._folder_tokenizer = tokenizer
         self._renderer, self._tools = renderer, list(tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        given = [as_template_message(message) for message in messages]
+        given = as_template_messages(messages, self._folder_tokenizer)
         try:
             return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
+        except TextTooLong:
+            raise
         except Exception as error:  # the library raises many kinds
             raise ValueError(f"the conversation cannot be encoded with tools: {error}") from None
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of :meth:`prompt`."""
+        return self._folder_tokenizer.decode_all(self.prompt(messages))
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
-        added = [as_template_message(message) for message in messages[answered:]]
+        added = as_template_messages(messages[answered:], self._folder_tokenizer, begins=False)
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
+        except TextTooLong:
+            raise
         except Exception as error:  # as above
             raise ValueError(f"the messages cannot be encoded with tools: {error}") from None
         return None if bridged is None else tuple(bridged.token_ids)
@@ -180,7 +189,7 @@ class TemplateTools:
 
     def __init__(self, tokenizer: TemplateTokenizer, parser: str) -> None:
         self._tokenizer, self._parser = tokenizer, parser
-        asked = [as_template_message(Message("user", "a"))]
+        asked = as_template_messages([Message("user", "a")], tokenizer)
         shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
         if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
             raise ToolsUnsupported("[model] tool_parser: the chat template of the folder does not show tools to the"
@@ -206,6 +215,7 @@ class ParsedChat:
         self.tokenizer: Tokenizer = tokenizer
         self.prompt = chat.prompt
         self.extend = chat.extend
+        self.text = chat.text
         self._folder_tokenizer = tokenizer
         self._text = _TextTokenizer()
         self._parser = parsers.get_tool_parser(parser, self._text)

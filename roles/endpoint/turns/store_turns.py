@@ -73,7 +73,7 @@ class AskStore(Protocol):
 
 
 class StoreRequests:
-    """Has the methods of :class:`Turns` and :class:`Episodes`, and sends each call as a request to the store of the run.
+    """Has the methods of :class:`Turns` and :class:`Episodes`, and sends each call as a request to the store.
 
     The event loop of the caller awaits the answer. Once this process is fenced, every request raises FencedAttempt.
 
