@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from weakref import WeakValueDictionary
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,24 +25,31 @@ from starlette.routing import Route
 
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
-from ..models.conversation import Chat, ModelChat, ToolsUnsupported
+from ..models.conversation import Chat, ModelChat
 from ..trajectories.client import FencedAttempt, Refused
 from ..trajectories.episodes.requests import EpisodeTurns, Turn
-from .calls.call import Call, Policy, parse_chat, parse_completion
+from .calls.call import Call, Policy, body_digest
 from .calls.errors import ApiError
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
 from .key import EpisodeKey
+from .preparation_processes import PreparationProcesses
 from .replies import reply as replies
 from .replies.answer import SampledAnswer, answer_format
 from .replies.reply import OpenedTurns, Reply
 from .turns.known_turns import KnownTurns
+from .turns.preparation import Preparation, Work
 from .turns.store_turns import Turns
-from .turns.turn_context import Context, Paths, chat_context, plain_context
+from .turns.turn_context import Context, Paths
 
 _log = logging.getLogger("rrl.endpoint")
 
 FOLLOW_WAIT_S = 5.0
 """Seconds after which a request for further tokens is repeated."""
+INLINE_BYTES = 16 * 2**10
+"""Size (bytes) of a body up to which a call is prepared in the event loop. This takes up to 30 ms on a slow core."""
+_BYTES_PER_TOKEN = 1024
+"""Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
+of which JSON may need 6; the rest is markup."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -106,10 +113,17 @@ class Endpoint:
     ) -> None:  # fmt: skip
         self._run, self._chat, self._turns = run, chat, turns
         self._on_change = on_change
+        policy = structs.replace(run.policy, max_length=run.max_length)
+        self._preparation = Preparation(chat, policy)
+        self._processes = PreparationProcesses(chat.model, policy)
+        self._max_body = INLINE_BYTES + _BYTES_PER_TOKEN * run.max_length
         self._known = KnownTurns(turns, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its turns are opened. It makes equal calls at the same time get
         different turns."""
+        self._large_bodies: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        """The lock of each episode, under which its large bodies are read and prepared. So an episode has only one of
+        them in memory."""
         self._served: set[tuple[int, str]] = set()
         """Episode and request of each turn that a connection waits for."""
         self.waiting = 0
@@ -132,68 +146,64 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, parse_chat)
+        return await self._answer(request, chat=True)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, parse_completion)
+        return await self._answer(request, chat=False)
 
-    async def _answer(self, request: Request, parse: Callable[[bytes, Policy], Call]) -> Response:
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
         key = bearer_key(request, self._run.run, self._run.secret)
         if not key.attempt:
             message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
-        call = parse(await read_body(request), self._run.policy)
         repeated = _repeated(request)
-        chat = await self._chat_of(call)
-        async with self._locks.setdefault(key.episode, asyncio.Lock()):
-            opened = await self._open(key, call, chat, repeated)
-            served = {(key.episode, name) for name in opened.requests}
-            self._served |= served
+        large = not 0 <= int(request.headers.get("content-length", "-1")) <= INLINE_BYTES
+        async with self._large_bodies.setdefault(key.episode, asyncio.Lock()) if large else nullcontext():
+            body = await read_body(request, self._max_body)
+            async with self._locks.setdefault(key.episode, asyncio.Lock()):
+                call, opened = await self._open(key, chat, body, repeated)
+                served = {(key.episode, name) for name in opened.requests}
+                self._served |= served
         reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
         if call.stream:
             return StreamingResponse(self._serving(served, reply.events()), media_type="text/event-stream")
         return await self._whole(reply, served)
 
-    async def _chat_of(self, call: Call) -> Chat:
-        """Return the format of a conversation, with the tools of the call."""
-        if not call.tools:
-            return self._chat
-        try:
-            return await asyncio.to_thread(self._chat.with_tools, call.tools)
-        except ToolsUnsupported as error:
-            raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
-        except ValueError as error:
-            raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
+    async def _prepare(self, work: Work, digest: str) -> tuple[Call, Chat, Context | None]:
+        """Parse a call, and find its context: here if the body is small, and otherwise in a process."""
+        prepared = await self._processes.prepare(work, digest) if len(work.body) > INLINE_BYTES else None
+        call = self._preparation.parse(work) if prepared is None else prepared.call
+        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        if prepared is not None or work.turns is None:
+            return call, chat, None if prepared is None else prepared.context
+        return call, chat, self._preparation.context(call, chat, work.turns)
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, call: Call, chat: Chat, repeated: _Repeated) -> OpenedTurns:
+    async def _open(self, key: EpisodeKey, is_chat: bool, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
+        digest = body_digest(body)
         episode = await self._known.read(key.episode)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
-        earlier = [turn for turn in episode.turns if turn.request.startswith(f"{call.digest}/")]
-        number = self._joined(key, call, earlier, repeated.number) if repeated.repeated else None
+        earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
+        number = self._joined(key, digest, earlier, repeated.number) if repeated.repeated else None
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
-        names = _names(call, number)
-        if (known := _known_context(names, episode)) is not None:
+        if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
+            call, chat, _ = await self._prepare(Work(is_chat, body, None), digest)
             try:
-                return await self._open_turns(key, call, chat, number, known)
+                return call, await self._open_turns(key, call, chat, number, known)
             except FencedAttempt:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        return await self._open_turns(key, call, chat, number, self._context(call, episode.turns, chat))
+        call, chat, context = await self._prepare(Work(is_chat, body, episode.turns), digest)
+        assert context is not None
+        return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
         """Open a turn for each answer to a call."""
         left = self._run.max_length - context.length
-        if left < 1:
-            raise ApiError(
-                400, f"this model's maximum context length is {self._run.max_length:g} tokens; the request has"
-                f" {context.length}, and an answer needs at least one more", code="context_length_exceeded",
-                param="messages" if call.messages is not None else "prompt",
-            )  # fmt: skip
         max_new = int(min(self._run.max_new, left, call.max_new or left))
         names = _names(call, number)
         opened = [
@@ -205,19 +215,7 @@ class Endpoint:
         ]  # fmt: skip
         return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
 
-    def _context(self, call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
-        param = "messages" if call.messages is not None else "prompt"
-        try:
-            if call.messages is not None:
-                return chat_context(call.messages, turns, chat, call.tools)
-            prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
-        except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", code="invalid_value", param=param) from None
-        if any(token >= chat.tokenizer.size for token in prompt):
-            raise ApiError(400, "prompt: a token id is beyond the vocabulary", code="invalid_value", param="prompt")
-        return plain_context(prompt, turns)
-
-    def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
+    def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
 
         ``earlier`` are the turns of all calls with the same body. The request continues the call with the ``number``
@@ -227,7 +225,7 @@ class Endpoint:
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:
             return number
-        free = [number for number in numbers if (key.episode, f"{call.digest}/{number}/0") not in self._served]
+        free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
         return next(iter(free or numbers), None)
 
     async def _grow(self, turn: int, answer: SampledAnswer) -> AsyncIterator[None]:
@@ -243,6 +241,10 @@ class Endpoint:
             yield
         self.answered += 1
         self._on_change()
+
+    def close(self) -> None:
+        """End the processes of this endpoint that do not work."""
+        self._processes.close()
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
@@ -290,14 +292,14 @@ class Endpoint:
             self._on_change()
 
 
-def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
+def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
     """Return the context of a call that has a turn in this attempt or a recorded turn; None if it has neither.
 
-    ``names`` are the names of the requests that open the call's turns.
+    ``name`` is the beginning of the names of the requests that open the call's turns.
     """
     turns = *episode.turns, *episode.recorded
     for turn in turns:
-        if turn.request in names:
+        if turn.request.startswith(name):
             tokens = Paths(turns).before(turn.parent, turn.offset, turn.given)
             return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
     return None

@@ -8,7 +8,6 @@ request that opens an episode with the same ``Idempotency-Key``, and any other r
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +34,8 @@ _RETRY_AFTER_S = 5.0
 """Seconds after which a client should repeat its request for an episode."""
 _MAX_REQUEST_CHARS = 200
 """Maximum number of characters of an ``Idempotency-Key``."""
+_MAX_BODY_BYTES = 64 * 2**10
+"""Maximum size (bytes) of a body. It is small, because bodies are read in the event loop."""
 _MAX_REASON_CHARS = 2000
 """Maximum number of characters of a failure's reason that the store receives."""
 
@@ -123,7 +124,7 @@ class EpisodeRoutes(Struct, frozen=True):
         if not key.attempt:
             message = "this is the key of the run; use the api_key with which the episode was opened"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
-        body = await read_body(request)
+        body = await read_body(request, _MAX_BODY_BYTES)
         try:
             given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -134,6 +135,8 @@ class EpisodeRoutes(Struct, frozen=True):
 
 
 def _reward(given: Any) -> float:
-    if type(given) not in (int, float) or not math.isfinite(given):
-        raise wrong("reward", "must be a finite number")
-    return float(given)
+    try:
+        reward = msgspec.convert(given, float)
+    except msgspec.ValidationError:  # another type, or an integer beyond all floats
+        raise wrong("reward", "must be a finite number") from None
+    return reward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,24 +50,27 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
     return key
 
 
-async def read_body(request: Request, take: Callable[[int], None] = lambda count: None) -> bytes:
+async def read_body(
+    request: Request, limit: float = math.inf, take: Callable[[int], None] = lambda count: None
+) -> bytes:
     """Return the body of a request; refuse a body that is too large or arrives too slowly.
 
     Args:
         request: The request.
+        limit: Maximum number of bytes, if it is less than :data:`MAX_BODY_BYTES`.
         take: Called with the number of bytes of each piece, before the piece is kept.
 
     Raises:
         ApiError: The body is too large, or arrives too slowly.
     """
-    body = bytearray()
+    body, limit = bytearray(), int(min(limit, MAX_BODY_BYTES))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for piece in request.stream():
                 take(len(piece))
                 body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
+                if len(body) > limit:
+                    raise ApiError(413, f"the body has more than {limit >> 10:,} KiB", code="request_too_large")
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     return bytes(body)

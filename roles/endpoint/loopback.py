@@ -56,6 +56,7 @@ class LoopbackEndpoint:
         May be called again, and in any thread except the endpoint's own.
         """
         self._server.stop()
+        self._endpoint.close()
 
     @property
     def base_url(self) -> str:

@@ -53,6 +53,7 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
         _report(me, endpoint, changed)
     finally:
         server.stop()
+        endpoint.close()
 
 
 def _report(me: rrl.Worker, endpoint: Endpoint, changed: threading.Event) -> None:

@@ -215,7 +215,7 @@ class Relay:
         if request.url.query:
             target += f"?{request.url.query}"
         with self._memory.share() as take:
-            call = _Call(request, target, await read_body(request, take))
+            call = _Call(request, target, await read_body(request, take=take))
             try:
                 if call.is_stream:
                     response = await self._stream(call, take)

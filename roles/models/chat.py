@@ -7,7 +7,7 @@ itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.t
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ...config.model_folder import max_length
@@ -45,14 +45,14 @@ def open_chat(model: ModelSpec) -> ModelChat:
     if model.path is None:
         if model.tokenizer is None or model.tokenizer.chat is None:
             raise ValueError("[model.tokenizer] needs `chat`: a piece of text for the messages of each role")
-        return PieceChat(open_tokenizer(model), model.tokenizer.chat)
+        return PieceChat(open_tokenizer(model), model)
     from .hf_tokenizer import FolderTokenizer  # imported here: only the model of a folder needs the package tokenizers
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)
     with suppress(ValueError):  # the folder does not say how long a text may be
         tokenizer.limit_text(max_length(model.path, model.max_length))
-    chat = FolderChat(tokenizer, model.tool_parser)
+    chat = FolderChat(tokenizer, model)
     if model.tool_parser is not None:
         chat.open_tools()
     return chat
@@ -67,13 +67,14 @@ class PieceChat:
 
     Args:
         tokenizer: The tokenizer.
-        pieces: The piece of each role, which contains ``{content}`` once. If the assistant has no piece, an answer is
-            encoded as it is.
+        model: The model, with the piece of each role, which contains ``{content}`` once. If the assistant has no piece,
+            an answer is encoded as it is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, pieces: Mapping[str, str]) -> None:
-        self.tokenizer = tokenizer
-        self._pieces = {ASSISTANT: CONTENT, **pieces}
+    def __init__(self, tokenizer: Tokenizer, model: ModelSpec) -> None:
+        assert model.tokenizer is not None
+        self.tokenizer, self.model = tokenizer, model
+        self._pieces = {ASSISTANT: CONTENT, **(model.tokenizer.chat or {})}
         before, _, after = self._pieces[ASSISTANT].partition(CONTENT)
         self._answer_begins = tokenizer.encode(before)
         self._answer_ends = (tokenizer.eos, *tokenizer.encode(after))
@@ -120,16 +121,16 @@ class FolderChat:
 
     Args:
         tokenizer: Tokenizer of the folder.
-        tool_parser: Name of the parser of tool calls; None for the parser of the model's family.
+        model: The model, with the name of the parser of tool calls; None for the parser of the model's family.
 
     Raises:
         ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, tool_parser: str | None) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, model: ModelSpec) -> None:
         self.tokenizer: Tokenizer = tokenizer
+        self.model = model
         self._folder_tokenizer = tokenizer
-        self._tool_parser = tool_parser
         self._tool_format: ToolFormat | None = None
         self._opening = threading.Lock()
         template = TemplateChat(tokenizer)
@@ -152,5 +153,5 @@ class FolderChat:
 
         with self._opening:
             if self._tool_format is None:
-                self._tool_format = open_tool_format(self._folder_tokenizer, self._tool_parser)
+                self._tool_format = open_tool_format(self._folder_tokenizer, self.model.tool_parser)
             return self._tool_format

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from ...core.run_spec import ModelSpec
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -100,6 +101,9 @@ class Chat(Protocol):
 
 class ModelChat(Chat, Protocol):
     """The chat of a model that may be offered tools."""
+
+    model: ModelSpec
+    """The model for which this chat was opened."""
 
     def with_tools(self, tools: str) -> Chat:
         """Return the chat for conversations in which the model is offered tools. The first call may take seconds.

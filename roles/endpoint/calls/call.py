@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Struct
 
 from ...models.conversation import Message
 from ...trajectories.types import Sampling
-from .errors import ApiError, wrong
+from .errors import ApiError, too_long, wrong
 from .messages import parse_message, take_tools
 from .sampling import foreign_sampling
 
@@ -21,6 +22,10 @@ _MAX_STOPS = 16
 4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
 """Maximum number of characters of a stop text."""
+_MAX_MODEL_CHARS = 1000
+"""Maximum number of characters of a model's name. It is limited, because every event of a stream contains it."""
+_MAX_COUNT = 2**31
+"""Larger counts mean the same: as many as possible."""
 _DIGEST_CHARS = 32
 """Hexadecimal digits of the digest of a body (128 bits)."""
 
@@ -32,6 +37,8 @@ class Policy(Struct, frozen=True):
     foreign: str = "refuse"
     """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained, and
     ``refuse`` refuses them."""
+    max_length: float = math.inf
+    """Maximum number of tokens of context and answer together."""
 
 
 class Call(Struct, frozen=True):
@@ -76,11 +83,13 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
+    if len(messages) > policy.max_length:  # each takes at least a token
+        raise too_long(policy.max_length, "messages", f"the request has {len(messages):,} messages")
     max_new = _count(given, "max_completion_tokens", None)
     older_name = _count(given, "max_tokens", None)
     tools, may_call = take_tools(given)
     return Call(
-        digest=_digest(body),
+        digest=body_digest(body),
         messages=tuple(parse_message(message, index) for index, message in enumerate(messages)),
         logprobs=_flag(given, "logprobs"),
         max_new=older_name if max_new is None else max_new,
@@ -94,6 +103,8 @@ def parse_completion(body: bytes, policy: Policy) -> Call:
     """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
     given = _table(body)
     prompt = given.pop("prompt", None)
+    if isinstance(prompt, list) and len(prompt) >= policy.max_length:
+        raise too_long(policy.max_length, "prompt", f"the request has {len(prompt):,}")
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str) or not prompt:
@@ -102,7 +113,7 @@ def parse_completion(body: bytes, policy: Policy) -> Call:
     if logprobs not in (None, 0):
         raise wrong("logprobs", "only the sampled token's log-probability is known; write 0")
     return Call(
-        digest=_digest(body),
+        digest=body_digest(body),
         messages=None,
         prompt=prompt,
         logprobs=logprobs is not None,
@@ -118,15 +129,17 @@ def _table(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "the body must be a JSON object") from None
 
 
-def _digest(body: bytes) -> str:
+def body_digest(body: bytes) -> str:
+    """Return the digest of a body, by which a repeated call is recognised."""
     return hashlib.sha256(body).hexdigest()[:_DIGEST_CHARS]
 
 
 def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
     """Return the keys that both kinds of requests have, as arguments of :class:`Call`; refuse every other key."""
     model, options = given.pop("model", None), given.pop("stream_options", None) or {}
-    if not isinstance(model, str):
-        raise wrong("model", "must be a text; every name means the model that is trained")
+    if not isinstance(model, str) or len(model) > _MAX_MODEL_CHARS:
+        problem = f"must be a text of at most {_MAX_MODEL_CHARS} characters; every name means the model that is trained"
+        raise wrong("model", problem)
     if not isinstance(options, dict):
         raise wrong("stream_options", "must be an object")
     choices = _count(given, "n", 1)
@@ -159,7 +172,7 @@ def _count(given: dict[str, Any], key: str, default: int | None) -> int | None:
         return default
     if type(value) is not int or value < 1:
         raise wrong(key, "must be a whole number, 1 or more")
-    return value
+    return min(value, _MAX_COUNT)
 
 
 def _flag(given: dict[str, Any], key: str) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+_MAX_CHARS = 1000
+"""Maximum number of characters of a message, and of the name of a key, both of which may repeat parts of a body."""
+
 
 class ApiError(Exception):
     """A request that is answered with an error.
@@ -22,6 +25,7 @@ class ApiError(Exception):
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
         param: str | None = None, retry_after: float | None = None,
     ) -> None:  # fmt: skip
+        message, param = message[:_MAX_CHARS], param and param[:_MAX_CHARS]
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -31,6 +35,12 @@ class ApiError(Exception):
 def wrong(key: str, problem: str) -> ApiError:
     """Return the error for a key of the body whose value is invalid."""
     return ApiError(400, f"{key}: {problem}", code="invalid_value", param=key)
+
+
+def too_long(max_length: float, param: str, has: str) -> ApiError:
+    """Return the error for a context that leaves no room for an answer; ``has`` says how long the context is."""
+    problem = f"this model's maximum context length is {max_length:g} tokens; {has}, and an answer needs one more"
+    return ApiError(400, problem, code="context_length_exceeded", param=param)
 
 
 def unsupported(key: str, value: Any, problem: str) -> ApiError:

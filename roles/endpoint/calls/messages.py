@@ -10,8 +10,8 @@ import msgspec
 from ...models.conversation import ASSISTANT, Message, ToolCall
 from .errors import unsupported, wrong
 
-_EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
-"""Keys of the messages in answers. A client may send these keys back without a value."""
+_NO_VALUES: tuple[Any, ...] = (None, "", [], {})
+"""The values with which a key is ignored, whatever its name: clients send back all keys of an answer."""
 _MAX_TOOLS = 128
 """Maximum number of tools, as in OpenAI's API."""
 
@@ -37,13 +37,14 @@ def parse_message(given: Any, index: int) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise wrong(where, 'must have a role and a content: {"role": "user", "content": "..."}')
     role, texts = given["role"], {"name": "", "tool_call_id": "", "reasoning_content": ""}
+    parts = _parts(given.get("content"), where)
     calls: tuple[ToolCall, ...] = ()
     for key, value in given.items():
-        if key in ("role", "content") or (value in (None, []) and (key in _EMPTY_KEYS or key in texts)):
+        if key in ("role", "content") or value in _NO_VALUES:
             continue
         if key in texts and isinstance(value, str) and (key != "reasoning_content" or role == ASSISTANT):
             texts[key] = value
-        elif key == "reasoning" and (value is None or value == given.get("reasoning_content")):
+        elif key == "reasoning" and value == given.get("reasoning_content"):
             continue
         elif key == "tool_calls" and role == ASSISTANT:
             calls = _tool_calls(value, where)
@@ -51,20 +52,20 @@ def parse_message(given: Any, index: int) -> Message:
             problem = "is not supported; a message has role, content, name, tool_calls and tool_call_id"
             raise wrong(f"{where}.{key}", problem)
     return Message(
-        role, _content(given.get("content"), where), texts["name"], calls, texts["tool_call_id"],
-        texts["reasoning_content"],
+        role, "\n".join(parts), texts["name"], calls, texts["tool_call_id"], texts["reasoning_content"],
+        parts if len(parts) > 1 else (),
     )  # fmt: skip
 
 
-def _content(content: Any, where: str) -> str:
-    """Return the text of a message, whose ``content`` is a text or a list of pieces of text."""
+def _parts(content: Any, where: str) -> tuple[str, ...]:
+    """Return the pieces of a message's ``content``, which is a text or a list of pieces of text."""
     pieces = content if isinstance(content, list) else [] if content is None else [content]
     texts = [
         piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in pieces
     ]
     if not all(isinstance(text, str) for text in texts):
         raise wrong(f"{where}.content", 'must be a text, or a list of {"type": "text", "text": "..."}')
-    return "".join(map(str, texts))
+    return tuple(map(str, texts))
 
 
 def _tool_calls(given: Any, where: str) -> tuple[ToolCall, ...]:

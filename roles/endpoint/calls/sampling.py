@@ -7,12 +7,12 @@ trained.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from ...trajectories.episodes.turn_rules import ACCEPTED
 from ...trajectories.types import Sampling
 from .errors import unsupported, wrong
 
@@ -29,20 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",), "seed": (),
 }  # fmt: skip
 """Keys that can change how the model samples, each with the values that change nothing."""
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value <= 100, "must be a number from 0 to 100"),
-    "top_p": (lambda value: 0 < value <= 1, "must be a number above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "must be a number from 0 to 1"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "must be a number from -2 to 2"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "must be a number from -2 to 2"),
-    "repetition_penalty": (lambda value: 0 < value <= 100, "must be a number above 0 and at most 100"),
-}
-"""Keys of :class:`Sampling` that are numbers, and their valid values."""
-_WHOLE = {
-    "top_k": (lambda value: 1 <= value < 2**31, "must be a whole number, 1 or more"),
-    "seed": (lambda value: -(2**63) <= value < 2**63, "must be a whole number of 64 bits"),
-}
-"""Keys of :class:`Sampling` that are whole numbers."""
 
 
 def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: bool) -> Sampling | None:
@@ -70,19 +56,16 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
         if refused:
             problem = "it would change the policy that samples the answer; remove the key"
             raise unsupported(key, value, problem)
-        changes[key] = _checked(key, value)
-    return msgspec.convert(changes, Sampling) if changes else None
+        accepts, words = ACCEPTED[key]
+        try:
+            changes[key] = getattr(msgspec.convert({key: value}, Sampling), key)
+        except msgspec.ValidationError:
+            raise wrong(key, f"must be {words}") from None
+        if not accepts(changes[key]):
+            raise wrong(key, f"must be {words}")
+    return Sampling(**changes) if changes else None
 
 
 def _is_neutral(key: str, value: Any, temperature: float) -> bool:
     neutral = (temperature,) if key == "temperature" else _NEUTRAL.get(key, ())
     return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral)
-
-
-def _checked(key: str, value: Any) -> float:
-    whole = key in _WHOLE
-    allows, problem = _WHOLE[key] if whole else _RANGES[key]
-    kinds = (int,) if whole else (int, float)
-    if type(value) not in kinds or not math.isfinite(value) or not allows(value):
-        raise wrong(key, problem)
-    return value if whole else float(value)

@@ -7,7 +7,6 @@ another order than before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
@@ -145,21 +144,21 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
 def sampling_problem(sampling: Sampling | None) -> str | None:
     """Return a text that names an invalid field of a turn's sampling and its valid values; None if all are valid."""
     for name, value in ({} if sampling is None else asdict(sampling)).items():
-        accepts, words = _ACCEPTED[name]
-        if value is not None and not (math.isfinite(value) and accepts(value)):
+        accepts, words = ACCEPTED[name]
+        if value is not None and not accepts(value):
             return f"{name} is {value}; it must be {words}"
     return None
 
 
 _PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2, "-2 to 2")
-_ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: value >= 0, "at least 0"),
+ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value <= 100, "0 to 100"),
     "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
-    "top_k": (lambda value: value >= -1, "-1 or 0 for all tokens, or a number of tokens"),
+    "top_k": (lambda value: -1 <= value < 2**31, "-1 or 0 for all tokens, or a number of tokens"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": (lambda value: value > 0, "more than 0"),
+    "repetition_penalty": (lambda value: 0 < value <= 100, "more than 0 and at most 100"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
 """For each field of :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.

@@ -1,0 +1,129 @@
+"""The work on the body of a call before its turn is opened: parse it, and find the context of the answer.
+
+This work grows with the body, and any key of an episode can send a large one. The endpoint does it for a small body in
+its event loop, and for any other in a process (:mod:`..preparation_processes`). It gives the same result in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
+from ...models.tokenizer import TextTooLong
+from ...trajectories.episodes.requests import Turn
+from ..calls.call import Call, Policy, parse_chat, parse_completion
+from ..calls.errors import ApiError, too_long, wrong
+from .turn_context import Context, chat_context, plain_context
+
+_MARK = 10**12
+"""First of the numbers that replace the contents of messages to find out whether a template shows them."""
+_MAX_SEQUENCES = 4096
+"""Maximum number of sequences of roles that are remembered. Agents choose the roles."""
+
+
+class Work(Struct, frozen=True):
+    """A call to prepare."""
+
+    chat: bool
+    """True for a conversation, False for a plain prompt."""
+    body: bytes
+    turns: tuple[Turn, ...] | None
+    """Turns of the attempt; None if the context is known already, and only the call is read."""
+
+
+class Prepared(Struct, frozen=True, tag=True):
+    """A call, without its messages and prompt, and the context of its answers."""
+
+    call: Call
+    context: Context | None
+
+
+class Preparation:
+    """Prepares calls.
+
+    Args:
+        chat: Tokenizer and chat template of the model.
+        policy: The job's settings of sampling.
+    """
+
+    def __init__(self, chat: ModelChat, policy: Policy) -> None:
+        self._chat, self._policy = chat, policy
+        self._shown: set[tuple[str, ...]] = set()
+        """Sequences of roles in which the template is known to show the content of the message in the middle."""
+
+    def prepare(self, work: Work) -> Prepared:
+        """Parse a call, and find its context.
+
+        Raises:
+            ApiError: The call cannot be served.
+        """
+        call = self.parse(work)
+        context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
+        messages = None if call.messages is None else ()
+        return Prepared(msgspec.structs.replace(call, messages=messages, prompt=""), context)
+
+    def parse(self, work: Work) -> Call:
+        """Parse a call. Raises ApiError."""
+        return (parse_chat if work.chat else parse_completion)(work.body, self._policy)
+
+    def chat_of(self, call: Call) -> Chat:
+        """Return the format of a call's conversation, with its tools. Raises ApiError."""
+        try:
+            return self._chat.with_tools(call.tools) if call.tools else self._chat
+        except ToolsUnsupported as error:
+            raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
+        except ValueError as error:
+            raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+    def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
+        """Return the context of the answers to a call. Raises ApiError."""
+        param = "prompt" if call.messages is None else "messages"
+        try:
+            if call.messages is not None:
+                context = chat_context(call.messages, turns, chat, call.tools)
+                self._check_shown(call.messages, chat, bool(call.tools))
+            else:
+                prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
+                if any(token >= chat.tokenizer.size for token in prompt):
+                    raise wrong("prompt", "a token id is beyond the vocabulary")
+                context = plain_context(prompt, turns)
+        except TextTooLong as error:
+            raise too_long(self._policy.max_length, param, str(error)) from None
+        except ValueError as error:
+            raise wrong(param, str(error)) from None
+        if context.length >= self._policy.max_length:
+            raise too_long(self._policy.max_length, param, f"the request has {context.length}")
+        return context
+
+    def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:
+        """Refuse a conversation if the chat template drops one of its messages.
+
+        A template decides by the role of a message and of its neighbours whether it shows the message, so each sequence
+        of three roles is tried once. The content of an answer with tool calls may be dropped, as in vLLM.
+        """
+        roles = [message.role + "+" * bool(message.tool_calls) for message in messages]
+        around = [str(tools), *roles, ""]
+        sequences = [(around[0], *around[place : place + 3]) for place in range(len(roles))]
+        if self._shown.issuperset(sequences):
+            return
+        marked = [_marked(message, place) for place, message in enumerate(messages)]
+        text = chat.text(marked)
+        for place, (message, mark) in enumerate(zip(messages, marked, strict=True)):
+            if mark is not message and mark.content not in text:
+                without = [*messages[:place], mark, *messages[place + 1 :]]
+                if chat.text(without) == chat.text(messages):
+                    problem = f"the model's chat template drops this message of role {message.role!r}"
+                    raise wrong(f"messages[{place}]", f"{problem}; use another role, or another place")
+        if len(self._shown) > _MAX_SEQUENCES:
+            self._shown.clear()
+        self._shown.update(sequences)
+
+
+def _marked(message: Message, place: int) -> Message:
+    """Return a message whose content is a number of its own, if it has a content that must be shown."""
+    if not message.content or (message.role == ASSISTANT and message.tool_calls):
+        return message
+    return msgspec.structs.replace(message, content=str(_MARK + place), parts=())
