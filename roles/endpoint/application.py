@@ -176,7 +176,7 @@ class Endpoint:
         chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
         if prepared is not None or work.turns is None:
             return call, chat, None if prepared is None else prepared.context
-        return call, chat, self._preparation.context(call, chat, work.turns)
+        return call, chat, self._preparation.context(call, chat, work)
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, is_chat: bool, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
@@ -197,7 +197,7 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        call, chat, context = await self._prepare(Work(is_chat, body, episode.turns), digest)
+        call, chat, context = await self._prepare(Work(is_chat, body, episode.turns, episode.recorded), digest)
         assert context is not None
         return call, await self._open_turns(key, call, chat, number, context)
 

@@ -35,7 +35,8 @@ TIMEOUT_S = 30.0
 MEMORY_BYTES = 4 * 2**30
 """Address space of a process. 16 MB of text take 2.5 GB."""
 _KEPT_BYTES = 2**20
-"""Size (bytes) of a body above which its process ends afterwards, because it never returns its memory."""
+"""Size (bytes) of a body above which its process yields to others, and ends afterwards, because it never returns its
+memory."""
 _SIZE_BYTES = 8
 
 
@@ -151,6 +152,8 @@ def main() -> None:
     with suppress(EOFError):
         while True:
             work = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Work)
+            if len(work.body) > _KEPT_BYTES:
+                os.nice(10)
             try:
                 answer = preparation.prepare(work)
             except ApiError as error:

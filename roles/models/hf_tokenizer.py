@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -62,7 +63,7 @@ class FolderTokenizer:
         self._pad = self._eos if pad is None else pad
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._max_bytes = {True: math.inf, False: math.inf}
-        """Maximum number of bytes of an ASCII text and of any other text."""
+        """Maximum number of bytes of a text in Unicode's form NFC, and of any other text."""
         source = _template_source(folder, config) if chat else ""
         self._chat = _chat_template(folder, source) if chat else None
         self.has_developer = f"'{DEVELOPER}'" in source or f'"{DEVELOPER}"' in source  # as vLLM finds it out
@@ -72,7 +73,7 @@ class FolderTokenizer:
     def limit_text(self, tokens: int) -> None:
         """Refuse, from now on, to encode a text that certainly has more than ``tokens`` tokens."""
         document = json.loads(self._tokenizer.to_str())
-        self._max_bytes = {ascii: tokens * bytes_per_token(document, ascii=ascii) for ascii in (True, False)}
+        self._max_bytes = {nfc: tokens * bytes_per_token(document, nfc=nfc) for nfc in (True, False)}
 
     def _joins_parts(self) -> bool:
         """Return whether the chat template takes a content in pieces, and writes them without their markup."""
@@ -136,8 +137,8 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode plain text, with nothing added."""
-        limit = self._max_bytes[text.isascii()]
-        if 4 * len(text) > limit and (size := len(text.encode())) > limit:
+        size = len(text.encode())
+        if size > self._max_bytes[True] and size > (limit := self._max_bytes[is_normalized("NFC", text)]):
             raise TextTooLong(f"the text has {size:,} bytes, and a context of that length at most {limit:,.0f}")
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -175,19 +176,19 @@ def _token_text(token: Any) -> str | None:
 _UNSHORTENED = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Prepend"})
 """Normalizers and pre-tokenizers that drop nothing of a text."""
 _COMPOSED = 3
-"""Maximum factor by which Unicode's canonical forms (NFC, NFD) shorten a text in UTF-8: the Kelvin sign becomes K."""
+"""Maximum factor by which Unicode's form NFC shortens a text in UTF-8: the Kelvin sign becomes K."""
 
 
-def bytes_per_token(document: dict[str, Any], *, ascii: bool) -> float:
+def bytes_per_token(document: dict[str, Any], *, nfc: bool) -> float:
     """Return the maximum number of bytes of a text for each of its tokens; inf if the tokenizer may drop text.
 
     Args:
         document: The content of a tokenizer.json.
-        ascii: True if the text has only ASCII characters, which no canonical form of Unicode changes.
+        nfc: True if the text is in Unicode's form NFC, so that this form does not shorten it.
     """
     model, added = document["model"], document["added_tokens"]
     steps = [*_steps(document["normalizer"]), *_steps(document["pre_tokenizer"])]
-    factor = math.prod(_shortening(step, ascii) for step in steps)
+    factor = math.prod(_shortening(step, nfc) for step in steps)
     vocabulary = model["vocab"] if model["type"] == "BPE" else {}
     by_byte = any(step["type"] == "ByteLevel" for step in steps)
     needed = pre_tokenizers.ByteLevel.alphabet() if by_byte else {f"<0x{byte:02X}>" for byte in range(256)}
@@ -206,11 +207,11 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [inner for each in nested for inner in _steps(each)]
 
 
-def _shortening(step: dict[str, Any], ascii: bool) -> float:
+def _shortening(step: dict[str, Any], nfc: bool) -> float:
     """Return the maximum factor by which a step shortens a text; inf if it may drop any text."""
     kind = step["type"]
-    if kind in ("NFC", "NFD"):
-        return 1 if ascii else _COMPOSED
+    if kind == "NFC":
+        return 1 if nfc else _COMPOSED
     if kind == "Replace":
         replaced = step["pattern"].get("String")
         return 1 if replaced and len(step["content"].encode()) >= len(replaced.encode()) else math.inf

@@ -32,6 +32,7 @@ class Work(Struct, frozen=True):
     body: bytes
     turns: tuple[Turn, ...] | None
     """Turns of the attempt; None if the context is known already, and only the call is read."""
+    recorded: tuple[Turn, ...] = ()
 
 
 class Prepared(Struct, frozen=True, tag=True):
@@ -61,7 +62,7 @@ class Preparation:
             ApiError: The call cannot be served.
         """
         call = self.parse(work)
-        context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
+        context = None if work.turns is None else self.context(call, self.chat_of(call), work)
         messages = None if call.messages is None else ()
         return Prepared(msgspec.structs.replace(call, messages=messages, prompt=""), context)
 
@@ -78,18 +79,19 @@ class Preparation:
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
 
-    def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
+    def context(self, call: Call, chat: Chat, work: Work) -> Context:
         """Return the context of the answers to a call. Raises ApiError."""
+        turns = work.turns or ()
         param = "prompt" if call.messages is None else "messages"
         try:
             if call.messages is not None:
-                context = chat_context(call.messages, turns, chat, call.tools)
+                context = chat_context(call.messages, turns, chat, call.tools, work.recorded)
                 self._check_shown(call.messages, chat, bool(call.tools))
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
                 if any(token >= chat.tokenizer.size for token in prompt):
                     raise wrong("prompt", "a token id is beyond the vocabulary")
-                context = plain_context(prompt, turns)
+                context = plain_context(prompt, turns, work.recorded)
         except TextTooLong as error:
             raise too_long(self._policy.max_length, param, str(error)) from None
         except ValueError as error:

@@ -109,7 +109,9 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
 
 
-def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "") -> Context:
+def chat_context(
+    messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "", recorded: Sequence[Turn] = ()
+) -> Context:
     """Return the context of an answer to a conversation.
 
     Args:
@@ -118,12 +120,13 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat,
         chat: The chat format, which already contains the tools.
         tools: The same tools as OpenAI's JSON. It is hashed, so that conversations with other tools have other hashes;
             may be empty.
+        recorded: Recorded turns, which may be parents of turns of the attempt.
 
     Raises:
         ValueError: The conversation cannot be encoded.
     """
     hashes = rolling_hashes(messages, tools)
-    paths = Paths(turns)
+    paths = Paths((*turns, *recorded))
     answered, turn = _newest_answer(hashes, turns, paths, chat)
     if turn is not None:
         tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
@@ -131,12 +134,12 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat,
             path = paths.path(turn.id)
             offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
             return Context(turn.id, offset, tokens[offset:], hashes, tokens)
-    return _branch(chat.prompt(messages), turns, paths, hashes)
+    return _branch(chat.prompt(messages), turns, recorded, hashes)
 
 
-def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
+def plain_context(tokens: Sequence[int], turns: Sequence[Turn], recorded: Sequence[Turn] = ()) -> Context:
     """Return the context of a completion of ``tokens``, which are a prompt without messages."""
-    return _branch(tuple(tokens), turns, Paths(turns), ())
+    return _branch(tuple(tokens), turns, recorded, ())
 
 
 def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
@@ -164,17 +167,28 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
     return answered, found
 
 
-def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
+def _branch(
+    tokens: tuple[int, ...], turns: Sequence[Turn], recorded: Sequence[Turn], hashes: tuple[str, ...]
+) -> Context:
     """Return ``tokens`` as a context that branches off the turn whose path shares the longest prefix with them."""
-    parent, offset = None, 0
-    for turn in sorted(turns, key=lambda turn: turn.id):
-        common = _common_length(tokens, paths.path(turn.id))
-        if common > offset:
-            parent, offset = turn.id, common
+    shared: dict[int | None, int] = {None: 0}
+    parent, candidates = None, {turn.id for turn in turns}
+    for turn in sorted((*turns, *recorded), key=lambda turn: turn.id):  # a parent's number is less than its children's
+        common = shared[turn.parent]
+        if common >= turn.offset:  # the path differs from the tokens not before the turn's own tokens
+            own = turn.given + turn.sampled
+            common = turn.offset + _common_length(tokens[turn.offset : turn.offset + len(own)], own)
+        shared[turn.id] = common
+        if turn.id in candidates and common > shared[parent]:
+            parent = turn.id
+    offset = shared[parent]
     return Context(parent, offset, tokens[offset:], hashes, tokens)
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens at the beginning that both sequences share."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    low, high = 0, min(len(first), len(second)) + 1  # they share ``low`` tokens, and fewer than ``high``
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle)
+    return low

@@ -21,6 +21,11 @@ from ..types import Denied, Done, NotReady, Sampling
 from .requests import EndTurn, EpisodeTurns, OpenTurn, Turn, TurnOpened, TurnTokens
 
 
+MAX_TURNS = 2**14
+"""Maximum number of turns of an attempt. It bounds the work on a call, at the endpoint and here: both look at all turns
+of the attempt."""
+
+
 class TurnRules:
     """The turns of a store's episodes.
 
@@ -58,6 +63,8 @@ class TurnRules:
             return Denied(problem)
         if not 1 <= request.max_new <= self._state.lengths.limit:
             return Denied(f"max_new is {request.max_new}; it must be 1 to {self._state.lengths.limit}")
+        if len(episode.turns) >= MAX_TURNS:
+            return Denied(f"an attempt has at most {MAX_TURNS} answers")
         number = self._state.next_turn
         self._durable.write(
             TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
