@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext, suppress
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
@@ -96,6 +97,14 @@ class _Repeated(Struct, frozen=True):
     """Position that the broken stream had reached; empty if the client does not know it."""
 
 
+class _Served(Struct):
+    """A turn that connections wait for."""
+
+    connections: int = 0
+    delivered: bool = False
+    """True if a connection has got a token."""
+
+
 class Endpoint:
     """The application and the calls that it serves now.
 
@@ -124,8 +133,13 @@ class Endpoint:
         self._large_bodies: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its large bodies are read and prepared. So an episode has only one of
         them in memory."""
-        self._served: set[tuple[int, str]] = set()
-        """Episode and request of each turn that a connection waits for."""
+        self._served: dict[tuple[int, str], _Served] = {}
+        """The turns that connections wait for, by episode and request."""
+        self._closing = False
+        self._asked_again: set[int] = set()
+        """Turns that were reported as unused, because their calls were made again."""
+        self._reports: set[asyncio.Task[None]] = set()
+        """Reports to the store that no call waits for."""
         self.waiting = 0
         """Number of calls that wait for tokens."""
         self.answered = 0
@@ -145,13 +159,13 @@ class Endpoint:
         listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
         return JSONResponse({"object": "list", "data": listed})
 
-    async def _chat_completions(self, request: Request) -> Response:
+    async def _chat_completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, chat=True)
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, chat=False)
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, *, chat: bool) -> ASGIApp:
         key = bearer_key(request, self._run.run, self._run.secret)
         if not key.attempt:
             message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
@@ -162,12 +176,18 @@ class Endpoint:
             body = await read_body(request, self._max_body)
             async with self._locks.setdefault(key.episode, asyncio.Lock()):
                 call, opened = await self._open(key, chat, body, repeated)
-                served = {(key.episode, name) for name in opened.requests}
-                self._served |= served
-        reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
-        if call.stream:
-            return StreamingResponse(self._serving(served, reply.events()), media_type="text/event-stream")
-        return await self._whole(reply, served)
+                reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
+                end = self._begin(key.episode, opened, reply)
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                events = self._events(reply)
+                stream = StreamingResponse(events, media_type="text/event-stream") if call.stream else None
+                await (stream or await self._whole(request, reply))(scope, receive, send)
+            finally:
+                end()
+
+        return respond
 
     async def _prepare(self, work: Work, digest: str) -> tuple[Call, Chat, Context | None]:
         """Parse a call, and find its context: here if the body is small, and otherwise in a process."""
@@ -182,13 +202,18 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, is_chat: bool, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         digest = body_digest(body)
-        episode = await self._known.read(key.episode)
+        episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
         earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
         number = self._joined(key, digest, earlier, repeated.number) if repeated.repeated else None
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
+            ended = {turn.id for turn in earlier if (key.episode, turn.request) not in self._served}
+            self._report_unused(sorted(ended - self._asked_again), False)
+            self._asked_again |= ended
+        else:
+            self._asked_again -= {turn.id for turn in earlier if _number(turn) == number}
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
             call, chat, _ = await self._prepare(Work(is_chat, body, None), digest)
             try:
@@ -243,23 +268,28 @@ class Endpoint:
         self._on_change()
 
     def close(self) -> None:
-        """End the processes of this endpoint that do not work."""
+        """Prepare the end of the server: report nothing more to the store, and end the processes that do not work."""
+        self._closing = True
         self._processes.close()
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
+    async def _whole(self, request: Request, reply: Reply) -> Response:
         """Return a reply that is not a stream; if it takes long, send white space before it."""
-        content = asyncio.ensure_future(self._complete(reply, served))
+        content = asyncio.ensure_future(reply.complete())
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
-            return Response(content.result(), media_type="application/json")
+            encoded = msgspec.json.encode(content.result())
+            if not await request.is_disconnected():
+                reply.delivered.update(reply.turns)
+            return Response(encoded, media_type="application/json")
 
         async def padded() -> AsyncIterator[bytes]:
             try:
                 while not content.done():
                     yield b" "
                     await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
-                yield content.result()
+                yield msgspec.json.encode(content.result())
+                reply.delivered.update(reply.turns)
             except FencedAttempt as error:
                 raise Abandoned(str(error)) from None
             finally:
@@ -267,29 +297,44 @@ class Endpoint:
 
         return StreamingResponse(padded(), media_type="application/json")
 
-    async def _complete(self, reply: Reply, served: set[tuple[int, str]]) -> bytes:
-        with self._waits(served):
-            return msgspec.json.encode(await reply.complete())
+    async def _events(self, reply: Reply) -> AsyncIterator[bytes]:
+        try:
+            async for event in reply.events():
+                yield event
+        except FencedAttempt as error:
+            raise Abandoned(str(error)) from None
 
-    async def _serving(self, served: set[tuple[int, str]], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        with self._waits(served):
-            try:
-                async for event in events:
-                    yield event
-            except FencedAttempt as error:
-                raise Abandoned(str(error)) from None
-
-    @contextmanager
-    def _waits(self, served: set[tuple[int, str]]) -> Iterator[None]:
-        """Count a call as waiting for tokens inside the block."""
+    def _begin(self, episode: int, opened: OpenedTurns, reply: Reply) -> Callable[[], None]:
+        """Count a call as waiting for tokens, until the returned function is called."""
         self.waiting += 1
         self._on_change()
-        try:
-            yield
-        finally:
-            self._served -= served
+        served = [self._served.setdefault((episode, name), _Served()) for name in opened.requests]
+        for each in served:
+            each.connections += 1
+
+        def end() -> None:
             self.waiting -= 1
             self._on_change()
+            for each, turn, name in zip(served, opened.turns, opened.requests, strict=True):
+                each.connections -= 1
+                each.delivered |= turn in reply.delivered
+                if not each.connections:
+                    del self._served[episode, name]
+                    if not each.delivered:
+                        self._report_unused([turn], True)
+
+        return end
+
+    def _report_unused(self, turns: Sequence[int], undelivered: bool) -> None:
+        """Report to the store that the agent has not used the answers of these turns."""
+
+        async def report(turn: int) -> None:
+            with suppress(Refused, TimeoutError):  # the attempt is over, or the store is gone
+                await self._turns.mark_unused(turn, undelivered)
+
+        for turn in () if self._closing else turns:
+            self._reports.add(task := asyncio.ensure_future(report(turn)))
+            task.add_done_callback(self._reports.discard)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:

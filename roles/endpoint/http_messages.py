@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from ..trajectories.client import Fenced, FencedAttempt, Refused
+from ..trajectories.client import Fenced, FencedAttempt, NoAnswer, Refused
 from .calls.errors import ApiError
 from .key import EpisodeKey, decode_key
 
@@ -95,6 +95,11 @@ async def _attempt_over(request: Request, error: Exception) -> Response:
     return await _error(request, ApiError(403, str(error), "permission_error", "attempt_over"))
 
 
+async def _no_answer(request: Request, error: Exception) -> Response:
+    message = f"{error}; ask the model first, or end the attempt with POST /rrl/v1/episodes/fail"
+    return await _error(request, ApiError(409, message, code="no_answer"))
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     return await _error(request, ApiError(400, str(error), code="refused"))
 
@@ -116,6 +121,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     ApiError: _error,
     FencedAttempt: _attempt_over,
     Fenced: _superseded,
+    NoAnswer: _no_answer,
     Refused: _refused,
     HTTPException: _http_error,
     ClientDisconnect: _disconnected,

@@ -55,8 +55,8 @@ class LoopbackEndpoint:
 
         May be called again, and in any thread except the endpoint's own.
         """
-        self._server.stop()
         self._endpoint.close()
+        self._server.stop()
 
     @property
     def base_url(self) -> str:

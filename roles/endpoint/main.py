@@ -52,8 +52,8 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
         write_address(me.run_dir, int(index_of(me.launch.incarnation.replica)), server.base_url)
         _report(me, endpoint, changed)
     finally:
-        server.stop()
         endpoint.close()
+        server.stop()
 
 
 def _report(me: rrl.Worker, endpoint: Endpoint, changed: threading.Event) -> None:

@@ -23,6 +23,7 @@ from .episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    MarkUnused,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -86,6 +87,10 @@ class Fenced(Refused):
 
 class FencedAttempt(Refused):
     """The attempt at an episode is over, and the code that makes the attempt must end."""
+
+
+class NoAnswer(Refused):
+    """An episode cannot be finished, because its agent has no complete answer of the model."""
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
@@ -323,6 +328,10 @@ class TrajectoryClient:
         """Durably end the answer of a turn after ``length`` sampled tokens; later tokens are discarded."""
         await self._decide(EndTurn(self._incarnation, turn, length))
 
+    async def mark_unused(self, turn: int, undelivered: bool) -> None:
+        """Durably report that the answer of a turn was not used (:class:`.episodes.requests.MarkUnused`)."""
+        await self._decide(MarkUnused(self._incarnation, turn, undelivered))
+
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
         """Return the sampled tokens of a turn from ``offset`` on.
 
@@ -331,9 +340,12 @@ class TrajectoryClient:
         answer = await self._ask(Follow(self._incarnation, turn, offset, wait), wait)
         return answer if isinstance(answer, TurnTokens) else None
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return the newest attempt at an episode, its turns and the recorded turns, except turns in ``holding``."""
-        turns = await self._decide(GetEpisode(self._incarnation, episode, tuple(holding)))
+    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
+        """Return the newest attempt at an episode, its turns and the recorded turns, except turns in ``holding``.
+
+        ``call`` is the digest of the call that is about to be prepared (:class:`.episodes.requests.GetEpisode`).
+        """
+        turns = await self._decide(GetEpisode(self._incarnation, episode, tuple(holding), call))
         assert isinstance(turns, EpisodeTurns), turns
         return turns
 
@@ -392,4 +404,5 @@ class TrajectoryClient:
 
     def _raise(self, denied: Denied) -> NoReturn:
         kind = Fenced if denied.fenced else FencedAttempt if denied.fenced_attempt else Refused
+        kind = NoAnswer if denied.no_answer else kind
         raise kind(denied.why)

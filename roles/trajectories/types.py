@@ -466,6 +466,8 @@ class Denied(Struct, frozen=True, tag=True):
     fenced_attempt: bool = False
     """True if the attempt that the request names is over, because it failed, a later attempt has begun, or the episode
     was finished or dropped. The code that makes the attempt must end."""
+    no_answer: bool = False
+    """True if an episode cannot be finished, because its agent has no complete answer of the model."""
 
 
 class CommittedState(Struct, frozen=True, tag=True):

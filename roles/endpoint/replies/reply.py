@@ -54,6 +54,9 @@ class Reply:
             SampledAnswer(call, index, turn, opened.prompt, opened.chat, *(positions[index] if positions else ()))
             for index, turn in enumerate(opened.turns)
         ]
+        self.turns = opened.turns
+        self.delivered = {turn for turn, answer in zip(opened.turns, self._answers, strict=True) if answer.sent_before}
+        """The turns of whose answers the client has got something."""
         kind = "text_completion" if call.messages is None else "chat.completion"
         self._head = {
             "id": f"{'cmpl' if call.messages is None else 'chatcmpl'}-{opened.turns[0]:x}",
@@ -108,6 +111,8 @@ class Reply:
                 if (part := self._answers[index].delta()) is not None:
                     yield self._event([part], first)
                     first = {}
+                    if _has_answer(part):
+                        self.delivered.add(self.turns[index])
         finally:
             watching.cancel()
         if self._call.include_usage:
@@ -123,6 +128,12 @@ class Reply:
 
     def _prompt_tokens(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._opened.prompt)} if self._call.return_token_ids else {}
+
+
+def _has_answer(choice: dict[str, Any]) -> bool:
+    """Return whether a part of a stream has something of the answer: text, tokens, or the end with its tool calls."""
+    text = choice.get("text") or choice.get("delta", {}).get("content")
+    return bool(text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"))
 
 
 def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:

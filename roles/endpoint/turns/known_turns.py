@@ -26,7 +26,7 @@ _HASH_WEIGHT = 4
 class EpisodeReader(Protocol):
     """The request to the store that the cache needs."""
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
+    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
         """Return the newest attempt at an episode and its turns, except the turns that the caller has (``holding``)."""
         ...
 
@@ -52,18 +52,18 @@ class KnownTurns:
         self.weight = 0
         """Memory of all turns that are kept, in tokens (:func:`_weight`)."""
 
-    async def read(self, episode: int) -> EpisodeTurns:
-        """Return the newest attempt at an episode with all of its turns.
+    async def read(self, episode: int, call: str = "") -> EpisodeTurns:
+        """Return the newest attempt at an episode with all of its turns, to prepare the call with this digest.
 
         Raises:
             FencedAttempt: The episode is over.
         """
-        kept = self._kept.get(episode)
-        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else ())
+        kept, more = self._kept.get(episode), (call,) if call else ()
+        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else (), *more)
         if kept is not None and read.attempt != kept.attempt:
             self._forget(episode)
             kept = None
-            read = await self._store.get_episode(episode)
+            read = await self._store.get_episode(episode, (), *more)
         turns = {} if kept is None else dict(kept.turns)
         self._keep(episode, read)
         turns |= {turn.id: turn for turn in read.turns}

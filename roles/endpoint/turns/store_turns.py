@@ -21,8 +21,11 @@ class Turns(Protocol):
     Each method raises :class:`~rrl.roles.trajectories.client.FencedAttempt` if the attempt is over.
     """
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return the newest attempt at an episode with its turns, except those in ``holding``."""
+    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
+        """Return the newest attempt at an episode with its turns, except those in ``holding``.
+
+        The fields are those of :class:`~rrl.roles.trajectories.episodes.requests.GetEpisode`.
+        """
         ...
 
     async def open_turn(
@@ -41,6 +44,10 @@ class Turns(Protocol):
 
     async def end_turn(self, turn: int, length: int) -> None:
         """End the answer of a turn after ``length`` sampled tokens, durably."""
+        ...
+
+    async def mark_unused(self, turn: int, undelivered: bool) -> None:
+        """Report that the answer of a turn was not used (MarkUnused in the module of OpenTurn), durably."""
         ...
 
 

@@ -86,8 +86,8 @@ def audit(records: Iterable[Record]) -> Audit:
                 tokens.add_turn(record)
             case TurnEnded(turn, _, length):
                 tokens.end_turn(turn, length)
-            case EpisodeFinished(episode, _, turns):
-                tokens.finish_episode(episode, turns)
+            case EpisodeFinished(episode, _, turns, unused=unused):
+                tokens.finish_episode(episode, [turn for turn in turns if turn not in unused])
             case Part(number, index, groups):
                 parts[number] = (*parts.get(number, ())[:index], groups)
             case Binding(number, groups, trajectories):

@@ -16,6 +16,7 @@ from .groups import (
     EpisodeState,
     Group,
     TrajectoryState,
+    is_foreign,
     prompt_length,
     sampled_tokens,
     with_ancestors,
@@ -31,11 +32,12 @@ from .records import (
     TurnCreated,
     TurnEnded,
     TurnTaken,
+    TurnUnused,
     pack_tokens,
 )
 from .trained_samples import samples
 
-EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
+EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnUnused | TurnEnded | EpisodeFinished
 """The records that change one episode."""
 FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
 """Metric names of fields of :class:`EpisodesCounted`. The name of any other field is also its metric name."""
@@ -80,10 +82,15 @@ class EpisodeRecords:
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
+                episode.turns[turn].unused = False
                 episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
+            case TurnUnused(turn, _, unused):
+                episode.turns[turn].unused = unused
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
-            case EpisodeFinished(_, _, counted, reward, later):
+            case EpisodeFinished(_, _, counted, reward, later, unused_turns):
+                for turn_state in episode.turns.values():
+                    turn_state.unused = turn_state.id in unused_turns
                 track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
                 self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for number in episode.turns.keys() - {*counted}:
@@ -128,7 +135,8 @@ class EpisodeRecords:
 
     def _count_finished(self, track: TrajectoryState, episode: EpisodeState) -> None:
         episode.samples, drift = samples(track)
-        turns = [created for number in episode.counted if (created := episode.turns[number].turn) is not None]
+        counted = [episode.turns[number] for number in episode.counted]
+        turns = [turn.turn for turn in counted if turn.turn is not None]
         before = self.counted
         self.counted = replace(
             before,
@@ -136,7 +144,7 @@ class EpisodeRecords:
             turns=before.turns + len(turns),
             branches=before.branches + len(episode.samples),
             given_tokens=before.given_tokens + sum(len(turn.given) // 4 for turn in turns),
-            untrained_turns=before.untrained_turns + sum(turn.sampling is not None for turn in turns),
+            untrained_turns=before.untrained_turns + sum(is_foreign(turn) or turn.unused for turn in counted),
             token_drift=before.token_drift + drift,
         )
 
@@ -166,9 +174,12 @@ def records_of(track: TrajectoryState) -> Iterator[Record]:
         yield turn.turn
         if number not in episode.recorded and turn.turn.attempt < episode.attempt:
             yield TurnTaken(number, track.id)
+        if turn.unused and not track.finished:
+            yield TurnUnused(number, track.id)
         yield from records_of(turn)
     if track.finished:
-        yield EpisodeFinished(track.id, episode.attempt, episode.counted, None, episode.awaits_reward)
+        unused = tuple(number for number, turn in episode.turns.items() if turn.unused)
+        yield EpisodeFinished(track.id, episode.attempt, episode.counted, None, episode.awaits_reward, unused)
 
 
 def _first(segments: Iterable[PackedSegment], length: int) -> Iterator[PackedSegment]:

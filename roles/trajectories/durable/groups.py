@@ -8,8 +8,10 @@ given, and the sampled tokens, in this order. Turns are numbered apart from traj
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from msgspec import Struct
 
 from ....core.types import Incarnation
@@ -32,6 +34,10 @@ class TrajectoryState(Struct, eq=False):
     score: Score | None = None
     turn: TurnCreated | None = None
     """The record that created the turn; None for a trajectory or episode."""
+    unused: bool = False
+    """True for a turn whose answer the agent has not used, as far as it is known now."""
+    asked_by: Incarnation | None = None
+    """Incarnation that asked for the turn last; None if it did so at an earlier process of the store."""
     episode: EpisodeState | None = None
     """The attempts and turns of the episode; None for a turn, and in a job without agents."""
 
@@ -106,6 +112,8 @@ class Group(Struct, eq=False):
     oldest: int | None = None
     """Training step of the oldest weights that sampled a token of the group, or with which an episode of the group was
     begun; None before the first token or episode."""
+    blamed: Counter[str] = msgspec.field(default_factory=Counter)
+    """By the digest of a call of the group's agents, how many processes have ended right after such a call."""
 
     @property
     def has_episodes(self) -> bool:
@@ -162,6 +170,16 @@ def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[t
     return path[::-1]
 
 
+def continued(turns: Iterable[TrajectoryState], known: dict[int, TrajectoryState]) -> set[int]:
+    """Return the turns with a sampled token in the path of another one of these turns."""
+    return {
+        before.id
+        for turn in turns
+        for before, own in ancestry(turn, known)
+        if before is not turn and before.turn is not None and own > given_length(before.turn)
+    }
+
+
 def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:
     """Return these turns and all their ancestors, even ancestors that contribute no token to the turns' paths."""
     result: set[int] = set()
@@ -216,7 +234,10 @@ def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
 
 def as_to_score(track: TrajectoryState) -> ToScore:
     """Return what a reward replica receives to score: a complete trajectory, or the last answer of an episode."""
-    last = track if track.episode is None else track.episode.turns[track.episode.counted[-1]]
+    last = track
+    if track.episode is not None:
+        answers = [track.episode.turns[number] for number in track.episode.counted]
+        last = next(turn for turn in reversed(answers) if not turn.unused)
     return ToScore(track.id, track.group.created.item, sampled_tokens(last))
 
 

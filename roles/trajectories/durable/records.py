@@ -266,6 +266,14 @@ class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):
     episode: int
 
 
+class TurnUnused(Struct, frozen=True, tag="turn_unused", array_like=True):
+    """The agent has not used the answer of a turn or, if not ``unused``, has asked for it again."""
+
+    turn: int
+    episode: int
+    unused: bool = True
+
+
 class TurnEnded(Struct, frozen=True, tag="turn_ended", array_like=True):
     """End of the answer of a turn after ``length`` sampled tokens; tokens that were sampled later are discarded."""
 
@@ -293,6 +301,15 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
     reward: float | None = None
     later: bool = False
     """True if the reward comes later, so that no reward replica scores the episode."""
+    unused: tuple[int, ...] = ()
+    """The turns in ``turns`` whose answers the agent has not used. They are not trained."""
+
+
+class CallBlamed(Struct, frozen=True, tag="call_blamed", array_like=True):
+    """A process ended right after an agent of this group had made a call, whose body has the digest ``call``."""
+
+    group: int
+    call: str
 
 
 class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=True):
@@ -311,7 +328,7 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     given_tokens: int = 0
     """Given tokens of the turns that ``turns`` counts."""
     untrained_turns: int = 0
-    """Number of the turns in ``turns`` that were sampled from another policy than the trained one."""
+    """Number of the turns in ``turns`` that were sampled from another policy, or whose answers were not used."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 
@@ -390,9 +407,11 @@ Record = (
     | AttemptFailed
     | TurnCreated
     | TurnTaken
+    | TurnUnused
     | TurnEnded
     | TurnsNumbered
     | EpisodeFinished
+    | CallBlamed
     | EpisodesCounted
     | EvaluationStarted
     | EvaluationAppended

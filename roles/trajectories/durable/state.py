@@ -21,6 +21,7 @@ from .records import (
     AttemptStarted,
     Binding,
     BindingRetired,
+    CallBlamed,
     DropCause,
     EpisodeFinished,
     EpisodesCounted,
@@ -47,6 +48,7 @@ from .records import (
     TurnEnded,
     TurnsNumbered,
     TurnTaken,
+    TurnUnused,
     unpack_tokens,
 )
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
@@ -165,8 +167,13 @@ class State:
                 self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
-            case AttemptStarted() | AttemptFailed() | TurnCreated() | TurnTaken() | TurnEnded() | EpisodeFinished():
+            case (
+                AttemptStarted() | AttemptFailed() | TurnCreated() | TurnTaken() | TurnUnused() | TurnEnded()
+                | EpisodeFinished()
+            ):  # fmt: skip
                 self._apply_to_episode(record)
+            case CallBlamed(group, call):
+                self.groups[group].blamed[call] += 1
             case EpisodesCounted():
                 self.episode_records.counted = record
             case TurnsNumbered(number):
@@ -345,6 +352,7 @@ class State:
             yield TurnsNumbered(self.next_turn)
         for group in self.groups.values():
             yield group.created
+            yield from (CallBlamed(group.created.group, call) for call in group.blamed.elements())
             for track in group.trajectories:
                 yield from records_of(track)
             if scores := tuple(track.score for track in group.trajectories if track.score is not None):

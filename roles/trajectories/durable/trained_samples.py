@@ -1,10 +1,10 @@
 """The data that a trainer reads of a group: the samples of its trajectories, their digest and their tokens' ages.
 
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
-turns (:attr:`.groups.EpisodeState.counted`). Only a turn that has sampled tokens and is not foreign can be a leaf. It
-is a leaf if no other such turn's path begins with its whole path. A sample consists of the path of its leaf. A sampled
-token counts in one sample only: the first sample, in the order of the turns, that contains it. Given tokens never
-count, and the answers of foreign turns are given tokens.
+turns (:attr:`.groups.EpisodeState.counted`). Only a turn that has sampled tokens, is not foreign and was used can be a
+leaf. It is a leaf if no other such turn's path begins with its whole path. A sample consists of the path of its leaf. A
+sampled token counts in one sample only: the first sample, in the order of the turns, that contains it. Given tokens
+never count, and the answers of foreign turns are given tokens.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     episode = track.episode
     assert episode is not None
     counted = [episode.turns[number] for number in sorted(episode.counted)]
-    sampled = [turn for turn in counted if turn.length and not is_foreign(turn)]
+    sampled = [turn for turn in counted if turn.length and not is_foreign(turn) and not turn.unused]
     continued = {
         before.id
         for turn in sampled

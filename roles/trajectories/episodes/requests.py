@@ -69,6 +69,20 @@ class EndTurn(Struct, frozen=True, tag=True):
     length: int
 
 
+class MarkUnused(Struct, frozen=True, tag=True):
+    """Report that an agent has not used the answer of a turn: it got no token of it, or has made the same call again.
+
+    Unless another turn continues the answer, it is not trained. The report is void if the turn is opened again, and if
+    another incarnation has opened an ``undelivered`` turn later. It is durable once it is answered with
+    :class:`..types.Done`.
+    """
+
+    incarnation: Incarnation
+    turn: int
+    undelivered: bool
+    """True if the connection of the agent ended before it got a token."""
+
+
 class Follow(Struct, frozen=True, tag=True):
     """Request for the sampled tokens of a turn from ``offset`` on.
 
@@ -93,13 +107,16 @@ class GetEpisode(Struct, frozen=True, tag=True):
     holding: tuple[int, ...] = ()
     """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
     episode would grow with the square of its length."""
+    call: str = ""
+    """Digest of the body of the call that the sender is about to prepare; empty if it is about to prepare none. If the
+    sender ends before the agent waits for tokens again, this call may be the cause."""
 
 
 class FinishEpisode(Struct, frozen=True, tag=True):
     """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
 
     If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
-    failed.
+    failed. If an agent outside of the run makes it, the request is denied instead.
     """
 
     incarnation: Incarnation
@@ -145,7 +162,16 @@ class FailAttempt(Struct, frozen=True, tag=True):
 
 
 EpisodeRequest = (
-    LeaseEpisodes | OpenEpisode | OpenTurn | EndTurn | Follow | GetEpisode | FinishEpisode | PostReward | FailAttempt
+    LeaseEpisodes
+    | OpenEpisode
+    | OpenTurn
+    | EndTurn
+    | MarkUnused
+    | Follow
+    | GetEpisode
+    | FinishEpisode
+    | PostReward
+    | FailAttempt
 )
 StoreRequest = Request | EpisodeRequest
 """Every request that the store serves."""

@@ -22,9 +22,9 @@ from ....core.text import on_one_line
 from ....core.types import Incarnation, OutsideKind, OutsideWait
 from ....core.units import duration_text
 from ..dispatch.lease_table import Leases
-from ..durable.groups import EpisodeState, Group, TrajectoryState, is_foreign
+from ..durable.groups import EpisodeState, Group, TrajectoryState, continued, is_foreign
 from ..durable.log import DurableState
-from ..durable.records import AttemptFailed, AttemptStarted, DropCause, EpisodeFinished, ScoresRecorded
+from ..durable.records import AttemptFailed, AttemptStarted, CallBlamed, DropCause, EpisodeFinished, ScoresRecorded
 from ..leases import WorkQueue
 from ..steps.staleness import StalenessLimit
 from ..types import Denied, Done, NotReady, Score
@@ -40,6 +40,7 @@ from .requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    MarkUnused,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -128,6 +129,8 @@ class Episodes:
         self._settings = settings or EpisodeSettings()
         self._turns = TurnRules(durable, work)
         self._leases = Leases()
+        self._calls: dict[int, tuple[Incarnation, str]] = {}
+        """For each episode, the newest call of its agent, and the incarnation that began to prepare it."""
         self._requests: dict[str, int] = {}
         """For each request of an agent outside of the run whose attempt is not over, the episode of the attempt."""
         self._limits = TimeLimits()
@@ -169,20 +172,52 @@ class Episodes:
 
     def _release(self, track: TrajectoryState) -> None:
         self._leases.release(track.id)
+        self._calls.pop(track.id, None)
         if (request := _episode(track).request) is not None:
             self._requests.pop(request, None)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the attempts of all incarnations that are not current."""
-        for number in sorted(self._leases.release_departed(current)):
+        blamed = self._blame(current)
+        for number in sorted(self._leases.release_departed(current) | blamed.keys()):
             track = self._state.trajectories.get(number)
             if track is None:
                 continue  # an earlier pass of this loop has dropped the episode's group
-            if self._settings.on_death == "drop":
+            if number in blamed:
+                count, why = blamed[number]
+                self._count_failure(track, why, count - 1)
+            elif self._settings.on_death == "drop":
                 self._rules.drop(track.group, REPLICA_ENDED, DropCause.FAILED)
             else:
                 replay = self._settings.on_death == "replay"
                 self._end_attempt(track, REPLICA_ENDED, _episode(track).failures, replay=replay)
+
+    def _blame(self, current: frozenset[Incarnation]) -> dict[int, tuple[int, str]]:
+        """Find the calls right after which more than one process has ended.
+
+        A call is suspected if it was the newest one of its episode, and the agent did not wait for tokens: its body
+        was being prepared or, in an agents replica, the agent worked with the answer.
+
+        Returns:
+            For each episode with such a call, how many processes have ended, and a text that names the call.
+        """
+        suspected: dict[int, tuple[Incarnation, str]] = {}
+        for number, (incarnation, call) in list(self._calls.items()):
+            if incarnation not in current:
+                episode = _episode(self._state.trajectories[number])
+                opened = [turn for turn in episode.made if _is_of(turn, call)]
+                if not opened or (episode.request is None and all(turn.finished for turn in opened)):
+                    suspected[number] = incarnation, call
+                del self._calls[number]
+        groups = {number: self._state.trajectories[number].group for number in suspected}
+        for group, call in sorted({(groups[number].created.group, call) for number, (_, call) in suspected.items()}):
+            self._durable.write(CallBlamed(group, call))
+        return {
+            number: (count, f"{incarnation.replica} ended {count} times right after the same call of item"
+                            f" {groups[number].created.item} (its body begins its SHA-256 with {call[:12]})")
+            for number, (incarnation, call) in suspected.items()
+            if (count := groups[number].blamed[call]) > 1
+        }  # fmt: skip
 
     def forget(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
@@ -204,9 +239,14 @@ class Episodes:
                 return current if isinstance(current, Denied) else self._turns.open(request, _episode(current))
             case EndTurn():
                 return self._turns.end(request)
+            case MarkUnused():
+                return self._turns.mark_unused(request)
             case Follow(_, turn, offset):
                 return self._turns.follow(turn, offset)
-            case GetEpisode(_, episode, holding):
+            case GetEpisode(incarnation, episode, holding, call):
+                track = self._state.trajectories.get(episode)
+                if call and track is not None and track.is_at_work:
+                    self._calls[episode] = incarnation, call
                 return self._shown(episode, holding)
             case FinishEpisode():
                 return self._finish(request)
@@ -305,8 +345,9 @@ class Episodes:
         self._count_failure(current, why)
         return Done()
 
-    def _count_failure(self, track: TrajectoryState, why: str) -> None:
-        failures, reason = _episode(track).failures + 1, on_one_line(why)[:_MAX_REASON_CHARS]
+    def _count_failure(self, track: TrajectoryState, why: str, failures: int = 0) -> None:
+        """End an attempt as failed. ``failures`` is how often its item has failed, if that is more often."""
+        failures, reason = max(_episode(track).failures + 1, failures), on_one_line(why)[:_MAX_REASON_CHARS]
         if failures > self._settings.retries:
             self._rules.drop(track.group, reason, DropCause.FAILED)
         else:
@@ -324,14 +365,18 @@ class Episodes:
             return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
         episode = _episode(current)
         complete = [turn for turn in episode.made if turn.finished]
-        if not any(turn.length and not is_foreign(turn) for turn in complete):
+        used = continued(episode.made, episode.turns)
+        unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
+        if not any(turn.length and not is_foreign(turn) and turn.id not in unused for turn in complete):
+            if episode.request is not None:
+                return Denied(NO_ANSWER, no_answer=True)
             self._count_failure(current, NO_ANSWER)
             return Done()
         self._work.withdraw([turn for turn in episode.turns.values() if not turn.finished])
         self._release(current)
         counted = tuple(turn.id for turn in complete)
         self._durable.write(
-            EpisodeFinished(number, attempt, counted, reward, request.later)
+            EpisodeFinished(number, attempt, counted, reward, request.later, unused)
         )  # one record, because a crash may occur between two records
         if reward is not None:
             self._rules.scored((number,))
@@ -430,3 +475,7 @@ class Episodes:
 def _episode(track: TrajectoryState) -> EpisodeState:
     assert track.episode is not None
     return track.episode
+
+
+def _is_of(turn: TrajectoryState, call: str) -> bool:
+    return turn.turn is not None and turn.turn.request.startswith(f"{call}/")

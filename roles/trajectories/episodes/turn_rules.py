@@ -7,6 +7,7 @@ another order than before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
@@ -15,11 +16,10 @@ from msgspec.structs import asdict
 from ....core.types import Version
 from ..durable.groups import EpisodeState, TrajectoryState, path_length, sampled_tokens
 from ..durable.log import DurableState
-from ..durable.records import TurnCreated, TurnEnded, TurnTaken, pack_tokens, unpack, unpack_tokens
+from ..durable.records import TurnCreated, TurnEnded, TurnTaken, TurnUnused, pack_tokens, unpack, unpack_tokens
 from ..leases import WorkQueue
 from ..types import Denied, Done, NotReady, Sampling
-from .requests import EndTurn, EpisodeTurns, OpenTurn, Turn, TurnOpened, TurnTokens
-
+from .requests import EndTurn, EpisodeTurns, MarkUnused, OpenTurn, Turn, TurnOpened, TurnTokens
 
 MAX_TURNS = 2**14
 """Maximum number of turns of an attempt. It bounds the work on a call, at the endpoint and here: both look at all turns
@@ -52,12 +52,16 @@ class TurnRules:
             assert known.turn is not None
             if known.turn.request == request.request:
                 if _content(known.turn) == wanted:
+                    known.asked_by = request.incarnation
+                    if known.unused:
+                        self._durable.write(TurnUnused(known.id, request.episode, False))
                     return TurnOpened(known.id)
                 return Denied(f"the request of turn {known.id} was repeated with other tokens")
         for number in sorted(episode.recorded, reverse=True):
             recorded = episode.turns[number].turn
             if recorded is not None and _content(recorded) == wanted:
                 self._durable.write(TurnTaken(number, request.episode))
+                episode.turns[number].asked_by = request.incarnation
                 return TurnOpened(number)
         if problem := _problem(request, episode) or sampling_problem(request.sampling):
             return Denied(problem)
@@ -70,6 +74,7 @@ class TurnRules:
             TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
                         given, request.max_new, request.messages, request.options, request.sampling)
         )  # fmt: skip
+        episode.turns[number].asked_by = request.incarnation
         self._work.offer(episode.turns[number])
         return TurnOpened(number)
 
@@ -87,6 +92,17 @@ class TurnRules:
             return Denied(f"turn {turn.id} cannot be ended: its episode is finished", fenced_attempt=True)
         self._work.withdraw([turn])
         self._durable.write(TurnEnded(turn.id, turn.turn.episode, request.length))
+        return Done()
+
+    def mark_unused(self, request: MarkUnused) -> Done | Denied:
+        """Note that the agent has not used the answer of a turn."""
+        turn = self._current(request.turn)
+        if isinstance(turn, Denied):
+            return turn
+        assert turn.turn is not None
+        void = request.undelivered and turn.asked_by not in (None, request.incarnation)
+        if not void and not turn.unused and not self._state.trajectories[turn.turn.episode].finished:
+            self._durable.write(TurnUnused(turn.id, turn.turn.episode))
         return Done()
 
     def follow(self, number: int, offset: int) -> TurnTokens | NotReady | Denied:
@@ -159,13 +175,13 @@ def sampling_problem(sampling: Sampling | None) -> str | None:
 
 _PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2, "-2 to 2")
 ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value <= 100, "0 to 100"),
+    "temperature": (lambda value: 0 <= value < math.inf, "at least 0"),
     "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
     "top_k": (lambda value: -1 <= value < 2**31, "-1 or 0 for all tokens, or a number of tokens"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": (lambda value: 0 < value <= 100, "more than 0 and at most 100"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "more than 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
 """For each field of :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.

@@ -29,12 +29,14 @@ class FakeTurns:
         self.max_new: dict[int, int] = {}
         self.recorded: list[Turn] = []
         """Turns that the store would return as those of an earlier attempt."""
+        self.unused: list[tuple[int, bool]] = []
+        """The turns that the endpoint has reported as unused, and whether they were not delivered."""
         self.holding: tuple[int, ...] = ()
         """The turns that the endpoint had according to its newest request."""
         self._episode_of: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
+    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
         with self._lock:
             attempt = self.attempts.get(episode, 1)
             turns = tuple(
@@ -79,6 +81,9 @@ class FakeTurns:
         with self._lock:
             now = self.turns[turn]
             self.turns[turn] = msgspec.structs.replace(now, sampled=now.sampled[:length], finished=True)
+
+    async def mark_unused(self, turn: int, undelivered: bool) -> None:
+        self.unused.append((turn, undelivered))
 
     def sample(self, turn: int, *tokens: int, finished: bool = False) -> None:
         """Add durable tokens to a turn."""

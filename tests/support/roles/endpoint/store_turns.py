@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.client import FencedAttempt, Refused
+from rrl.roles.trajectories.client import FencedAttempt, NoAnswer, Refused
 from rrl.roles.trajectories.episodes.requests import (
     EndTurn,
     EpisodeItem,
@@ -18,6 +18,7 @@ from rrl.roles.trajectories.episodes.requests import (
     Follow,
     GetEpisode,
     LeasedEpisodes,
+    MarkUnused,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -43,11 +44,11 @@ class StoreInProcess:
             given = answer(self.store, request)
             self.store.flush()
         if isinstance(given, Denied):
-            raise (FencedAttempt if given.fenced_attempt else Refused)(given.why)
+            raise (FencedAttempt if given.fenced_attempt else NoAnswer if given.no_answer else Refused)(given.why)
         return given
 
-    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        turns: EpisodeTurns = self._answer(GetEpisode(self._who, episode, tuple(holding)))
+    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
+        turns: EpisodeTurns = self._answer(GetEpisode(self._who, episode, tuple(holding), call))
         return turns
 
     async def open_turn(
@@ -65,6 +66,9 @@ class StoreInProcess:
 
     async def end_turn(self, turn: int, length: int) -> None:
         self._answer(EndTurn(self._who, turn, length))
+
+    async def mark_unused(self, turn: int, undelivered: bool) -> None:
+        self._answer(MarkUnused(self._who, turn, undelivered))
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
         loop = asyncio.get_running_loop()
