@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
+LOOPBACK = "127.0.0.1"
+"""Address at which a process with agents serves their endpoint. No proxy can reach it."""
+_NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Variables with the hosts that HTTP clients reach without a proxy. Some clients read only one of them."""
 GOODBYE_TIMEOUT_S = 60.0
 """Seconds for which a worker that has finished its work waits for the manager's stop request."""
 
@@ -498,7 +502,15 @@ def join() -> Worker:
     if path is None:
         exit_invalid_config(f"{LAUNCH_ENV} is not set: rrl.join() works only in a command that a run of rrl started")
     start_logging(stamped=False)
+    _bypass_proxies(LOOPBACK)
     launch = read_launch(OwnPath(path))
     report_uncaught_exceptions(launch)
     run = RunDir(Path(launch.run_dir))
     return Worker(launch, run, RunKeys.load(run.keys))
+
+
+def _bypass_proxies(host: str) -> None:
+    """Except a host from the HTTP proxies that the environment names for this process and its children."""
+    given = [each.strip() for name in _NO_PROXY for each in os.environ.get(name, "").split(",")]
+    value = "*" if "*" in given else ",".join(dict.fromkeys([*filter(None, given), host]))
+    os.environ.update(dict.fromkeys(_NO_PROXY, value))

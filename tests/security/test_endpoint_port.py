@@ -42,10 +42,10 @@ BODY = {"model": "any", "messages": USER}
 class Victim:
     """A process with an endpoint that closes a connection without a complete request head after two seconds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "endpoint") -> None:
         self.keys = RunKeys.make()
         self.keys.save(folder / "keys.json")
-        argv = [sys.executable, "-m", "rrl.tests.support.security.victim", "endpoint", str(folder / "keys.json")]
+        argv = [sys.executable, "-m", "rrl.tests.support.security.victim", kind, str(folder / "keys.json")]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = "127.0.0.1", int(self._process.stdout.readline().strip().rpartition(":")[2])
@@ -59,12 +59,19 @@ class Victim:
 
     def serve_an_agent(self) -> None:
         """Send a valid request, as agents do, and check the answer."""
+        status, reply = self.post(1, json.dumps(BODY).encode())
+        assert (status, json.loads(reply)["choices"][0]["message"]["content"]) == (200, "0")
+
+    def post(self, episode: int, body: bytes, path: str = "chat/completions") -> tuple[int, bytes]:
+        """Send a request with the key of an episode, and return status and body of the reply."""
         connection = http.client.HTTPConnection(*self.port, timeout=SOON)
-        headers = {"authorization": f"Bearer {self.key(1)}", "connection": "close"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
+        headers = {"authorization": f"Bearer {self.key(episode)}", "connection": "close"}
+        connection.request("POST", f"/v1/{path}", body, headers)
         reply = connection.getresponse()
-        assert (reply.status, json.loads(reply.read())["choices"][0]["message"]["content"]) == (200, "0")
-        connection.close()
+        try:
+            return reply.status, reply.read()
+        finally:
+            connection.close()
 
     def stream(self, episode: int, headers: bytes = b"") -> socket.socket:
         """Begin a stream whose answer never ends, and read none of it."""
@@ -208,3 +215,68 @@ def until_idle(victim: Victim) -> None:
         time.sleep(0.05)
         if (now := victim.cpu_ticks()) > used + 1:
             used, since = now, time.monotonic()
+
+
+# ── large bodies ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def conversation(*texts: str) -> bytes:
+    return json.dumps({"model": "any", "messages": [{"role": "user", "content": text} for text in texts]}).encode()
+
+
+HUGE = {
+    "one text": (conversation("word " * 3_000_000), "chat/completions"),
+    "empty messages": (conversation(*[""] * 350_000), "chat/completions"),
+    "token ids": (json.dumps({"model": "any", "prompt": [200] * 2_000_000}).encode(), "completions"),
+    "objects": (b'{"messages": [' + b",".join([b"{}"] * 4_000_000) + b"]}", "chat/completions"),
+    "tools": (json.dumps({"model": "any", "messages": USER, "tools": [
+        {"type": "function", "function": {"name": f"f{number}", "description": "d" * 100_000}} for number in range(100)
+    ]}).encode(), "chat/completions"),
+}  # fmt: skip
+"""Bodies of 9 to 15 MB with their paths."""
+LONG_WORK = ("one text", "empty messages", "tools")
+"""The bodies that keep their process busy until its time is over."""
+
+
+@pytest.fixture(scope="module")
+def folder_victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    made = Victim(tmp_path_factory.mktemp("folder"), "endpoint-folder")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_key_with_huge_bodies_delays_no_call_of_another_episode(folder_victim: Victim, name: str) -> None:
+    """While three huge bodies of one episode are in work, others get answers to small and to long conversations."""
+    body, path = HUGE[name]
+    long, episode = conversation("hello " * 5000), 11 + 2 * [*HUGE].index(name)
+    assert folder_victim.post(1, long)[0] == 200
+    replies: list[tuple[int, bytes]] = []
+    attack = [threading.Thread(target=lambda: replies.append(folder_victim.post(episode, body, path)))
+              for _ in range(3)]  # fmt: skip
+    for thread in attack:
+        thread.start()
+    served = slowest = 0.0
+    while any(thread.is_alive() for thread in attack):
+        for each in (conversation("hello"), long):
+            began = time.monotonic()
+            assert folder_victim.post(1, each)[0] == 200
+            slowest = max(slowest, time.monotonic() - began)
+        served += not replies
+    print(f"{name}: {served:g} pairs of calls were answered before the first huge body, the slowest in {slowest:.3f} s")
+    assert {status for status, _ in replies} <= {400, 413}, [reply[:200] for _, reply in replies]
+    assert served >= (3 if name in LONG_WORK else 0)
+    assert all(len(reply) < 2000 for _, reply in replies)
+
+
+def test_a_key_with_many_huge_bodies_takes_the_memory_of_one(folder_victim: Victim) -> None:
+    body = b"{" + b" " * 15 * 2**20
+    folder_victim.post(31, body)
+    before = folder_victim.footprint
+    attack = [threading.Thread(target=folder_victim.post, args=(31, body)) for _ in range(12)]
+    for thread in attack:
+        thread.start()
+    most = 0
+    while any(thread.is_alive() for thread in attack):
+        most = max(most, folder_victim.footprint.memory - before.memory)
+    assert most < 6 * len(body), f"{most >> 20} MiB"

@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rrl.roles.endpoint import http_server
+from rrl.core.run_spec import ModelSpec
+from rrl.roles.endpoint import http_server, preparation_processes
 from rrl.roles.endpoint.application import Endpoint, ServedRun
 from rrl.roles.endpoint.calls.call import Policy
 from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import ModelChat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import TurnTokens
 from rrl.roles.trajectories.types import NotReady, Request
+from rrl.tests.support.roles.endpoint import tool_folders
 from rrl.tests.support.roles.endpoint.fake_turns import VERSION as VERSION_OF_WEIGHTS
 from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 from rrl.tests.support.roles.endpoint.served import CHAT, RUN
@@ -33,6 +37,8 @@ from rrl.transport.weights.store import WeightStore
 HANDSHAKE_MS = 2000
 """Handshake deadline (ms). It replaces the longer defaults of the control plane and of UCX's own ports, so that tests
 are short."""
+LONGEST, PREPARATION_S = 10**6, 5.0
+"""Maximum length of the model with a folder, in tokens, and the seconds for which its calls are prepared."""
 TOKENS = 64
 """Number of tokens that each piece of an endless answer has."""
 SIZE = 2**20
@@ -84,10 +90,10 @@ def episode_of(turn: int) -> int:
     return turn - 2 * 10**6
 
 
-async def _endpoint(keys: RunKeys) -> None:
+async def _endpoint(keys: RunKeys, chat: ModelChat = CHAT, longest: int = 10**9) -> None:
     http_server.HEAD_TIMEOUT_S = http_server.IDLE_S = HANDSHAKE_MS / 1000
-    run = ServedRun(RUN, keys.secret, Policy(1.0), max_new=10**9, max_length=10**9)
-    server = EndpointServer(Endpoint(run, CHAT, _EndlessTurns()).application)
+    run = ServedRun(RUN, keys.secret, Policy(1.0), max_new=10**9, max_length=longest)
+    server = EndpointServer(Endpoint(run, chat, _EndlessTurns()).application)
     server.start()
     try:
         print(server.base_url.removesuffix("/v1"), flush=True)
@@ -106,6 +112,10 @@ async def main() -> None:
         serving = _snapshots(keys)
     elif kind == "endpoint":
         serving = _endpoint(keys)
+    elif kind == "endpoint-folder":  # a model whose tokenizer takes long for a large body
+        preparation_processes.TIMEOUT_S = PREPARATION_S
+        model = ModelSpec(str(tool_folders.make(Path(sys.argv[2]).parent)), chat=True, max_length=LONGEST)
+        serving = _endpoint(keys, open_chat(model), LONGEST)
     else:
         serving = _weights(keys, kind)
     task = asyncio.create_task(serving)

@@ -13,12 +13,14 @@ from rrl.roles.trajectories.durable.audit import Audit
 from rrl.roles.trajectories.durable.records import (
     AttemptFailed,
     AttemptStarted,
+    CallBlamed,
     EpisodeFinished,
     EpisodesCounted,
     TurnCreated,
     TurnEnded,
     TurnsNumbered,
     TurnTaken,
+    TurnUnused,
 )
 from rrl.roles.trajectories.episodes.requests import (
     EndTurn,
@@ -30,6 +32,7 @@ from rrl.roles.trajectories.episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    MarkUnused,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -80,7 +83,8 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 EPISODE_RECORDS = {
-    AttemptStarted, AttemptFailed, TurnCreated, TurnTaken, TurnEnded, TurnsNumbered, EpisodeFinished, EpisodesCounted
+    AttemptStarted, AttemptFailed, CallBlamed, TurnCreated, TurnTaken, TurnUnused, TurnEnded, TurnsNumbered,
+    EpisodeFinished, EpisodesCounted,
 }  # fmt: skip
 """Kinds of records that only a job with agents has."""
 OUTSIDE = "outside"
@@ -145,6 +149,7 @@ class AgentsScript:
         if number == 2:  # a replica ends in the middle of its attempts
             self._turns(pending[0], number)
             self._turns(pending[1], number)
+            self._call(GetEpisode(AGENTS, pending[0].episode, (), "prepared"))
             members = (*(each for each in CREW if each != AGENTS), NEXT_AGENTS)
             self.store.update_membership(members)
             self._note(None, members)
@@ -193,7 +198,7 @@ class AgentsScript:
     def _turns(self, item: EpisodeItem, step: int) -> None:
         """Make two turns in each episode.
 
-        Odd episodes also get a branch, an incomplete turn, a turn that is cut, and a foreign turn.
+        Odd episodes also get a branch, an incomplete turn, a turn that is cut, a foreign and an unused turn.
         """
         first = self._turn(item, "first", None, 0, (5, 6), step)
         self._turn(item, "second", first, 4, (8,), step)
@@ -203,6 +208,8 @@ class AgentsScript:
             if item.attempt == 1:
                 cut = self._turn(item, "cut", first, 4, (9, 5, 6), step, ends=False)
                 self._call(EndTurn(self._of(item), cut, 2))
+            unused = self._turn(item, "unused", first, 4, (6, 1), step)
+            self._call(MarkUnused(self._of(item), unused, False))
             self._turn(item, "foreign", first, 4, (4, 1), step, sampling=Sampling(temperature=0.5))
 
     def _turn(

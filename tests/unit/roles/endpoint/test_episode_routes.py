@@ -142,7 +142,8 @@ def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
         ("finish", {"later": 1}, "later"), ("finish", {"later": True, "reward": 1.0}, "later"),
         ("finish", {"rewards": 1.0}, "rewards"), ("reward", {}, "reward"), ("fail", {}, "why"),
         ("fail", {"why": 3}, "why"), ("finish", b"[1]", None), ("finish", b"\xff", None),
-        ("reward", b'{"reward": 1e999}', None),
+        ("reward", b'{"reward": 1e999}', None), ("reward", {"reward": 10**400}, "reward"),
+        ("finish", {"reward": -(10**400)}, "reward"), ("finish", b'{"reward": 1' + bytes([48]) * 9000 + b"}", None),
     ],
 )  # fmt: skip
 def test_invalid_body_is_refused_with_the_name_of_its_key(
@@ -163,3 +164,20 @@ def test_key_of_an_episode_and_key_of_the_run_are_not_interchangeable(outside: O
     assert outside.post("/v1/chat/completions", RUN_KEY, body)[1]["error"]["code"] == "episode_key_needed"
     assert outside.post("/rrl/v1/episodes", "sk-other")[0] == 401
     assert outside.post("/rrl/v1/episodes", run_key("other", SECRET))[0] == 401
+
+
+def test_episode_without_an_answer_cannot_be_finished_and_goes_on(outside: Outside) -> None:
+    opened = outside.open()
+    for body in ({"reward": 1.0}, {}, {"later": True}):
+        status, replied = outside.post("/rrl/v1/episodes/finish", opened["api_key"], body)
+        assert (status, replied["error"]["code"]) == (409, "no_answer")
+        assert "/rrl/v1/episodes/fail" in replied["error"]["message"]
+    outside.answer(opened)
+    assert outside.end(opened, "finish", {"reward": 1.0}) == 200
+    assert outside.store.audit().dropped == {}
+
+
+def test_large_body_is_refused(outside: Outside) -> None:
+    opened = outside.open()
+    assert outside.end(opened, "fail", {"why": "x" * 70_000}) == 413
+    assert outside.end(opened, "fail", {"why": "x" * 50_000}) == 200

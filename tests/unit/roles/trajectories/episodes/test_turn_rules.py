@@ -8,7 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from rrl.core.types import Incarnation, Version
-from rrl.roles.trajectories.episodes.requests import EndTurn, EpisodeItem, FinishEpisode, Follow, OpenTurn, TurnOpened
+from rrl.roles.trajectories.episodes import turn_rules
+from rrl.roles.trajectories.episodes.requests import (
+    EndTurn,
+    EpisodeItem,
+    FinishEpisode,
+    Follow,
+    MarkUnused,
+    OpenTurn,
+    TurnOpened,
+)
 from rrl.roles.trajectories.episodes.rules import NO_ANSWER, EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
@@ -25,6 +34,8 @@ from rrl.roles.trajectories.types import (
 )
 from rrl.tests.support.roles.trajectories.agents import (
     AGENTS,
+    CREW,
+    OTHER_AGENTS,
     ask,
     episodes,
     fail,
@@ -46,6 +57,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     commit,
     incarnation_of,
     lease,
+    score,
     segment,
 )
 
@@ -293,3 +305,89 @@ def test_follower_of_a_turn_that_ends_without_further_tokens_reads_its_end(store
     ended = follow(store, number, 2)
     assert (ended.tokens, ended.finished) == ((), True)
     assert isinstance(answer(store, Follow(AGENTS, number, 3)), Denied)
+
+
+# ── answers that were not used ───────────────────────────────────────────────────────────────────────────────────────
+def _mark(store: Store, number: int, *, undelivered: bool = False, who: Incarnation = AGENTS) -> None:
+    assert answer(store, MarkUnused(who, number, undelivered)) == Done()
+
+
+def test_unused_answer_is_counted_and_neither_trained_nor_scored(store: Store, tmp_path: Path) -> None:
+    (item,) = episodes(store, 1)
+    first = turn(store, item, (2, 3), (5, 1))
+    unused = turn(store, item, (4,), (6, 1), first, 4)
+    _mark(store, unused)
+    store = reopened(store, tmp_path)
+    assert answer(store, FinishEpisode(AGENTS, item.episode, 1)) == Done()
+    leased = store.lease_scoring(REWARD, 9)
+    assert isinstance(leased, Scoring)
+    assert [each.tokens for each in leased.items] == [(5, 1)], "the scored answer is not the last one that was used"
+    score(store)
+    store = reopened(store, tmp_path)
+    (one,) = _samples(store, item)
+    assert (one.prompt, one.tokens) == ((2, 3), (5, 1))
+    counts = store.audit().episodes
+    assert (counts["turns"], counts["untrained_turns"]) == (2 + BATCH * GROUP - 1, 1)
+    assert store.audit().ages[0] == 2 * BATCH * GROUP, "the audit counts the tokens of the unused answer"
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_marked_answer_is_trained_only_if_another_turn_keeps_one_of_its_tokens(store: Store, keeps: bool) -> None:
+    (item,) = episodes(store, 1)
+    first = turn(store, item, (2, 3), (5, 6, 1))
+    _mark(store, first, undelivered=True)
+    second = turn(store, item, (7,), (8, 1), first, 3 if keeps else 2)
+    _mark(store, second)
+    turn(store, item, (9,), (4, 1), second, 3 if keeps else 2)  # does not continue the second answer
+    trained = [
+        token
+        for one in _samples(store, item)
+        for token, version in zip(one.tokens, one.versions, strict=True)
+        if version != Version(*NOT_SAMPLED)
+    ]
+    assert trained.count(5) == keeps
+    assert 8 not in trained
+    assert 4 in trained
+
+
+def test_answer_that_is_asked_for_again_counts_as_used(store: Store, tmp_path: Path) -> None:
+    (item,) = episodes(store, 1)
+    number = turn(store, item, (2,), (5, 1))
+    _mark(store, number, undelivered=True)
+    assert ask(store, item, "(2,) None 0", (2,)) == number
+    _mark(store, number, undelivered=True)
+    assert ask(store, item, "(2,) None 0", (2,), who=OTHER_AGENTS) == number  # through another endpoint
+    _mark(store, number, undelivered=True)  # the first endpoint notices the end of its connection late
+    store = reopened(store, tmp_path)
+    assert [one.tokens for one in _samples(store, item)] == [(5, 1)]
+
+
+def test_recorded_answer_that_was_not_used_counts_as_used_in_the_attempt_that_takes_it_over(store: Store) -> None:
+    (item,) = episodes(store, 1)
+    number = turn(store, item, (2,), (5, 1))
+    _mark(store, number)
+    store.update_membership([member for member in CREW if member != AGENTS])
+    (again,) = episodes(store, 1, OTHER_AGENTS)
+    assert ask(store, again, "(2,) None 0", (2,), who=OTHER_AGENTS) == number
+    finish(store, again, 0.5, OTHER_AGENTS)
+    assert store.audit().episodes["untrained_turns"] == 0
+
+
+def test_episode_whose_only_answer_was_not_used_has_no_answer(tmp_path: Path) -> None:
+    store = open_agents_store(tmp_path, episodes=EpisodeSettings(retries=0))
+    (item,) = episodes(store, 1)
+    _mark(store, turn(store, item, (2,), (5, 1)), undelivered=True)
+    finish(store, item)
+    assert store.audit().dropped == {NO_ANSWER: GROUP}
+    refused = answer(store, MarkUnused(AGENTS, 2**40, True))
+    assert is_over(refused)
+
+
+def test_an_attempt_has_a_maximum_number_of_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_rules, "MAX_TURNS", 2)
+    (item,) = episodes(store, 1)
+    first = [ask(store, item, str(number)) for number in range(2)]
+    refused = answer(store, OpenTurn(AGENTS, item.episode, 1, "3", None, 0, (2,), 4))
+    assert isinstance(refused, Denied)
+    assert "at most 2 answers" in refused.why
+    assert ask(store, item, "1") == first[1], "a repeated request was refused"

@@ -1,0 +1,120 @@
+"""The endpoint reports which answers agents have not used, as OpenAI's real client leaves them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from rrl.roles.models.tokenizer import EOS
+from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, USER, Scene
+
+SHORT_S = 0.3
+"""Time limit of an agent for an answer that does not come."""
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.server.stop()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def idle(scene: Scene) -> bool:
+    """Return whether the endpoint has noticed the ends of all connections, and has reported what it reports."""
+    return not scene.endpoint.waiting and not scene.endpoint._reports
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return CHAT.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_of_which_the_agent_got_nothing_is_reported(scene: Scene, stream: bool) -> None:
+    chat = scene.client(timeout=SHORT_S, max_retries=0).chat.completions
+    if stream:
+        reply = chat.create(model="any", messages=USER, stream=True)
+        turn = scene.wait_opened(1)
+        reply.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):  # KEEP_ALIVE_S is longer, so that nothing arrives
+            chat.create(model="any", messages=USER)
+        turn = scene.wait_opened(1)
+    until(lambda: (turn.id, True) in scene.turns.unused)
+    scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
+    until(lambda: idle(scene))
+    assert scene.turns.unused == [(turn.id, True)]
+
+
+def test_answer_whose_agent_stops_reading_after_a_token_is_used(scene: Scene) -> None:
+    reply = scene.create(stream=True)
+    turn = scene.wait_opened(1)
+    scene.turns.sample(turn.id, *encode("1"))
+    assert next(reply).choices[0].delta.content == "1"
+    reply.close()
+    until(lambda: idle(scene))
+    assert scene.turns.unused == []
+
+
+def test_answer_whose_text_is_held_back_is_used_only_from_its_end_on(scene: Scene) -> None:
+    """Events without text tell the agent nothing: here, the token may be the beginning of a stop text."""
+    reply = scene.create(stream=True, stop="12")
+    turn = scene.wait_opened(1)
+    scene.turns.sample(turn.id, *encode("1"))
+    assert not next(reply).choices[0].delta.content
+    reply.close()
+    until(lambda: idle(scene))
+    assert scene.turns.unused == [(turn.id, True)]
+
+
+def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> None:
+    scene.answers("1")
+    for _ in range(3):
+        scene.create()
+    until(lambda: idle(scene))
+    assert scene.turns.unused == [(turn.id, False) for turn in scene.opened[:2]]
+
+
+def test_several_answers_at_the_same_time_are_all_used(scene: Scene) -> None:
+    async def ask() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=scene.server.base_url, api_key=scene.key()) as client:
+            calls = [asyncio.ensure_future(client.chat.completions.create(model="any", messages=USER))
+                     for _ in range(3)]  # fmt: skip
+            await asyncio.to_thread(scene.wait_opened, 3)
+            for turn in scene.opened:
+                scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
+            return await asyncio.gather(*calls)
+
+    assert len(asyncio.run(ask())) == 3
+    scene.answers("1")
+    scene.create([{"role": "user", "content": "8"}], n=4)
+    until(lambda: idle(scene))
+    assert scene.turns.unused == []
+
+
+def test_answer_that_a_repeated_call_gets_is_not_reported_after_it(scene: Scene) -> None:
+    """A first connection ends while the client's second try is served, and after it."""
+    body: dict[str, Any] = {"model": "any", "messages": USER}
+    streams = [
+        scene.client().chat.completions.create(
+            **body, stream=True, extra_headers={"x-stainless-retry-count": str(retry)}
+        )
+        for retry in range(2)
+    ]
+    turn = scene.wait_opened(1)
+    scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
+    assert "".join(part.choices[0].delta.content for part in streams[1]) == "1"
+    streams[0].close()
+    until(lambda: idle(scene))
+    assert (len(scene.opened), scene.turns.unused) == (1, [])

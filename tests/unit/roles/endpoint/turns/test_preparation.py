@@ -1,0 +1,189 @@
+"""The preparation of calls: the same in the endpoint's process and in one of its own, whose death costs one call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrl.core.run_spec import ModelSpec
+from rrl.roles.endpoint import preparation_processes
+from rrl.roles.endpoint.calls.call import Policy, body_digest
+from rrl.roles.endpoint.calls.errors import ApiError
+from rrl.roles.endpoint.preparation_processes import PreparationProcesses
+from rrl.roles.endpoint.turns.preparation import Preparation, Prepared, Work
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trajectories.episodes.requests import Turn
+from rrl.tests.support.examples import examples
+from rrl.tests.support.roles.endpoint.served import CHAT
+from rrl.tests.support.roles.endpoint.tool_folders import make
+
+POLICY = Policy(1.0, max_length=50)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+USER = [{"role": "user", "content": "what is 12?"}]
+
+
+def work(chat: bool = True, turns: tuple[Turn, ...] | None = (), **body: Any) -> Work:
+    return Work(chat, json.dumps({"model": "any", **body}).encode(), turns)
+
+
+def outcome(prepared: Any) -> Any:
+    """Return what a preparation returns, or the error that it raises."""
+    try:
+        return prepared()
+    except ApiError as error:
+        return error.status, error.body
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ModelSpec:
+    return ModelSpec(str(make(tmp_path)), chat=True)
+
+
+@pytest.fixture
+def processes(folder: ModelSpec) -> Iterator[PreparationProcesses]:
+    made = PreparationProcesses(folder, Policy(1.0, max_length=8192))
+    yield made
+    made.close()
+
+
+def test_process_prepares_a_call_as_the_endpoint_itself_does(
+    folder: ModelSpec, processes: PreparationProcesses
+) -> None:
+    here = Preparation(open_chat(folder), Policy(1.0, max_length=8192))
+    first = here.prepare(work(messages=USER, tools=[TOOL]))
+    assert first.context is not None
+    sampled = here.chat_of(first.call).tokenizer.encode("12<|im_end|>")
+    shown = first.context.messages, 1, "a/1/0", '{"calls":true}'
+    answered = Turn(2**40, None, 0, first.context.given, sampled, True, *shown)
+    talk = [*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}]
+    works = [
+        work(messages=USER), work(messages=talk, turns=(answered,), tools=[TOOL]), work(messages=USER, turns=None),
+        work(chat=False, prompt=[1, 2, 3], max_tokens=10**30), work(chat=False, prompt="text"), work(messages=[{}]),
+        work(messages=USER, temperature=2), work(messages=[{"role": "critic", "content": "no"}]),
+        work(messages=[{"role": "user", "content": "a" * 10_000}]), work(chat=False, prompt=[10**400]),
+        Work(True, b"[" * 100_000, ()),
+    ]  # fmt: skip
+
+    async def prepare(one: Work) -> Any:
+        return await processes.prepare(one, body_digest(one.body))
+
+    async def all_of_them() -> list[Any]:
+        return [result if not isinstance(result, ApiError) else (result.status, result.body)
+                for result in await asyncio.gather(*map(prepare, works), return_exceptions=True)]  # fmt: skip
+
+    results = asyncio.run(all_of_them())
+    assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
+    continued = results[1]
+    assert isinstance(continued, Prepared)
+    assert continued.context is not None
+    assert (continued.context.parent, continued.context.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert {result[0] for result in results if isinstance(result, tuple)} == {400}
+
+
+def test_death_of_a_process_fails_its_call_and_no_other_one(
+    processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = preparation_processes._Process.ask
+    started: list[Any] = []
+
+    def ask_and_kill(process: Any, given: Work) -> Any:
+        started.append(process)
+        if b"kill" in given.body:
+            process._process.kill()
+        return ask(process, given)
+
+    monkeypatch.setattr(preparation_processes._Process, "ask", ask_and_kill)
+
+    async def story() -> None:
+        good, bad = (work(messages=[{"role": "user", "content": text}]) for text in ("12", "kill"))
+        assert isinstance(await processes.prepare(good, "good"), Prepared)
+        for _ in range(2):
+            with pytest.raises(ApiError, match="could not be encoded within") as raised:
+                await processes.prepare(bad, "bad")
+            assert (raised.value.status, raised.value.body["error"]["code"]) == (413, "request_too_large")
+        assert isinstance(await processes.prepare(good, "good"), Prepared)
+
+    asyncio.run(story())
+    assert len(started) == 3, "the body that has ended a process was given to another one"
+    assert started[0] is started[1]
+
+
+def test_process_that_takes_too_long_is_ended(processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation_processes, "TIMEOUT_S", 0.0)
+
+    async def story() -> None:
+        with pytest.raises(ApiError, match="could not be encoded"):
+            await processes.prepare(work(messages=USER), "slow")
+        monkeypatch.undo()
+        assert isinstance(await processes.prepare(work(messages=USER), "good"), Prepared)
+
+    asyncio.run(story())
+
+
+# ── any body ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+NUMBERS = st.integers() | st.sampled_from([10**400, -(10**400), 2**63, 1e308, 0, True])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+)
+KEYS = st.sampled_from([
+    "messages", "prompt", "model", "n", "max_tokens", "max_completion_tokens", "stop", "tools", "tool_choice", "stream",
+    "stream_options", "logprobs", "return_token_ids", "temperature", "top_p", "top_k", "min_p", "seed", "user",
+    "presence_penalty", "repetition_penalty", "logit_bias", "response_format",
+])  # fmt: skip
+MESSAGE_KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "refusal", "x"])
+MESSAGES = st.lists(st.dictionaries(MESSAGE_KEYS, VALUES | st.sampled_from(["user", "assistant"])), max_size=3)
+
+
+@examples(300, 20_000)
+@given(st.booleans(), st.booleans(), st.dictionaries(KEYS, VALUES), MESSAGES | VALUES, NUMBERS | VALUES, st.booleans())
+def test_any_body_is_prepared_or_refused_as_a_mistake_of_the_agent(
+    chat: bool, foreign: bool, body: dict[str, Any], messages: Any, number: Any, valid: bool
+) -> None:
+    """Most examples are valid up to one or few keys."""
+    if valid:
+        body |= {"model": "m", "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
+    else:
+        body |= {"messages": messages}
+    policy = Policy(1.0, "context" if foreign else "refuse", max_length=50)
+    preparation = Preparation(CHAT, policy)
+    for changed in (body, body | {"temperature": number}, body | {"top_k": number}, body | {"n": number}):
+        given_body = Work(chat, json.dumps(changed).encode(), ())
+        result = outcome(lambda given_body=given_body: preparation.prepare(given_body))
+        if isinstance(result, tuple):
+            assert result[0] == 400
+            assert len(json.dumps(result[1])) < 20_000
+        else:
+            msgspec.msgpack.encode(result)
+
+
+def test_long_names_in_a_body_are_not_repeated_in_the_error_and_the_answer() -> None:
+    preparation, long = Preparation(CHAT, POLICY), "x" * 100_000
+    for body in (
+        {"messages": [{"role": long, "content": "1"}]}, {"messages": [{"role": "user", "content": "1", long: 1}]},
+        {"messages": USER, long: 1}, {"messages": USER, "model": long},
+        {"messages": [{"role": "user", "content": long}]},
+    ):  # fmt: skip
+        status, error = outcome(lambda body=body: preparation.prepare(work(**body)))
+        assert status == 400
+        assert len(json.dumps(error)) < 5000
+
+
+def test_prompt_and_conversation_with_more_parts_than_tokens_fit_are_refused_before_they_are_read() -> None:
+    preparation = Preparation(CHAT, POLICY)
+    for given_work, param in (
+        (work(messages=[{"role": "none"}] * 51), "messages"), (work(chat=False, prompt=[None] * 50), "prompt")
+    ):  # fmt: skip
+        status, body = outcome(lambda given_work=given_work: preparation.prepare(given_work))
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", param)
+    fits = preparation.prepare(work(chat=False, prompt=[EOS] * 49))
+    assert fits.context is not None
