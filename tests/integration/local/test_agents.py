@@ -224,3 +224,34 @@ def test_documented_program_that_plays_many_episodes_trains_a_run_and_restarts_a
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, AGENTS)
     wait_completed(run, steps, 4)
+
+
+FATAL = """
+import os
+import guess_task
+
+class Numbers(guess_task.Digits):
+    def prompt(self, i):
+        return str(i)
+
+async def run(item, base_url, api_key):
+    reward = await guess_task.run(item, base_url, api_key)
+    if item == "2":
+        os._exit(3)  # as a crash in a library of the agent
+    return reward
+"""
+
+
+def test_item_whose_agent_ends_the_process_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    steps = 5
+    (tmp_path / "fatal.py").write_text(FATAL)
+    agent = ('function = "guess_task:run"\nconcurrency = 48', 'function = "fatal:run"\nretries = 0\nconcurrency = 4')
+    task = ('function = "guess_task:Digits"', 'function = "fatal:Numbers"')
+    run = submit(tmp_path, steps, *FEW, *WITHOUT_MODEL, agent, task)
+    state = run.wait_end(TIMEOUT_S)
+    assert (state.outcome, state.step) == ("completed", steps), state.why
+    dropped = json.loads((run.run.store / "audit.json").read_text())["dropped"]
+    (reason,) = (each for each in dropped if each != "the run is complete")
+    assert reason.startswith("agents/0 ended 2 times right after the same call of item 2")
+    assert dropped[reason] == 4
+    assert state.replica(AGENTS).incarnation_number == 3

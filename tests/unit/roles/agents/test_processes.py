@@ -1,4 +1,4 @@
-"""A frozen process of the role ``agents`` that thaws, with a manager that only listens and a real store."""
+"""Processes of the role ``agents``, with a manager that only listens and a real store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
+from rrl.roles.worker.api import LOOPBACK, _bypass_proxies
 from rrl.tests.support.listening_manager import eventually, lab
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
@@ -44,6 +45,7 @@ async def run(notes, base_url, api_key):
             file.write(f"{os.getpid()} {text}\\n")
 
     note("asks")
+    note(os.environ.get("no_proxy"))
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     try:
         reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
@@ -90,9 +92,45 @@ def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> N
                 assert await at.end_of(frozen) != 0
                 sample(store, turn.trajectory, [5, 1])  # the next attempt has taken over the turn of the first one
                 await eventually(lambda: [str(successor.pid), "3"] in noted(), "the answer")
-                assert [line for line in noted() if line[0] == str(frozen.pid)] == [
-                    [str(frozen.pid), "asks"],
-                    [str(frozen.pid), "PermissionDeniedError"],
-                ]
+                assert [line[1] for line in noted() if line[0] == str(frozen.pid)] == [
+                    "asks", LOOPBACK, "PermissionDeniedError",
+                ]  # fmt: skip
 
         play(story)
+
+
+def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(tmp_path: Path) -> None:
+    proxied = "import os; os.environ.update(http_proxy='http://127.0.0.1:9', NO_PROXY='corp.example, 10.0.0.0/8')"
+    with lab(tmp_path) as at:
+        scene, notes = Scene(at), at.run.path / "notes"
+        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
+        (at.run.path / "noting_agent.py").write_text(AGENT)
+
+        async def story() -> None:
+            store = open_agents_store(at.run.store)
+            async with scene.serve(store) as endpoint, scene.manager() as manager:
+                manager.store_is(endpoint)
+                process = at.start(scene.launch(AGENTS), "agents.main", proxied)
+                (turn,) = await eventually(lambda: lease(store, ROLLOUT), "the turn of a call")
+                sample(store, turn.trajectory, [5, 1])
+                answered = f"{process.pid} 3\n"
+                await eventually(lambda: answered in notes.read_text(), "the answer")
+                assert f"{process.pid} corp.example,10.0.0.0/8,{LOOPBACK}\n" in notes.read_text()
+
+        play(story)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, LOOPBACK), ({"no_proxy": "*"}, "*"), ({"NO_PROXY": "a, *"}, "*"),
+        ({"no_proxy": "a", "NO_PROXY": "b,a"}, f"a,b,{LOOPBACK}"), ({"no_proxy": f"{LOOPBACK},a"}, f"{LOOPBACK},a"),
+    ],
+)  # fmt: skip
+def test_hosts_without_a_proxy_are_kept_in_both_spellings(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, given.get(name, ""))
+    _bypass_proxies(LOOPBACK)
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == (expected, expected)
