@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from rrl.examples.smollm2 import make_model
 from rrl.tests.support.slurm import lab as slurm
 from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm_readers import pyslurm_pair
@@ -24,6 +25,7 @@ class Need(StrEnum):
     UCX = "UCX"
     NAMESPACES = "network namespaces"
     VLLM = "vLLM"
+    SMOLLM2 = "the model SmolLM2"
     OPENAI = "OpenAI's client"
     PYSLURM = "a pyslurm that matches Slurm"
     TRACKERS = "TensorBoard, wandb and MLflow"
@@ -53,7 +55,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
 PARTS: Mapping[str, tuple[Need, ...]] = {
-    "agents": (Need.VLLM,),
+    "agents": (Need.VLLM, Need.SMOLLM2),
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
     "slurm_reads": (Need.PYSLURM,),
@@ -94,6 +96,14 @@ def _vllm() -> str | None:
     )
 
 
+def _smollm2() -> str | None:
+    folder = make_model.FOLDER.expanduser()
+    for each in (folder, folder.with_name(f"{folder.name}-tools")):
+        if not make_model.is_complete(each):
+            return f"{each} has no complete model; to make it: make smollm2"
+    return None
+
+
 def _trackers() -> str | None:
     return next((reason for name in ("tensorboard", "wandb", "mlflow") if (reason := _module(name, name))), None)
 
@@ -104,6 +114,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.UCX: lambda: _module("ucxx", "ucx"),
     Need.NAMESPACES: _namespaces,
     Need.VLLM: _vllm,
+    Need.SMOLLM2: _smollm2,
     Need.OPENAI: lambda: _module("openai", "dev"),
     Need.PYSLURM: pyslurm_pair.mismatch,
     Need.TRACKERS: _trackers,

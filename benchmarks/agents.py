@@ -78,6 +78,11 @@ class Results(Struct):
     """Result of the agents behind the proxy, in the part ``deaths`` (:class:`._agents_proxy.Proxied`)."""
 
 
+def lacking() -> str | None:
+    """Return what the parts lack that are about SmolLM2 on vLLM, and how to get it; None if they lack nothing."""
+    return missing(Need.VLLM) or missing(Need.SMOLLM2)
+
+
 def measure(parts: Sequence[str], seeds: Sequence[int], steps: int, rounds: int, times: int) -> Results:
     """Run the parts, and print a table after each."""
     results = Results()
@@ -96,7 +101,7 @@ def measure(parts: Sequence[str], seeds: Sequence[int], steps: int, rounds: int,
         if "deaths" in parts:
             results.deaths = _agents_deaths.measure(folder / "deaths", times)
             print_table(("deaths", ""), [[name, str(value)] for name, value in _fields(results.deaths)])
-            if missing(Need.VLLM) is None:
+            if lacking() is None:
                 from rrl.benchmarks import _agents_proxy
 
                 results.proxied = _agents_proxy.measure(folder / "proxy")
@@ -176,8 +181,8 @@ def main() -> None:
     given = parser.parse_args()
     check_requirements("agents")
     without_vllm = ("learning", "deaths")
-    parts = given.part or (PARTS if missing(Need.VLLM) is None else without_vllm)
-    if any(part not in without_vllm for part in parts) and (why := missing(Need.VLLM)):
+    parts = given.part or (PARTS if lacking() is None else without_vllm)
+    if any(part not in without_vllm for part in parts) and (why := lacking()):
         parser.exit(2, f"benchmarks/agents.py: {why}\n")
     torch.set_num_threads(1)
     results = measure(parts, given.seed or range(SEEDS), given.steps, given.rounds, given.times)

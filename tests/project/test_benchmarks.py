@@ -124,3 +124,20 @@ def test_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch
         "benchmarks/weights.py needs UCX: Python's ucxx is not installed; to install it: make setup "
         "(or pip install '.[ucx]'); without it: --part namespaces --kind tcp"
     )
+
+
+def test_parts_whose_model_was_not_made_end_with_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    benchmark = importlib.import_module("rrl.benchmarks.agents")
+    monkeypatch.setattr(benchmark, "check_requirements", lambda _: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(_requirements, "_MISSING", {**_requirements._MISSING, Need.VLLM: lambda: None})
+    monkeypatch.setattr(sys, "argv", ["agents.py", "--part", "overhead"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"benchmarks/agents.py: {tmp_path}")
+    assert line.endswith("make smollm2")
