@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
 from ..models.conversation import Chat, ModelChat
-from ..trajectories.client import FencedAttempt, Refused
+from ..trajectories.client import FencedAttempt, Refused, TrajectoryClient
 from ..trajectories.episodes.requests import EpisodeTurns, Turn
 from .calls.call import Call, Policy, body_digest
 from .calls.errors import ApiError
@@ -39,7 +39,6 @@ from .replies.answer import SampledAnswer, answer_format
 from .replies.reply import OpenedTurns, Reply
 from .turns.known_turns import KnownTurns
 from .turns.preparation import Preparation, Work
-from .turns.store_turns import Turns
 from .turns.turn_context import Context, Paths
 
 _log = logging.getLogger("rrl.endpoint")
@@ -111,13 +110,13 @@ class Endpoint:
     Args:
         run: The properties of the run.
         chat: Tokenizer and chat template of the model.
-        turns: The turns in the store.
+        turns: Sends the requests about turns to the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
         routes: Further routes.
     """
 
     def __init__(
-        self, run: ServedRun, chat: ModelChat, turns: Turns, on_change: Callable[[], None] = lambda: None,
+        self, run: ServedRun, chat: ModelChat, turns: TrajectoryClient, on_change: Callable[[], None] = lambda: None,
         routes: Sequence[Route] = (),
     ) -> None:  # fmt: skip
         self._run, self._chat, self._turns = run, chat, turns
@@ -136,8 +135,6 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
-        self._asked_again: set[int] = set()
-        """Turns that were reported as unused, because their calls were made again."""
         self._reports: set[asyncio.Task[None]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
@@ -191,12 +188,15 @@ class Endpoint:
 
     async def _prepare(self, work: Work, digest: str) -> tuple[Call, Chat, Context | None]:
         """Parse a call, and find its context: here if the body is small, and otherwise in a process."""
-        prepared = await self._processes.prepare(work, digest) if len(work.body) > INLINE_BYTES else None
-        call = self._preparation.parse(work) if prepared is None else prepared.call
+        large, context = len(work.body) > INLINE_BYTES, None
+        if large:
+            call, context = await self._processes.prepare(work, digest)
+        else:
+            call = self._preparation.parse(work)
         chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
-        if prepared is not None or work.turns is None:
-            return call, chat, None if prepared is None else prepared.context
-        return call, chat, self._preparation.context(call, chat, work)
+        if work.turns is not None and not large:
+            context = self._preparation.context(call, chat, work.turns)
+        return call, chat, context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, is_chat: bool, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
@@ -209,11 +209,8 @@ class Endpoint:
         number = self._joined(key, digest, earlier, repeated.number) if repeated.repeated else None
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
-            ended = {turn.id for turn in earlier if (key.episode, turn.request) not in self._served}
-            self._report_unused(sorted(ended - self._asked_again), False)
-            self._asked_again |= ended
-        else:
-            self._asked_again -= {turn.id for turn in earlier if _number(turn) == number}
+            last = [turn for turn in earlier if _number(turn) == number - 1]
+            self._report_unused([turn.id for turn in last if (key.episode, turn.request) not in self._served], False)
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
             call, chat, _ = await self._prepare(Work(is_chat, body, None), digest)
             try:
@@ -222,7 +219,7 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        call, chat, context = await self._prepare(Work(is_chat, body, episode.turns, episode.recorded), digest)
+        call, chat, context = await self._prepare(Work(is_chat, body, _with_path(episode.turns)), digest)
         assert context is not None
         return call, await self._open_turns(key, call, chat, number, context)
 
@@ -348,6 +345,15 @@ def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
             tokens = Paths(turns).before(turn.parent, turn.offset, turn.given)
             return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
     return None
+
+
+def _with_path(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the turns without those whose path leads through a recorded turn that is not taken over yet."""
+    whole: dict[int | None, Turn | None] = {None: None}
+    for turn in turns:
+        if turn.parent in whole:
+            whole[turn.id] = turn
+    return tuple(turn for turn in whole.values() if turn is not None)
 
 
 def _names(call: Call, number: int) -> tuple[str, ...]:

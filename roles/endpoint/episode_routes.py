@@ -20,11 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...core.text import shortened
-from ..trajectories.client import FencedAttempt
+from ..trajectories.client import TrajectoryClient
 from .calls.errors import ApiError, wrong
 from .http_messages import bearer_key, read_body
 from .key import EpisodeKey, encode_key
-from .turns.store_turns import Episodes
 
 OPEN_TIMEOUT_S = 30.0
 """Seconds that a request for an episode waits if no episode is ready."""
@@ -43,7 +42,7 @@ _MAX_REASON_CHARS = 2000
 class EpisodeRoutes(Struct, frozen=True):
     """The routes by which agents open and end episodes."""
 
-    store: Episodes
+    store: TrajectoryClient
     run: str
     """Name of the run directory."""
     secret: bytes

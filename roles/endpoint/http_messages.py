@@ -50,9 +50,7 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
     return key
 
 
-async def read_body(
-    request: Request, limit: float = math.inf, take: Callable[[int], None] = lambda count: None
-) -> bytes:
+async def read_body(request: Request, limit: float = math.inf, take: Callable[[int], None] = lambda _: None) -> bytes:
     """Return the body of a request; refuse a body that is too large or arrives too slowly.
 
     Args:

@@ -14,17 +14,17 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from ...core.run_spec import ModelSpec
 from ..models.chat import open_chat
-from .calls.call import Policy
+from .calls.call import Call, Policy
 from .calls.errors import ApiError
-from .turns.preparation import Preparation, Prepared, Work
+from .turns.preparation import Preparation, Work
+from .turns.turn_context import Context
 
 _log = logging.getLogger("rrl.endpoint")
 
@@ -37,37 +37,21 @@ MEMORY_BYTES = 4 * 2**30
 _KEPT_BYTES = 2**20
 """Size (bytes) of a body above which its process yields to others, and ends afterwards, because it never returns its
 memory."""
-_SIZE_BYTES = 8
-
-
-class _Settings(Struct, frozen=True):
-    """What a process needs before its first call."""
-
-    model: ModelSpec
-    policy: Policy
-
-
-class _Refusal(Struct, frozen=True, tag=True):
-    """The error with which a call is answered."""
-
-    status: int
-    error: dict[str, Any]
 
 
 class _Process:
     """A process that is used by one thread at a time."""
 
-    def __init__(self, settings: bytes) -> None:
-        command = [sys.executable, "-P", "-m", __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        _write(self._input, settings)
+    def __init__(self, model: ModelSpec, policy: Policy) -> None:
+        self._pipe, other = Pipe()
+        with other:
+            command = [sys.executable, "-P", "-m", __name__, str(other.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
+        self._pipe.send((model, policy))
 
-    def ask(self, work: Work) -> Prepared | _Refusal:
-        _write(self._input, msgspec.msgpack.encode(work))
-        return msgspec.msgpack.decode(_read(self._output), type=Prepared | _Refusal)
+    def ask(self, work: Work) -> Any:
+        self._pipe.send(work)
+        return self._pipe.recv()
 
     def end(self) -> None:
         self._process.kill()
@@ -83,14 +67,14 @@ class PreparationProcesses:
     """
 
     def __init__(self, model: ModelSpec, policy: Policy) -> None:
-        self._settings = msgspec.msgpack.encode(_Settings(model, policy))
+        self._model, self._policy = model, policy
         self._places = asyncio.Semaphore(PROCESSES)
         self._idle: list[_Process] = []
         self._failed: set[str] = set()
         """Digests of bodies that have ended a process. They are refused at once if they come again."""
 
-    async def prepare(self, work: Work, digest: str) -> Prepared:
-        """Prepare a call whose body has this digest. Raises ApiError."""
+    async def prepare(self, work: Work, digest: str) -> tuple[Call, Context | None]:
+        """Prepare a call whose body has this digest, as :meth:`.Preparation.prepare` does."""
         failed = ApiError(
             413, f"the request could not be encoded within {TIMEOUT_S:g} s and {MEMORY_BYTES >> 30} GiB; shorten it",
             code="request_too_large",
@@ -98,7 +82,7 @@ class PreparationProcesses:
         async with self._places:
             if digest in self._failed:
                 raise failed
-            process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._settings)
+            process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
             kept = False
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -113,10 +97,10 @@ class PreparationProcesses:
                     self._idle.append(process)
                 else:  # in a thread, because freeing much memory takes long
                     asyncio.get_running_loop().run_in_executor(None, process.end)
-        if isinstance(answer, _Refusal):
-            of = answer.error
-            raise ApiError(answer.status, of["message"], of["type"], of["code"], of["param"])
-        return answer
+        call, context = answer
+        if isinstance(call, int):  # the status of an error, with its body
+            raise ApiError(call, **context)
+        return call, context
 
     def close(self) -> None:
         """End the processes that do not work. The others end with this process."""
@@ -124,41 +108,24 @@ class PreparationProcesses:
             self._idle.pop().end()
 
 
-def _write(file: IO[bytes], message: bytes) -> None:
-    file.write(len(message).to_bytes(_SIZE_BYTES, "big"))
-    file.write(message)
-    file.flush()
-
-
-def _read(file: IO[bytes]) -> bytes:
-    """Return the next message. Raises EOFError."""
-    size = int.from_bytes(head := file.read(_SIZE_BYTES), "big")
-    if len(head) < _SIZE_BYTES or len(message := file.read(size)) < size:
-        raise EOFError
-    return message
-
-
 def main() -> None:
-    """Prepare calls from stdin until its end."""
+    """Prepare calls from a pipe, whose descriptor is the argument, until its end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a stop lets the calls of agents end first
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     Path("/proc/self/oom_score_adj").write_text("1000")  # of the processes of a role, the kernel ends this one first
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print goes to the log
-    settings = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=_Settings)
-    preparation = Preparation(open_chat(settings.model), settings.policy)
-    answer: Prepared | _Refusal
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    model, policy = pipe.recv()
+    preparation = Preparation(open_chat(model), policy)
     with suppress(EOFError):
         while True:
-            work = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Work)
+            work = pipe.recv()
             if len(work.body) > _KEPT_BYTES:
                 os.nice(10)
             try:
-                answer = preparation.prepare(work)
+                pipe.send(preparation.prepare(work))
             except ApiError as error:
-                answer = _Refusal(error.status, error.body["error"])
-            _write(answers, msgspec.msgpack.encode(answer))
+                pipe.send((error.status, error.fields))
 
 
 if __name__ == "__main__":

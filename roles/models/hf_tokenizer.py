@@ -64,8 +64,7 @@ class FolderTokenizer:
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._max_bytes = {True: math.inf, False: math.inf}
         """Maximum number of bytes of a text in Unicode's form NFC, and of any other text."""
-        source = _template_source(folder, config) if chat else ""
-        self._chat = _chat_template(folder, source) if chat else None
+        self._chat, source = _chat_template(folder, config) if chat else (None, "")
         self.has_developer = f"'{DEVELOPER}'" in source or f'"{DEVELOPER}"' in source  # as vLLM finds it out
         self.takes_parts = False
         self.takes_parts = self._joins_parts()
@@ -219,24 +218,20 @@ def _shortening(step: dict[str, Any], nfc: bool) -> float:
 
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
-def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """Return the folder's chat template: its file or, without one, that of the configuration, as in transformers."""
+def _chat_template(folder: Path, config: dict[str, Any]) -> tuple[Callable[..., str], str]:
+    """Return a function that renders the chat template to a text, and the source of the template.
+
+    The keyword arguments of the function are the variables of the template, such as ``messages``. The template file
+    takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is not available, so
+    that a template that would write today's date (Llama 3) writes a fixed date. The prompt of an item is therefore the
+    same in every process on every day.
+    """
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # several templates by name
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(f"[model] chat: {folder} has no chat template; remove `chat`, or add {CHAT_TEMPLATE}")
-    return source
-
-
-def _chat_template(folder: Path, source: str) -> Callable[..., str]:
-    """Return a function that renders the chat template to a text.
-
-    The keyword arguments of the function are the variables of the template, such as ``messages``. ``strftime_now`` is
-    not available, so that a template that would write today's date (Llama 3) writes a fixed date. The prompt of an item
-    is therefore the same in every process on every day.
-    """
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -246,7 +241,7 @@ def _chat_template(folder: Path, source: str) -> Callable[..., str]:
         template = jinja.from_string(source)
     except TemplateError as error:
         raise ValueError(f"[model] chat: the chat template of {folder} cannot be read: {error}") from None
-    return template.render
+    return template.render, source
 
 
 class _Generation(Extension):

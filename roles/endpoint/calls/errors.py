@@ -28,6 +28,7 @@ class ApiError(Exception):
         message, param = message[:_MAX_CHARS], param and param[:_MAX_CHARS]
         super().__init__(message)
         self.status = status
+        self.fields = {"message": message, "kind": kind, "code": code, "param": param}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
 

@@ -7,12 +7,11 @@ attempt at an episode, because the next attempt has other turns.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec import Struct
 
 from ...models.tokenizer import Tokenizer
+from ...trajectories.client import TrajectoryClient
 from ...trajectories.episodes.requests import EpisodeTurns, Turn
 from .shown_answer import AnswerFormat, end_at_stop
 
@@ -21,14 +20,6 @@ MAX_WEIGHT = 2**20
 take up to 40 MB."""
 _HASH_WEIGHT = 4
 """Memory of the hash of one message, in tokens (:func:`_weight`)."""
-
-
-class EpisodeReader(Protocol):
-    """The request to the store that the cache needs."""
-
-    async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
-        """Return the newest attempt at an episode and its turns, except the turns that the caller has (``holding``)."""
-        ...
 
 
 class _Kept(Struct):
@@ -46,7 +37,7 @@ class KnownTurns:
         max_weight: Maximum memory of all turns that are kept, in tokens (:func:`_weight`).
     """
 
-    def __init__(self, store: EpisodeReader, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
+    def __init__(self, store: TrajectoryClient, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
         self._store, self._tokenizer, self._max_weight = store, tokenizer, max_weight
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.weight = 0

@@ -32,14 +32,6 @@ class Work(Struct, frozen=True):
     body: bytes
     turns: tuple[Turn, ...] | None
     """Turns of the attempt; None if the context is known already, and only the call is read."""
-    recorded: tuple[Turn, ...] = ()
-
-
-class Prepared(Struct, frozen=True, tag=True):
-    """A call, without its messages and prompt, and the context of its answers."""
-
-    call: Call
-    context: Context | None
 
 
 class Preparation:
@@ -55,16 +47,19 @@ class Preparation:
         self._shown: set[tuple[str, ...]] = set()
         """Sequences of roles in which the template is known to show the content of the message in the middle."""
 
-    def prepare(self, work: Work) -> Prepared:
+    def prepare(self, work: Work) -> tuple[Call, Context | None]:
         """Parse a call, and find its context.
+
+        Returns:
+            The call, without its messages and prompt, and the context of its answers.
 
         Raises:
             ApiError: The call cannot be served.
         """
         call = self.parse(work)
-        context = None if work.turns is None else self.context(call, self.chat_of(call), work)
+        context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
         messages = None if call.messages is None else ()
-        return Prepared(msgspec.structs.replace(call, messages=messages, prompt=""), context)
+        return msgspec.structs.replace(call, messages=messages, prompt=""), context
 
     def parse(self, work: Work) -> Call:
         """Parse a call. Raises ApiError."""
@@ -79,19 +74,18 @@ class Preparation:
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
 
-    def context(self, call: Call, chat: Chat, work: Work) -> Context:
+    def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
         """Return the context of the answers to a call. Raises ApiError."""
-        turns = work.turns or ()
         param = "prompt" if call.messages is None else "messages"
         try:
             if call.messages is not None:
-                context = chat_context(call.messages, turns, chat, call.tools, work.recorded)
+                context = chat_context(call.messages, turns, chat, call.tools)
                 self._check_shown(call.messages, chat, bool(call.tools))
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
                 if any(token >= chat.tokenizer.size for token in prompt):
                     raise wrong("prompt", "a token id is beyond the vocabulary")
-                context = plain_context(prompt, turns, work.recorded)
+                context = plain_context(prompt, turns)
         except TextTooLong as error:
             raise too_long(self._policy.max_length, param, str(error)) from None
         except ValueError as error:

@@ -109,9 +109,7 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
 
 
-def chat_context(
-    messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "", recorded: Sequence[Turn] = ()
-) -> Context:
+def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "") -> Context:
     """Return the context of an answer to a conversation.
 
     Args:
@@ -120,13 +118,12 @@ def chat_context(
         chat: The chat format, which already contains the tools.
         tools: The same tools as OpenAI's JSON. It is hashed, so that conversations with other tools have other hashes;
             may be empty.
-        recorded: Recorded turns, which may be parents of turns of the attempt.
 
     Raises:
         ValueError: The conversation cannot be encoded.
     """
     hashes = rolling_hashes(messages, tools)
-    paths = Paths((*turns, *recorded))
+    paths = Paths(turns)
     answered, turn = _newest_answer(hashes, turns, paths, chat)
     if turn is not None:
         tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
@@ -134,12 +131,12 @@ def chat_context(
             path = paths.path(turn.id)
             offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
             return Context(turn.id, offset, tokens[offset:], hashes, tokens)
-    return _branch(chat.prompt(messages), turns, recorded, hashes)
+    return _branch(chat.prompt(messages), turns, hashes)
 
 
-def plain_context(tokens: Sequence[int], turns: Sequence[Turn], recorded: Sequence[Turn] = ()) -> Context:
+def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
     """Return the context of a completion of ``tokens``, which are a prompt without messages."""
-    return _branch(tuple(tokens), turns, recorded, ())
+    return _branch(tuple(tokens), turns, ())
 
 
 def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
@@ -167,19 +164,17 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
     return answered, found
 
 
-def _branch(
-    tokens: tuple[int, ...], turns: Sequence[Turn], recorded: Sequence[Turn], hashes: tuple[str, ...]
-) -> Context:
+def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], hashes: tuple[str, ...]) -> Context:
     """Return ``tokens`` as a context that branches off the turn whose path shares the longest prefix with them."""
     shared: dict[int | None, int] = {None: 0}
-    parent, candidates = None, {turn.id for turn in turns}
-    for turn in sorted((*turns, *recorded), key=lambda turn: turn.id):  # a parent's number is less than its children's
+    parent = None
+    for turn in sorted(turns, key=lambda turn: turn.id):  # a parent's number is less than its children's
         common = shared[turn.parent]
         if common >= turn.offset:  # the path differs from the tokens not before the turn's own tokens
             own = turn.given + turn.sampled
             common = turn.offset + _common_length(tokens[turn.offset : turn.offset + len(own)], own)
         shared[turn.id] = common
-        if turn.id in candidates and common > shared[parent]:
+        if common > shared[parent]:
             parent = turn.id
     offset = shared[parent]
     return Context(parent, offset, tokens[offset:], hashes, tokens)

@@ -201,23 +201,24 @@ class Episodes:
         Returns:
             For each episode with such a call, how many processes have ended, and a text that names the call.
         """
-        suspected: dict[int, tuple[Incarnation, str]] = {}
+        blamed: dict[int, tuple[int, str]] = {}
+        counted: set[tuple[int, str]] = set()
         for number, (incarnation, call) in list(self._calls.items()):
-            if incarnation not in current:
-                episode = _episode(self._state.trajectories[number])
-                opened = [turn for turn in episode.made if _is_of(turn, call)]
-                if not opened or (episode.request is None and all(turn.finished for turn in opened)):
-                    suspected[number] = incarnation, call
-                del self._calls[number]
-        groups = {number: self._state.trajectories[number].group for number in suspected}
-        for group, call in sorted({(groups[number].created.group, call) for number, (_, call) in suspected.items()}):
-            self._durable.write(CallBlamed(group, call))
-        return {
-            number: (count, f"{incarnation.replica} ended {count} times right after the same call of item"
-                            f" {groups[number].created.item} (its body begins its SHA-256 with {call[:12]})")
-            for number, (incarnation, call) in suspected.items()
-            if (count := groups[number].blamed[call]) > 1
-        }  # fmt: skip
+            if incarnation in current:
+                continue
+            del self._calls[number]
+            track = self._state.trajectories[number]
+            episode, created, counts = _episode(track), track.group.created, track.group.blamed
+            opened = [turn for turn in episode.made if turn.turn and turn.turn.request.startswith(f"{call}/")]
+            if opened and (episode.request is not None or not all(turn.finished for turn in opened)):
+                continue
+            if (created.group, call) not in counted:
+                counted.add((created.group, call))
+                self._durable.write(CallBlamed(created.group, call))
+            if counts[call] > 1:
+                why = f"{incarnation.replica} ended {counts[call]} times right after the same call of item"
+                blamed[number] = counts[call], f"{why} {created.item} (SHA-256 of its body: {call[:12]}…)"
+        return blamed
 
     def forget(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
@@ -475,7 +476,3 @@ class Episodes:
 def _episode(track: TrajectoryState) -> EpisodeState:
     assert track.episode is not None
     return track.episode
-
-
-def _is_of(turn: TrajectoryState, call: str) -> bool:
-    return turn.turn is not None and turn.turn.request.startswith(f"{call}/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,9 +15,11 @@ from rrl.roles.trajectories.episodes.requests import EpisodeTurns, Turn, TurnTok
 from rrl.roles.trajectories.types import Sampling
 
 VERSION = Version(3, 1)
+CLIENT: Any = object
+"""Base of classes that stand in for a client of the store."""
 
 
-class FakeTurns:
+class FakeTurns(CLIENT):  # type: ignore[misc]
     """The turns of episodes 0, 1, ..., which are at attempt 1.
 
     ``on_open`` is called with each new turn, in the thread of the endpoint.

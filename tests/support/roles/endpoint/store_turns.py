@@ -28,11 +28,12 @@ from rrl.roles.trajectories.episodes.requests import (
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, Sampling
+from rrl.tests.support.roles.endpoint.fake_turns import CLIENT
 
 POLL_S = 0.005
 
 
-class StoreInProcess:
+class StoreInProcess(CLIENT):  # type: ignore[misc]
     """A client of the store for one incarnation, which repeats requests that have to wait."""
 
     def __init__(self, store: Store, who: Incarnation) -> None:

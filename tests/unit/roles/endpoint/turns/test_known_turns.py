@@ -89,4 +89,4 @@ def test_ended_episode_is_reported() -> None:
             raise FencedAttempt("over")
 
     with pytest.raises(FencedAttempt):
-        asyncio.run(KnownTurns(Over(), CHAT.tokenizer).read(0))  # type: ignore[arg-type]
+        asyncio.run(KnownTurns(Over(), CHAT.tokenizer).read(0))
