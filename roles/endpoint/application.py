@@ -276,8 +276,7 @@ class Endpoint:
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
             encoded = msgspec.json.encode(content.result())
-            if not await request.is_disconnected():
-                reply.delivered.update(reply.turns)
+            reply.delivered = not await request.is_disconnected()
             return Response(encoded, media_type="application/json")
 
         async def padded() -> AsyncIterator[bytes]:
@@ -286,7 +285,7 @@ class Endpoint:
                     yield b" "
                     await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
                 yield msgspec.json.encode(content.result())
-                reply.delivered.update(reply.turns)
+                reply.delivered = True
             except FencedAttempt as error:
                 raise Abandoned(str(error)) from None
             finally:
@@ -314,7 +313,7 @@ class Endpoint:
             self._on_change()
             for each, turn, name in zip(served, opened.turns, opened.requests, strict=True):
                 each.connections -= 1
-                each.delivered |= turn in reply.delivered
+                each.delivered |= reply.delivered
                 if not each.connections:
                     del self._served[episode, name]
                     if not each.delivered:

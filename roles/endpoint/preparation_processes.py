@@ -125,7 +125,7 @@ def main() -> None:
             try:
                 pipe.send(preparation.prepare(work))
             except ApiError as error:
-                pipe.send((error.status, error.fields))
+                pipe.send((error.status, error.body["error"]))
 
 
 if __name__ == "__main__":

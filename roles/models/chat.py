@@ -84,10 +84,6 @@ class PieceChat:
         tokens = [token for message in messages for token in self._encode(message)]
         return (*tokens, *self._answer_begins)
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the text of the messages, each in its piece."""
-        return "".join(self._piece(message.role).replace(CONTENT, message.content) for message in messages)
-
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
@@ -106,14 +102,11 @@ class PieceChat:
     def _encode(self, message: Message) -> tuple[int, ...]:
         if message.role == ASSISTANT:
             return (*self._answer_begins, *self.tokenizer.encode(message.content), *self._answer_ends)
-        return self.tokenizer.encode(self._piece(message.role).replace(CONTENT, message.content))
-
-    def _piece(self, role: str) -> str:
-        found = SYSTEM if role == DEVELOPER and role not in self._pieces else role
-        if (piece := self._pieces.get(found)) is None:
-            raise UnknownRole(f"[model.tokenizer] chat has no piece for role {role!r}; it has"
+        piece = self._pieces.get(message.role) or (self._pieces.get(SYSTEM) if message.role == DEVELOPER else None)
+        if piece is None:
+            raise UnknownRole(f"[model.tokenizer] chat has no piece for role {message.role!r}; it has"
                               f" {', '.join(self._pieces)}")  # fmt: skip
-        return piece
+        return self.tokenizer.encode(piece.replace(CONTENT, message.content))
 
 
 class FolderChat:
@@ -136,7 +129,6 @@ class FolderChat:
         template = TemplateChat(tokenizer)
         self.prompt = template.prompt
         self.extend = template.extend
-        self.text = template.text
         self.read = template.read
 
     def with_tools(self, tools: str) -> Chat:

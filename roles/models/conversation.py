@@ -90,10 +90,6 @@ class Chat(Protocol):
         """
         ...
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the text of :meth:`prompt`, and raise its errors."""
-        ...
-
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
         """Return the content of an answer that was sampled after ``context``."""
         ...

@@ -27,6 +27,7 @@ from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, e
 from .conversation import DEVELOPER
 from .tokenizer import TextTooLong
 
+_BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Names by which a chat template may refer to special tokens."""
 
@@ -64,6 +65,7 @@ class FolderTokenizer:
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._max_bytes = {True: math.inf, False: math.inf}
         """Maximum number of bytes of a text in Unicode's form NFC, and of any other text."""
+        self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
         self.has_developer = f"'{DEVELOPER}'" in source or f'"{DEVELOPER}"' in source  # as vLLM finds it out
         self.takes_parts = False
@@ -172,8 +174,8 @@ def _token_text(token: Any) -> str | None:
 
 
 # ── the length of a text in tokens ─────────────────────────────────────────────────────────────────────────────────
-_UNSHORTENED = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Prepend"})
-"""Normalizers and pre-tokenizers that drop nothing of a text."""
+_KEPT = frozenset({"NFC", "ByteLevel", "Split", "Digits"})
+"""Normalizers and pre-tokenizers that drop nothing of a text, unless their ``behavior`` is to remove parts."""
 _COMPOSED = 3
 """Maximum factor by which Unicode's form NFC shortens a text in UTF-8: the Kelvin sign becomes K."""
 
@@ -187,15 +189,15 @@ def bytes_per_token(document: dict[str, Any], *, nfc: bool) -> float:
     """
     model, added = document["model"], document["added_tokens"]
     steps = [*_steps(document["normalizer"]), *_steps(document["pre_tokenizer"])]
-    factor = math.prod(_shortening(step, nfc) for step in steps)
-    vocabulary = model["vocab"] if model["type"] == "BPE" else {}
-    by_byte = any(step["type"] == "ByteLevel" for step in steps)
-    needed = pre_tokenizers.ByteLevel.alphabet() if by_byte else {f"<0x{byte:02X}>" for byte in range(256)}
-    whole = by_byte or model.get("byte_fallback")  # else characters without a token are dropped
-    if not whole or not vocabulary.keys() >= set(needed) or any(token["lstrip"] or token["rstrip"] for token in added):
+    kinds = {step["type"] for step in steps}
+    if (
+        model["type"] != "BPE" or not {"ByteLevel"} <= kinds <= _KEPT or not model["vocab"].keys() >= _BYTES
+        or any(step.get("behavior") == "Removed" for step in steps)
+        or any(token["lstrip"] or token["rstrip"] for token in added)  # such a token takes the spaces around it
+    ):  # fmt: skip
         return math.inf
-    lengths = [len(token) if by_byte else len(token.encode()) for token in vocabulary]
-    return factor * max(*lengths, *(len(token["content"].encode()) for token in added))
+    longest = max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added))
+    return longest * (_COMPOSED if "NFC" in kinds and not nfc else 1)
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -204,17 +206,6 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
         return [] if step is None else [step]
     nested: list[dict[str, Any]] = step.get("normalizers") or step.get("pretokenizers") or []
     return [inner for each in nested for inner in _steps(each)]
-
-
-def _shortening(step: dict[str, Any], nfc: bool) -> float:
-    """Return the maximum factor by which a step shortens a text; inf if it may drop any text."""
-    kind = step["type"]
-    if kind == "NFC":
-        return 1 if nfc else _COMPOSED
-    if kind == "Replace":
-        replaced = step["pattern"].get("String")
-        return 1 if replaced and len(step["content"].encode()) >= len(replaced.encode()) else math.inf
-    return 1 if kind in _UNSHORTENED or step.get("behavior", "Removed") != "Removed" else math.inf
 
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────

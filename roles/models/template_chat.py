@@ -28,11 +28,7 @@ class TemplateChat:
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        return self.tokenizer.encode(self.text(messages))
-
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the text of :meth:`prompt`."""
-        return self._render(messages, answer_begins=True)
+        return self.tokenizer.encode(self._render(messages, answer_begins=True))
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
@@ -41,7 +37,7 @@ class TemplateChat:
         if self._answer_ends is None:
             return None
         before = self._render(messages[:answered], answer_begins=False)
-        whole = self.text(messages)
+        whole = self._render(messages, answer_begins=True)
         if not whole.startswith(before):
             return None
         rest = self.tokenizer.encode(self._answer_ends + whole.removeprefix(before))

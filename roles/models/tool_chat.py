@@ -147,10 +147,6 @@ class FamilyChat:
         except Exception as error:  # the library raises many kinds
             raise ValueError(f"the conversation cannot be encoded with tools: {error}") from None
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the text of :meth:`prompt`."""
-        return self._folder_tokenizer.decode_all(self.prompt(messages))
-
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
@@ -215,7 +211,6 @@ class ParsedChat:
         self.tokenizer: Tokenizer = tokenizer
         self.prompt = chat.prompt
         self.extend = chat.extend
-        self.text = chat.text
         self._folder_tokenizer = tokenizer
         self._text = _TextTokenizer()
         self._parser = parsers.get_tool_parser(parser, self._text)

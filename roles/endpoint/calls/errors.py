@@ -15,21 +15,20 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         message: What is wrong, and what would be right.
-        kind: OpenAI's type of the error.
+        type: OpenAI's type of the error.
         code: OpenAI's code of the error, which programs compare.
         param: Key of the body that is wrong.
         retry_after: Seconds after which OpenAI's clients repeat the request; None if they may choose the time.
     """
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
+        self, status: int, message: str, type: str = "invalid_request_error", code: str | None = None,
         param: str | None = None, retry_after: float | None = None,
     ) -> None:  # fmt: skip
         message, param = message[:_MAX_CHARS], param and param[:_MAX_CHARS]
         super().__init__(message)
         self.status = status
-        self.fields = {"message": message, "kind": kind, "code": code, "param": param}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
         self.headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
 
 

@@ -35,7 +35,6 @@ class SampledAnswer:
         self._reported, self._end_reported = resumed, ended
         self._sent: str | None = None if resumed else ""
         """Text that the stream has sent; None until all tokens that an earlier stream has sent were added."""
-        self.sent_before = bool(resumed) or ended
         self.finished = False
 
     @property

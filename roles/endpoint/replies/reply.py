@@ -54,9 +54,8 @@ class Reply:
             SampledAnswer(call, index, turn, opened.prompt, opened.chat, *(positions[index] if positions else ()))
             for index, turn in enumerate(opened.turns)
         ]
-        self.turns = opened.turns
-        self.delivered = {turn for turn, answer in zip(opened.turns, self._answers, strict=True) if answer.sent_before}
-        """The turns of whose answers the client has got something."""
+        self.delivered = any(sent for sent, _ in positions or ())
+        """True if the client has got something of the answers."""
         kind = "text_completion" if call.messages is None else "chat.completion"
         self._head = {
             "id": f"{'cmpl' if call.messages is None else 'chatcmpl'}-{opened.turns[0]:x}",
@@ -111,8 +110,7 @@ class Reply:
                 if (part := self._answers[index].delta()) is not None:
                     yield self._event([part], first)
                     first = {}
-                    if _has_answer(part):
-                        self.delivered.add(self.turns[index])
+                    self.delivered |= _has_answer(part)
         finally:
             watching.cancel()
         if self._call.include_usage:

@@ -6,7 +6,7 @@ its event loop, and for any other in a process (:mod:`..preparation_processes`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -44,6 +44,7 @@ class Preparation:
 
     def __init__(self, chat: ModelChat, policy: Policy) -> None:
         self._chat, self._policy = chat, policy
+        self._decode: Callable[[Sequence[int]], str] | None = getattr(chat.tokenizer, "decode_all", None)
         self._shown: set[tuple[str, ...]] = set()
         """Sequences of roles in which the template is known to show the content of the message in the middle."""
 
@@ -95,7 +96,7 @@ class Preparation:
         return context
 
     def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:
-        """Refuse a conversation if the chat template drops one of its messages.
+        """Refuse a conversation if the chat template of the model's folder drops one of its messages.
 
         A template decides by the role of a message and of its neighbours whether it shows the message, so each sequence
         of three roles is tried once. The content of an answer with tool calls may be dropped, as in vLLM.
@@ -103,14 +104,14 @@ class Preparation:
         roles = [message.role + "+" * bool(message.tool_calls) for message in messages]
         around = [str(tools), *roles, ""]
         sequences = [(around[0], *around[place : place + 3]) for place in range(len(roles))]
-        if self._shown.issuperset(sequences):
+        if self._decode is None or self._shown.issuperset(sequences):
             return
         marked = [_marked(message, place) for place, message in enumerate(messages)]
-        text = chat.text(marked)
+        text = self._decode(chat.prompt(marked))
         for place, (message, mark) in enumerate(zip(messages, marked, strict=True)):
             if mark is not message and mark.content not in text:
                 without = [*messages[:place], mark, *messages[place + 1 :]]
-                if chat.text(without) == chat.text(messages):
+                if chat.prompt(without) == chat.prompt(messages):
                     problem = f"the model's chat template drops this message of role {message.role!r}"
                     raise wrong(f"messages[{place}]", f"{problem}; use another role, or another place")
         if len(self._shown) > _MAX_SEQUENCES:

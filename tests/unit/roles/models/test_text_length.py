@@ -32,19 +32,20 @@ def by_byte(*more: str, normalizer: Any = None, pre_tokenizer: Any = BYTE_LEVEL,
     return made
 
 
-def by_character(*, fallback: bool) -> Tokenizer:
-    """Return a tokenizer of characters that encodes others by their bytes or, without ``fallback``, drops them."""
-    tokens = [*"abc▁", *(f"<0x{byte:02X}>" for byte in range(256 if fallback else 0))]
-    vocabulary = {token: place for place, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=fallback))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+def without_a_byte() -> Tokenizer:
+    """Return a tokenizer without a token for the byte ``z``, which it drops."""
+    vocabulary = {token: place for place, token in enumerate(sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"z"}))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = BYTE_LEVEL
     return made
 
 
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTE_LEVEL])
 SEQUENCE = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s+"), "isolated"), BYTE_LEVEL])
 BOUNDED = {
     "bytes": by_byte(), "longer tokens": by_byte("12", "ĠĠ"), "split": by_byte(pre_tokenizer=SEQUENCE),
-    "NFC": by_byte(normalizer=normalizers.NFC()), "characters": by_character(fallback=True),
+    "NFC": by_byte(normalizer=normalizers.NFC()),
+    "digits": by_byte(pre_tokenizer=DIGITS),
     "nested": by_byte(normalizer=normalizers.Sequence([normalizers.Sequence([normalizers.NFC()])])),
 }  # fmt: skip
 UNBOUNDED = {
@@ -52,7 +53,7 @@ UNBOUNDED = {
     "lower case": by_byte(normalizer=normalizers.Lowercase()),
     "replaced": by_byte(normalizer=normalizers.Replace("  ", " ")),
     "removed": by_byte(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s"), "")])),
-    "spaces of a special token": by_byte(lstrip=True), "dropped characters": by_character(fallback=False),
+    "spaces of a special token": by_byte(lstrip=True), "dropped byte": without_a_byte(),
     "words": by_byte(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTE_LEVEL])),
     "parts removed": by_byte(
         pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTE_LEVEL])
