@@ -203,7 +203,7 @@ def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
     yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
     yield _counter("rrl_given_tokens", "Given tokens (not sampled) in the turns of finished episodes.",
                    figures.given_tokens)  # fmt: skip
-    yield _counter("rrl_untrained_turns", "Turns sampled from another policy than the trained one.",
+    yield _counter("rrl_untrained_turns", "Turns that are not trained: of another policy, or not used.",
                    figures.untrained_turns)  # fmt: skip
     yield _counter("rrl_token_drift", "Tokens trained in another context than they were sampled in; must be 0.",
                    figures.token_drift)  # fmt: skip

@@ -238,7 +238,7 @@ class Summary(Struct, frozen=True):
     given_tokens: int = 0
     """Tokens that were given, not sampled, in the turns of the finished episodes."""
     untrained_turns: int = 0
-    """Turns that were sampled from another policy than the one that is trained."""
+    """Turns that were sampled from another policy than the one that is trained, or whose answers were not used."""
     token_drift: int = 0
     """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
     checkpoint: ModelFolder | None = None

@@ -89,7 +89,7 @@ class EpisodeFigures(Struct, frozen=True):
     """Number of samples: paths of turns that are not the beginning of another path."""
     given_tokens: int = 0
     untrained_turns: int = 0
-    """Turns that were sampled from another policy than the one that is trained."""
+    """Turns that were sampled from another policy than the one that is trained, or whose answers were not used."""
     token_drift: int = 0
     """Trained tokens whose context, as the trainer read it, is not what the engine had. Always 0, unless rrl has a
     bug."""
