@@ -28,6 +28,10 @@ BUILT_MAX_LENGTH = 64
 """Default number of tokens of prompt and answer for a model that rrl builds."""
 
 
+class TextTooLong(ValueError):
+    """A text has more bytes than a context of the model's maximum length can have."""
+
+
 def max_length(path: str | None, max_tokens: int | None = None) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 

@@ -23,9 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, pre_tokenizers
 
 from ...config.input_files import require_unchanged
-from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, eos_ids, read_json
+from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextTooLong, eos_ids, read_json
 from .conversation import DEVELOPER
-from .tokenizer import TextTooLong
 
 _BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -67,7 +66,7 @@ class FolderTokenizer:
         """Maximum number of bytes of a text in Unicode's form NFC, and of any other text."""
         self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
-        self.has_developer = f"'{DEVELOPER}'" in source or f'"{DEVELOPER}"' in source  # as vLLM finds it out
+        self.has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
         self.takes_parts = False
         self.takes_parts = self._joins_parts()
 

@@ -22,10 +22,6 @@ class UnencodableText(ValueError):
     """The vocabulary of ``[model.tokenizer]`` lacks a piece of a text."""
 
 
-class TextTooLong(ValueError):
-    """A text has more bytes than tokens of the model's maximum length can have."""
-
-
 class Tokenizer(Protocol):
     """Converts text to the token ids that the model embeds, and back."""
 

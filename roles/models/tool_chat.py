@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...config.model_folder import TextTooLong
 from .conversation import (
     ASSISTANT,
     AnswerContent,
@@ -30,7 +31,7 @@ from .conversation import (
     as_template_messages,
 )
 from .template_chat import TemplateChat
-from .tokenizer import TextTooLong, Tokenizer
+from .tokenizer import Tokenizer
 
 try:
     import renderers

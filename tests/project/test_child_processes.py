@@ -28,6 +28,7 @@ STARTERS = {
     "manager/execute/checkpoint_exports.py": "an export, which ends when its stdin is closed, and may take an hour",
     "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
+    "roles/endpoint/preparation_processes.py": "processes that prepare calls, each as long as it does so in time",
     "roles/launcher/process_group.py": "the command of a role",
 }
 """The modules that may start processes, each with the processes that it starts."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import Struct
 
+from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
-from ...models.tokenizer import TextTooLong
 from ...trajectories.episodes.requests import Turn
 from ..calls.call import Call, Policy, parse_chat, parse_completion
 from ..calls.errors import ApiError, too_long, wrong

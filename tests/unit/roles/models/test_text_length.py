@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from rrl.config.model_folder import TextTooLong
 from rrl.roles.models.hf_tokenizer import FolderTokenizer, bytes_per_token
-from rrl.roles.models.tokenizer import TextTooLong
 from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.endpoint.tool_folders import make
 

@@ -77,15 +77,15 @@ def test_call_whose_preparation_ends_processes_fails_its_attempt_and_then_drops_
     tmp_path: Path, role: str
 ) -> None:
     deaths = Deaths(tmp_path, role)
-    seen: list[tuple[int, int]] = []
+    made: list[tuple[int, int]] = []
     while not deaths.dropped:
         item = deaths.begin()
-        seen.append((item.episode, item.attempt))
+        made.append((item.episode, item.attempt))
         deaths.call(item)
         deaths.die()
-        assert len(seen) < 10, "the item is never blamed"
+        assert len(made) < 10, "the item is never blamed"
     first = 1 if role == ROLE else 0  # the attempt of an outside agent outlives the first death
-    assert seen == [(0, 1), (0, 1 + first), (0, 2 + first)]
+    assert made == [(0, 1), (0, 1 + first), (0, 2 + first)]
     (reason,) = deaths.dropped
     assert reason.startswith(f"{role} ended 3 times right after the same call of item 0")
     assert CALL[:12] in reason
