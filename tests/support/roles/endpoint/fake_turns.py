@@ -60,7 +60,17 @@ class FakeTurns(CLIENT):  # type: ignore[misc]
                 if (self._episode_of[turn.id], turn.attempt, turn.request) == (episode, attempt, request):
                     return turn.id
             made = Turn(
-                2**40 + len(self.turns), parent, offset, given, (), False, messages, attempt, request, options, sampling
+                2**40 + len(self._episode_of),
+                parent,
+                offset,
+                given,
+                (),
+                False,
+                messages,
+                attempt,
+                request,
+                options,
+                sampling,
             )
             self.turns[made.id], self._episode_of[made.id] = made, episode
             self.max_new[made.id] = max_new
@@ -93,6 +103,10 @@ class FakeTurns(CLIENT):  # type: ignore[misc]
         with self._lock:
             now = self.turns[turn]
             self.turns[turn] = msgspec.structs.replace(now, sampled=now.sampled + tokens, finished=finished)
+
+    def adopt(self, turn: Turn, episode: int = 0) -> None:
+        """Add a turn that was opened before."""
+        self.turns[turn.id], self._episode_of[turn.id] = turn, episode
 
     def begin_attempt(self, episode: int, attempt: int) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -165,6 +166,19 @@ def test_turns_of_another_episode_or_attempt_are_not_continued(scene: Scene) -> 
     later = scene.client(api_key=scene.key(attempt=2))
     later.chat.completions.create(model="any", messages=conversation)
     assert [turn.parent for turn in scene.opened] == [None, None, None]
+
+
+def test_call_is_answered_while_the_parent_of_another_turn_is_not_replayed_yet(scene: Scene) -> None:
+    """The conversations of an attempt were replayed in another order than they were recorded."""
+    scene.answers("5")
+    create(scene)
+    first = scene.opened[0]
+    scene.turns.recorded.append(msgspec.structs.replace(scene.turns.turns.pop(first.id), request="other/1/0"))
+    later = msgspec.structs.replace(first, id=first.id + 1, parent=first.id, offset=2, given=(9,), request="later/1/0")
+    scene.turns.adopt(later)
+    conversation = [*USER, {"role": "assistant", "content": "5"}, {"role": "user", "content": "<"}]
+    assert create(scene, conversation).choices[0].message.content == "5"
+    assert (scene.opened[1].parent, scene.opened[1].offset) == (None, 0)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -345,7 +345,8 @@ def test_marked_answer_is_trained_only_if_another_turn_keeps_one_of_its_tokens(s
         for token, version in zip(one.tokens, one.versions, strict=True)
         if version != Version(*NOT_SAMPLED)
     ]
-    assert trained.count(5) == keeps
+    assert trained.count(5) == trained.count(6) == keeps
+    assert store.audit().episodes["untrained_turns"] == (1 if keeps else 2)
     assert 8 not in trained
     assert 4 in trained
 
@@ -370,7 +371,8 @@ def test_recorded_answer_that_was_not_used_counts_as_used_in_the_attempt_that_ta
     (again,) = episodes(store, 1, OTHER_AGENTS)
     assert ask(store, again, "(2,) None 0", (2,), who=OTHER_AGENTS) == number
     finish(store, again, 0.5, OTHER_AGENTS)
-    assert store.audit().episodes["untrained_turns"] == 0
+    counts = store.audit().episodes
+    assert (counts["episodes_finished"], counts["untrained_turns"]) == (1, 0)
 
 
 def test_episode_whose_only_answer_was_not_used_has_no_answer(tmp_path: Path) -> None:
