@@ -265,7 +265,7 @@ class Endpoint:
         self._on_change()
 
     def close(self) -> None:
-        """Prepare the end of the server: report nothing more to the store, and end the processes that do not work."""
+        """Prepare the end of the server: report nothing more to the store, and end the processes beside it."""
         self._closing = True
         self._processes.close()
 

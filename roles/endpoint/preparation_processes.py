@@ -53,6 +53,9 @@ class _Process:
         self._pipe.send(work)
         return self._pipe.recv()
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -70,6 +73,8 @@ class PreparationProcesses:
         self._model, self._policy = model, policy
         self._places = asyncio.Semaphore(PROCESSES)
         self._idle: list[_Process] = []
+        self._working: set[_Process] = set()
+        self._closed = False
         self._failed: set[str] = set()
         """Digests of bodies that have ended a process. They are refused at once if they come again."""
 
@@ -82,17 +87,22 @@ class PreparationProcesses:
         async with self._places:
             if digest in self._failed:
                 raise failed
+            self._idle = [process for process in self._idle if not process.has_ended()]
             process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
+            self._working.add(process)
             kept = False
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     answer = await asyncio.to_thread(process.ask, work)
                 kept = len(work.body) <= _KEPT_BYTES
             except (TimeoutError, OSError, EOFError) as error:
+                if self._closed:  # the connection is about to break, and the client to repeat the call
+                    await asyncio.Event().wait()
                 _log.warning("a request of %d bytes could not be encoded: %r", len(work.body), error)
                 self._failed.add(digest)
                 raise failed from None
             finally:
+                self._working.discard(process)
                 if kept:
                     self._idle.append(process)
                 else:  # in a thread, because freeing much memory takes long
@@ -103,9 +113,10 @@ class PreparationProcesses:
         return call, context
 
     def close(self) -> None:
-        """End the processes that do not work. The others end with this process."""
-        while self._idle:
-            self._idle.pop().end()
+        """End all processes; calls that are being prepared are not answered any more."""
+        self._closed = True
+        for process in (*self._idle, *self._working):
+            process.end()
 
 
 def main() -> None:

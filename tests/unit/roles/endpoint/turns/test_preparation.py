@@ -113,6 +113,41 @@ def test_death_of_a_process_fails_its_call_and_no_other_one(
     assert started[0] is started[1]
 
 
+def test_process_that_has_died_while_it_was_idle_is_replaced(processes: PreparationProcesses) -> None:
+    async def story() -> None:
+        await processes.prepare(work(messages=USER), "first")
+        (idle,) = processes._idle
+        idle.end()
+        assert (await processes.prepare(work(messages=USER), "second"))[1] is not None
+
+    asyncio.run(story())
+
+
+def test_call_that_is_prepared_during_a_stop_is_not_refused(
+    processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats a call whose connection breaks. A refusal would be a failure of the agent."""
+    ask, asked = preparation_processes._Process.ask, asyncio.Event()
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+
+        def ask_slowly(process: Any, given: Work) -> Any:
+            loop.call_soon_threadsafe(asked.set)
+            process._pipe.recv()  # until the process ends
+            return ask(process, given)
+
+        monkeypatch.setattr(preparation_processes._Process, "ask", ask_slowly)
+        call = asyncio.ensure_future(processes.prepare(work(messages=USER), "call"))
+        await asked.wait()
+        processes.close()
+        done, _ = await asyncio.wait([call], timeout=0.5)
+        assert not done
+        call.cancel()
+
+    asyncio.run(story())
+
+
 def test_process_that_takes_too_long_is_ended(processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation_processes, "TIMEOUT_S", 0.0)
 
