@@ -29,14 +29,15 @@ from .turns.turn_context import Context
 _log = logging.getLogger("rrl.endpoint")
 
 PROCESSES = 2
-"""Number of processes. An episode uses one at a time, so that one remains for the others."""
+"""Number of processes for bodies that are not huge. An episode uses one at a time, so that one remains for the others.
+Huge bodies have one process more, so that they delay only each other."""
 TIMEOUT_S = 30.0
 """Seconds that one body may take. A context of 1 M tokens takes 5 s on a slow core."""
 MEMORY_BYTES = 4 * 2**30
 """Address space of a process. 16 MB of text take 2.5 GB."""
-_KEPT_BYTES = 2**20
-"""Size (bytes) of a body above which its process yields to others, and ends afterwards, because it never returns its
-memory."""
+_HUGE_BYTES = 2**20
+"""Size (bytes) above which a body is huge. Its process yields to others, and ends afterwards, because it never returns
+its memory."""
 
 
 class _Process:
@@ -71,7 +72,7 @@ class PreparationProcesses:
 
     def __init__(self, model: ModelSpec, policy: Policy) -> None:
         self._model, self._policy = model, policy
-        self._places = asyncio.Semaphore(PROCESSES)
+        self._places = {huge: asyncio.Semaphore(1 if huge else PROCESSES) for huge in (False, True)}
         self._idle: list[_Process] = []
         self._working: set[_Process] = set()
         self._closed = False
@@ -84,7 +85,7 @@ class PreparationProcesses:
             413, f"the request could not be encoded within {TIMEOUT_S:g} s and {MEMORY_BYTES >> 30} GiB; shorten it",
             code="request_too_large",
         )  # fmt: skip
-        async with self._places:
+        async with self._places[len(work.body) > _HUGE_BYTES]:
             if digest in self._failed:
                 raise failed
             self._idle = [process for process in self._idle if not process.has_ended()]
@@ -94,7 +95,7 @@ class PreparationProcesses:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     answer = await asyncio.to_thread(process.ask, work)
-                kept = len(work.body) <= _KEPT_BYTES
+                kept = len(work.body) <= _HUGE_BYTES
             except (TimeoutError, OSError, EOFError) as error:
                 if self._closed:  # the connection is about to break, and the client to repeat the call
                     await asyncio.Event().wait()
@@ -131,7 +132,7 @@ def main() -> None:
     with suppress(EOFError):
         while True:
             work = pipe.recv()
-            if len(work.body) > _KEPT_BYTES:
+            if len(work.body) > _HUGE_BYTES:
                 os.nice(10)
             try:
                 pipe.send(preparation.prepare(work))

@@ -246,14 +246,14 @@ def folder_victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_a_key_with_huge_bodies_delays_no_call_of_another_episode(folder_victim: Victim, name: str) -> None:
-    """While three huge bodies of one episode are in work, others get answers to small and to long conversations."""
+def test_huge_bodies_delay_no_call_of_another_episode(folder_victim: Victim, name: str) -> None:
+    """While huge bodies of three other episodes are in work, an episode gets answers to short and long calls."""
     body, path = HUGE[name]
     long, episode = conversation("hello " * 5000), 11 + 2 * [*HUGE].index(name)
     assert folder_victim.post(1, long)[0] == 200
     replies: list[tuple[int, bytes]] = []
-    attack = [threading.Thread(target=lambda: replies.append(folder_victim.post(episode, body, path)))
-              for _ in range(3)]  # fmt: skip
+    attack = [threading.Thread(target=lambda key=key: replies.append(folder_victim.post(key, body, path)))
+              for key in (episode, episode, episode + 20, episode + 40)]  # fmt: skip
     for thread in attack:
         thread.start()
     served = slowest = 0.0
@@ -271,9 +271,9 @@ def test_a_key_with_huge_bodies_delays_no_call_of_another_episode(folder_victim:
 
 def test_a_key_with_many_huge_bodies_takes_the_memory_of_one(folder_victim: Victim) -> None:
     body = b"{" + b" " * 15 * 2**20
-    folder_victim.post(31, body)
+    folder_victim.post(91, body)
     before = folder_victim.footprint
-    attack = [threading.Thread(target=folder_victim.post, args=(31, body)) for _ in range(12)]
+    attack = [threading.Thread(target=folder_victim.post, args=(91, body)) for _ in range(12)]
     for thread in attack:
         thread.start()
     most = 0
