@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...core.text import shortened
-from ..trajectories.client import TrajectoryClient
+from ..trajectories.client import FencedAttempt, TrajectoryClient
 from .calls.errors import ApiError, wrong
 from .http_messages import bearer_key, read_body
 from .key import EpisodeKey, encode_key
