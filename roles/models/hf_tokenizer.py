@@ -24,7 +24,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from ...config.input_files import require_unchanged
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextTooLong, eos_ids, read_json
-from .conversation import DEVELOPER
 
 _BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
