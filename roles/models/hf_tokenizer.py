@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unicodedata import is_normalized
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -61,8 +60,8 @@ class FolderTokenizer:
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._max_bytes = {True: math.inf, False: math.inf}
-        """Maximum number of bytes of a text in Unicode's form NFC, and of any other text."""
+        self._max_bytes = math.inf
+        """Maximum number of bytes of a text."""
         self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
         self.has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
@@ -71,8 +70,7 @@ class FolderTokenizer:
 
     def limit_text(self, tokens: int) -> None:
         """Refuse, from now on, to encode a text that certainly has more than ``tokens`` tokens."""
-        document = json.loads(self._tokenizer.to_str())
-        self._max_bytes = {nfc: tokens * bytes_per_token(document, nfc=nfc) for nfc in (True, False)}
+        self._max_bytes = tokens * bytes_per_token(json.loads(self._tokenizer.to_str()))
 
     def _joins_parts(self) -> bool:
         """Return whether the chat template takes a content in pieces, and writes them without their markup."""
@@ -136,9 +134,9 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode plain text, with nothing added."""
-        size = len(text.encode())
-        if size > self._max_bytes[True] and size > (limit := self._max_bytes[is_normalized("NFC", text)]):
-            raise TextTooLong(f"the text has {size:,} bytes, and a context of that length at most {limit:,.0f}")
+        if (size := len(text.encode())) > self._max_bytes:
+            problem = f"the text has {size:,} bytes, and a context of that length at most {self._max_bytes:,.0f}"
+            raise TextTooLong(problem)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, text: str) -> int | None:
@@ -178,12 +176,10 @@ _COMPOSED = 3
 """Maximum factor by which Unicode's form NFC shortens a text in UTF-8: the Kelvin sign becomes K."""
 
 
-def bytes_per_token(document: dict[str, Any], *, nfc: bool) -> float:
+def bytes_per_token(document: dict[str, Any]) -> float:
     """Return the maximum number of bytes of a text for each of its tokens; inf if the tokenizer may drop text.
 
-    Args:
-        document: The content of a tokenizer.json.
-        nfc: True if the text is in Unicode's form NFC, so that this form does not shorten it.
+    ``document`` is the content of a tokenizer.json.
     """
     model, added = document["model"], document["added_tokens"]
     steps = [*_steps(document["normalizer"]), *_steps(document["pre_tokenizer"])]
@@ -195,7 +191,7 @@ def bytes_per_token(document: dict[str, Any], *, nfc: bool) -> float:
     ):  # fmt: skip
         return math.inf
     longest = max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added))
-    return longest * (_COMPOSED if "NFC" in kinds and not nfc else 1)
+    return longest * (_COMPOSED if "NFC" in kinds else 1)
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
