@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import nullcontext, suppress
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -127,15 +126,12 @@ class Endpoint:
         self._max_body = INLINE_BYTES + _BYTES_PER_TOKEN * run.max_length
         self._known = KnownTurns(turns, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """The lock of each episode, under which its turns are opened. It makes equal calls at the same time get
-        different turns."""
-        self._large_bodies: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """The lock of each episode, under which its large bodies are read and prepared. So an episode has only one of
-        them in memory."""
+        """The lock of each episode, under which its bodies are read, and its turns opened. It makes equal calls at the
+        same time get different turns, and bounds the memory that an episode takes to one body."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
-        self._reports: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Future[list[BaseException | None]]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
         """Number of calls that wait for tokens."""
@@ -168,13 +164,11 @@ class Endpoint:
             message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
         repeated = _repeated(request)
-        large = not 0 <= int(request.headers.get("content-length", "-1")) <= INLINE_BYTES
-        async with self._large_bodies.setdefault(key.episode, asyncio.Lock()) if large else nullcontext():
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
-            async with self._locks.setdefault(key.episode, asyncio.Lock()):
-                call, opened = await self._open(key, chat, body, repeated)
-                reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
-                end = self._begin(key.episode, opened, reply)
+            call, opened = await self._open(key, chat, body, repeated)
+            reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
+            end = self._begin(key.episode, opened, reply)
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -186,15 +180,15 @@ class Endpoint:
 
         return respond
 
-    async def _prepare(self, work: Work, digest: str) -> tuple[Call, Chat, Context | None]:
+    async def _prepare(self, work: Work) -> tuple[Call, Chat, Context | None]:
         """Parse a call, and find its context: here if the body is small, and otherwise in a process."""
-        large, context = len(work.body) > INLINE_BYTES, None
-        if large:
-            call, context = await self._processes.prepare(work, digest)
-        else:
+        context, small = None, len(work.body) <= INLINE_BYTES
+        if small:
             call = self._preparation.parse(work)
+        else:
+            call, context = await self._processes.prepare(work)
         chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
-        if work.turns is not None and not large:
+        if small and work.turns is not None:
             context = self._preparation.context(call, chat, work.turns)
         return call, chat, context
 
@@ -212,14 +206,14 @@ class Endpoint:
             last = [turn for turn in earlier if _number(turn) == number - 1]
             self._report_unused([turn.id for turn in last if (key.episode, turn.request) not in self._served], False)
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
-            call, chat, _ = await self._prepare(Work(is_chat, body, None), digest)
+            call, chat, _ = await self._prepare(Work(is_chat, body, None))
             try:
                 return call, await self._open_turns(key, call, chat, number, known)
             except FencedAttempt:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        call, chat, context = await self._prepare(Work(is_chat, body, _with_path(episode.turns)), digest)
+        call, chat, context = await self._prepare(Work(is_chat, body, _with_path(episode.turns)))
         assert context is not None
         return call, await self._open_turns(key, call, chat, number, context)
 
@@ -323,14 +317,11 @@ class Endpoint:
 
     def _report_unused(self, turns: Sequence[int], undelivered: bool) -> None:
         """Report to the store that the agent has not used the answers of these turns."""
-
-        async def report(turn: int) -> None:
-            with suppress(Refused, TimeoutError):  # the attempt is over, or the store is gone
-                await self._turns.mark_unused(turn, undelivered)
-
-        for turn in () if self._closing else turns:
-            self._reports.add(task := asyncio.ensure_future(report(turn)))
-            task.add_done_callback(self._reports.discard)
+        if turns and not self._closing:
+            reports = [self._turns.mark_unused(turn, undelivered) for turn in turns]
+            sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
+            self._reports.add(sent)
+            sent.add_done_callback(self._reports.discard)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
@@ -348,11 +339,11 @@ def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
 
 def _with_path(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the turns without those whose path leads through a recorded turn that is not taken over yet."""
-    whole: dict[int | None, Turn | None] = {None: None}
+    whole: dict[int, Turn] = {}
     for turn in turns:
-        if turn.parent in whole:
+        if turn.parent is None or turn.parent in whole:
             whole[turn.id] = turn
-    return tuple(turn for turn in whole.values() if turn is not None)
+    return tuple(whole.values())
 
 
 def _names(call: Call, number: int) -> tuple[str, ...]:

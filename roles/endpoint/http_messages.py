@@ -93,13 +93,9 @@ async def _attempt_over(request: Request, error: Exception) -> Response:
     return await _error(request, ApiError(403, str(error), "permission_error", "attempt_over"))
 
 
-async def _no_answer(request: Request, error: Exception) -> Response:
-    message = f"{error}; ask the model first, or end the attempt with POST /rrl/v1/episodes/fail"
-    return await _error(request, ApiError(409, message, code="no_answer"))
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    return await _error(request, ApiError(400, str(error), code="refused"))
+    status, code = (409, "no_answer") if isinstance(error, NoAnswer) else (400, "refused")
+    return await _error(request, ApiError(status, str(error), code=code))
 
 
 async def _superseded(request: Request, error: Exception) -> Response:
@@ -119,7 +115,6 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     ApiError: _error,
     FencedAttempt: _attempt_over,
     Fenced: _superseded,
-    NoAnswer: _no_answer,
     Refused: _refused,
     HTTPException: _http_error,
     ClientDisconnect: _disconnected,

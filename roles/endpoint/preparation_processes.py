@@ -40,26 +40,23 @@ _HUGE_BYTES = 2**20
 its memory."""
 
 
-class _Process:
+class _Process(subprocess.Popen[bytes]):
     """A process that is used by one thread at a time."""
 
     def __init__(self, model: ModelSpec, policy: Policy) -> None:
-        self._pipe, other = Pipe()
+        self.pipe, other = Pipe()
         with other:
             command = [sys.executable, "-P", "-m", __name__, str(other.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
-        self._pipe.send((model, policy))
+            super().__init__(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
+        self.pipe.send((model, policy))
 
     def ask(self, work: Work) -> Any:
-        self._pipe.send(work)
-        return self._pipe.recv()
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        self.pipe.send(work)
+        return self.pipe.recv()
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.kill()
+        self.wait()
 
 
 class PreparationProcesses:
@@ -76,39 +73,29 @@ class PreparationProcesses:
         self._idle: list[_Process] = []
         self._working: set[_Process] = set()
         self._closed = False
-        self._failed: set[str] = set()
-        """Digests of bodies that have ended a process. They are refused at once if they come again."""
 
-    async def prepare(self, work: Work, digest: str) -> tuple[Call, Context | None]:
-        """Prepare a call whose body has this digest, as :meth:`.Preparation.prepare` does."""
-        failed = ApiError(
-            413, f"the request could not be encoded within {TIMEOUT_S:g} s and {MEMORY_BYTES >> 30} GiB; shorten it",
-            code="request_too_large",
-        )  # fmt: skip
-        async with self._places[len(work.body) > _HUGE_BYTES]:
-            if digest in self._failed:
-                raise failed
-            self._idle = [process for process in self._idle if not process.has_ended()]
+    async def prepare(self, work: Work) -> tuple[Call, Context | None]:
+        """Prepare a call, as :meth:`.Preparation.prepare` does."""
+        huge = len(work.body) > _HUGE_BYTES
+        async with self._places[huge]:
+            self._idle = [process for process in self._idle if process.poll() is None]
             process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
             self._working.add(process)
-            kept = False
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    answer = await asyncio.to_thread(process.ask, work)
-                kept = len(work.body) <= _HUGE_BYTES
+                    call, context = await asyncio.to_thread(process.ask, work)
+                self._idle += [process] * (not huge)
             except (TimeoutError, OSError, EOFError) as error:
                 if self._closed:  # the connection is about to break, and the client to repeat the call
                     await asyncio.Event().wait()
                 _log.warning("a request of %d bytes could not be encoded: %r", len(work.body), error)
-                self._failed.add(digest)
-                raise failed from None
+                limits = f"{TIMEOUT_S:g} s and {MEMORY_BYTES >> 30} GiB"
+                problem = f"the request could not be encoded within {limits}; shorten it"
+                raise ApiError(413, problem, code="request_too_large") from None
             finally:
                 self._working.discard(process)
-                if kept:
-                    self._idle.append(process)
-                else:  # in a thread, because freeing much memory takes long
+                if process not in self._idle:  # in a thread, because freeing much memory takes long
                     asyncio.get_running_loop().run_in_executor(None, process.end)
-        call, context = answer
         if isinstance(call, int):  # the status of an error, with its body
             raise ApiError(call, **context)
         return call, context

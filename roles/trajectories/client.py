@@ -403,6 +403,6 @@ class TrajectoryClient:
         return answer
 
     def _raise(self, denied: Denied) -> NoReturn:
-        kind = Fenced if denied.fenced else FencedAttempt if denied.fenced_attempt else Refused
-        kind = NoAnswer if denied.no_answer else kind
+        attempts = FencedAttempt if denied.fenced_attempt else NoAnswer if denied.no_answer else Refused
+        kind = Fenced if denied.fenced else attempts
         raise kind(denied.why)

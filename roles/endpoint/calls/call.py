@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ...models.conversation import Message
 from ...trajectories.types import Sampling
-from .errors import ApiError, too_long, wrong
+from .errors import ApiError, wrong
 from .messages import parse_message, take_tools
 from .sampling import foreign_sampling
 
@@ -24,8 +24,6 @@ _MAX_STOP_CHARS = 1000
 """Maximum number of characters of a stop text."""
 _MAX_MODEL_CHARS = 1000
 """Maximum number of characters of a model's name. It is limited, because every event of a stream contains it."""
-_MAX_COUNT = 2**31
-"""Larger counts mean the same: as many as possible."""
 _DIGEST_CHARS = 32
 """Hexadecimal digits of the digest of a body (128 bits)."""
 
@@ -83,8 +81,6 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
-    if len(messages) > policy.max_length:  # each takes at least a token
-        raise too_long(policy.max_length, "messages", f"the request has {len(messages):,} messages")
     max_new = _count(given, "max_completion_tokens", None)
     older_name = _count(given, "max_tokens", None)
     tools, may_call = take_tools(given)
@@ -103,8 +99,6 @@ def parse_completion(body: bytes, policy: Policy) -> Call:
     """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
     given = _table(body)
     prompt = given.pop("prompt", None)
-    if isinstance(prompt, list) and len(prompt) >= policy.max_length:
-        raise too_long(policy.max_length, "prompt", f"the request has {len(prompt):,}")
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str) or not prompt:
@@ -172,7 +166,7 @@ def _count(given: dict[str, Any], key: str, default: int | None) -> int | None:
         return default
     if type(value) is not int or value < 1:
         raise wrong(key, "must be a whole number, 1 or more")
-    return min(value, _MAX_COUNT)
+    return value
 
 
 def _flag(given: dict[str, Any], key: str) -> bool:

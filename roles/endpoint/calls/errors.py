@@ -37,12 +37,6 @@ def wrong(key: str, problem: str) -> ApiError:
     return ApiError(400, f"{key}: {problem}", code="invalid_value", param=key)
 
 
-def too_long(max_length: float, param: str, has: str) -> ApiError:
-    """Return the error for a context that leaves no room for an answer; ``has`` says how long the context is."""
-    problem = f"this model's maximum context length is {max_length:g} tokens; {has}, and an answer needs one more"
-    return ApiError(400, problem, code="context_length_exceeded", param=param)
-
-
 def unsupported(key: str, value: Any, problem: str) -> ApiError:
     """Return the error for a value that is valid in OpenAI's API, but not supported here."""
     shown = json.dumps(value)[:40]

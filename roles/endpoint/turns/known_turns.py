@@ -49,12 +49,12 @@ class KnownTurns:
         Raises:
             FencedAttempt: The episode is over.
         """
-        kept, more = self._kept.get(episode), (call,) if call else ()
-        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else (), *more)
+        kept = self._kept.get(episode)
+        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else (), call)
         if kept is not None and read.attempt != kept.attempt:
             self._forget(episode)
             kept = None
-            read = await self._store.get_episode(episode, (), *more)
+            read = await self._store.get_episode(episode, (), call)
         turns = {} if kept is None else dict(kept.turns)
         self._keep(episode, read)
         turns |= {turn.id: turn for turn in read.turns}

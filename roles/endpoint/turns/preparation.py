@@ -15,7 +15,7 @@ from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
 from ...trajectories.episodes.requests import Turn
 from ..calls.call import Call, Policy, parse_chat, parse_completion
-from ..calls.errors import ApiError, too_long, wrong
+from ..calls.errors import ApiError, wrong
 from .turn_context import Context, chat_context, plain_context
 
 _MARK = 10**12
@@ -87,12 +87,14 @@ class Preparation:
                 if any(token >= chat.tokenizer.size for token in prompt):
                     raise wrong("prompt", "a token id is beyond the vocabulary")
                 context = plain_context(prompt, turns)
+            if context.length >= self._policy.max_length:
+                raise TextTooLong(f"the request has {context.length}")
         except TextTooLong as error:
-            raise too_long(self._policy.max_length, param, str(error)) from None
+            most = f"this model's maximum context length is {self._policy.max_length:g} tokens"
+            problem = f"{most}; {error}, and an answer needs one more"
+            raise ApiError(400, problem, code="context_length_exceeded", param=param) from None
         except ValueError as error:
             raise wrong(param, str(error)) from None
-        if context.length >= self._policy.max_length:
-            raise too_long(self._policy.max_length, param, f"the request has {context.length}")
         return context
 
     def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:

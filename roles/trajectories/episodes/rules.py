@@ -370,7 +370,7 @@ class Episodes:
         unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
         if not any(turn.length and not is_foreign(turn) and turn.id not in unused for turn in complete):
             if episode.request is not None:
-                return Denied(NO_ANSWER, no_answer=True)
+                return Denied(f"{NO_ANSWER}; ask it first, or report that the attempt failed", no_answer=True)
             self._count_failure(current, NO_ANSWER)
             return Done()
         self._work.withdraw([turn for turn in episode.turns.values() if not turn.finished])

@@ -171,7 +171,7 @@ def test_episode_without_an_answer_cannot_be_finished_and_goes_on(outside: Outsi
     for body in ({"reward": 1.0}, {}, {"later": True}):
         status, replied = outside.post("/rrl/v1/episodes/finish", opened["api_key"], body)
         assert (status, replied["error"]["code"]) == (409, "no_answer")
-        assert "/rrl/v1/episodes/fail" in replied["error"]["message"]
+        assert "report that the attempt failed" in replied["error"]["message"]
     outside.answer(opened)
     assert outside.end(opened, "finish", {"reward": 1.0}) == 200
     assert outside.store.audit().dropped == {}

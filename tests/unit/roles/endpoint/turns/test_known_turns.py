@@ -85,7 +85,7 @@ def test_recorded_turns_are_returned_and_never_cached() -> None:
 
 def test_ended_episode_is_reported() -> None:
     class Over(FakeTurns):
-        async def get_episode(self, episode: int, holding: object = ()) -> object:  # type: ignore[override]
+        async def get_episode(self, episode: int, holding: object = (), call: str = "") -> object:  # type: ignore[override]
             raise FencedAttempt("over")
 
     with pytest.raises(FencedAttempt):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.endpoint import preparation_processes
-from rrl.roles.endpoint.calls.call import Policy, body_digest
+from rrl.roles.endpoint.calls.call import Policy
 from rrl.roles.endpoint.calls.errors import ApiError
 from rrl.roles.endpoint.preparation_processes import PreparationProcesses
 from rrl.roles.endpoint.turns.preparation import Preparation, Work
@@ -71,12 +71,9 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
         Work(True, b"[" * 100_000, ()),
     ]  # fmt: skip
 
-    async def prepare(one: Work) -> Any:
-        return await processes.prepare(one, body_digest(one.body))
-
     async def all_of_them() -> list[Any]:
         return [result if not isinstance(result, ApiError) else (result.status, result.body)
-                for result in await asyncio.gather(*map(prepare, works), return_exceptions=True)]  # fmt: skip
+                for result in await asyncio.gather(*map(processes.prepare, works), return_exceptions=True)]  # fmt: skip
 
     results = asyncio.run(all_of_them())
     assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
@@ -94,31 +91,29 @@ def test_death_of_a_process_fails_its_call_and_no_other_one(
     def ask_and_kill(process: Any, given: Work) -> Any:
         started.append(process)
         if b"kill" in given.body:
-            process._process.kill()
+            process.kill()
         return ask(process, given)
 
     monkeypatch.setattr(preparation_processes._Process, "ask", ask_and_kill)
 
     async def story() -> None:
         good, bad = (work(messages=[{"role": "user", "content": text}]) for text in ("12", "kill"))
-        assert (await processes.prepare(good, "good"))[1] is not None
-        for _ in range(2):
-            with pytest.raises(ApiError, match="could not be encoded within") as raised:
-                await processes.prepare(bad, "bad")
-            assert (raised.value.status, raised.value.body["error"]["code"]) == (413, "request_too_large")
-        assert (await processes.prepare(good, "good"))[1] is not None
+        assert (await processes.prepare(good))[1] is not None
+        with pytest.raises(ApiError, match="could not be encoded within") as raised:
+            await processes.prepare(bad)
+        assert (raised.value.status, raised.value.body["error"]["code"]) == (413, "request_too_large")
+        assert (await processes.prepare(good))[1] is not None
 
     asyncio.run(story())
-    assert len(started) == 3, "the body that has ended a process was given to another one"
-    assert started[0] is started[1]
+    assert started[0] is started[1] is not started[2]
 
 
 def test_process_that_has_died_while_it_was_idle_is_replaced(processes: PreparationProcesses) -> None:
     async def story() -> None:
-        await processes.prepare(work(messages=USER), "first")
+        await processes.prepare(work(messages=USER))
         (idle,) = processes._idle
         idle.end()
-        assert (await processes.prepare(work(messages=USER), "second"))[1] is not None
+        assert (await processes.prepare(work(messages=USER)))[1] is not None
 
     asyncio.run(story())
 
@@ -134,11 +129,11 @@ def test_call_that_is_prepared_during_a_stop_is_not_refused(
 
         def ask_slowly(process: Any, given: Work) -> Any:
             loop.call_soon_threadsafe(asked.set)
-            process._pipe.recv()  # until the process ends
+            process.pipe.recv()  # until the process ends
             return ask(process, given)
 
         monkeypatch.setattr(preparation_processes._Process, "ask", ask_slowly)
-        call = asyncio.ensure_future(processes.prepare(work(messages=USER), "call"))
+        call = asyncio.ensure_future(processes.prepare(work(messages=USER)))
         await asked.wait()
         processes.close()
         done, _ = await asyncio.wait([call], timeout=0.5)
@@ -153,9 +148,9 @@ def test_process_that_takes_too_long_is_ended(processes: PreparationProcesses, m
 
     async def story() -> None:
         with pytest.raises(ApiError, match="could not be encoded"):
-            await processes.prepare(work(messages=USER), "slow")
+            await processes.prepare(work(messages=USER))
         monkeypatch.undo()
-        assert (await processes.prepare(work(messages=USER), "good"))[1] is not None
+        assert (await processes.prepare(work(messages=USER)))[1] is not None
 
     asyncio.run(story())
 
@@ -207,11 +202,12 @@ def test_long_names_in_a_body_are_not_repeated_in_the_error_and_the_answer() -> 
         assert len(json.dumps(error)) < 5000
 
 
-def test_prompt_and_conversation_with_more_parts_than_tokens_fit_are_refused_before_they_are_read() -> None:
+def test_prompt_without_room_for_an_answer_is_refused() -> None:
     preparation = Preparation(CHAT, POLICY)
     for given_work, param in (
-        (work(messages=[{"role": "none"}] * 51), "messages"), (work(chat=False, prompt=[None] * 50), "prompt")
-    ):  # fmt: skip
+        (work(messages=[{"role": "user", "content": "1"}] * 51), "messages"),
+        (work(chat=False, prompt=[EOS] * 50), "prompt"),
+    ):
         status, body = outcome(lambda given_work=given_work: preparation.prepare(given_work))
         assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", param)
     assert preparation.prepare(work(chat=False, prompt=[EOS] * 49))[1] is not None
