@@ -17,8 +17,6 @@ from .records import (
     FIRST_TURN,
     FORMAT,
     AnswersCounted,
-    AttemptFailed,
-    AttemptStarted,
     Binding,
     BindingRetired,
     CallBlamed,
@@ -45,10 +43,7 @@ from .records import (
     StepCommitted,
     TimesObserved,
     TurnCreated,
-    TurnEnded,
     TurnsNumbered,
-    TurnTaken,
-    TurnUnused,
     unpack_tokens,
 )
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
@@ -167,10 +162,7 @@ class State:
                 self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
-            case (
-                AttemptStarted() | AttemptFailed() | TurnCreated() | TurnTaken() | TurnUnused() | TurnEnded()
-                | EpisodeFinished()
-            ):  # fmt: skip
+            case _ if isinstance(record, EpisodeRecord):
                 self._apply_to_episode(record)
             case CallBlamed(group, call):
                 self.groups[group].blamed[call] += 1
