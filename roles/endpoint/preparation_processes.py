@@ -40,14 +40,14 @@ _HUGE_BYTES = 2**20
 its memory."""
 
 
-class _Process(subprocess.Popen[bytes]):
+class _Process:
     """A process that is used by one thread at a time."""
 
     def __init__(self, model: ModelSpec, policy: Policy) -> None:
         self.pipe, other = Pipe()
         with other:
             command = [sys.executable, "-P", "-m", __name__, str(other.fileno())]
-            super().__init__(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
         self.pipe.send((model, policy))
 
     def ask(self, work: Work) -> Any:
@@ -55,8 +55,8 @@ class _Process(subprocess.Popen[bytes]):
         return self.pipe.recv()
 
     def end(self) -> None:
-        self.kill()
-        self.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class PreparationProcesses:
@@ -78,7 +78,7 @@ class PreparationProcesses:
         """Prepare a call, as :meth:`.Preparation.prepare` does."""
         huge = len(work.body) > _HUGE_BYTES
         async with self._places[huge]:
-            self._idle = [process for process in self._idle if process.poll() is None]
+            self._idle = [idle for idle in self._idle if idle.process.poll() is None]
             process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
             self._working.add(process)
             try:

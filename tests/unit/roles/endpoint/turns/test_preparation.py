@@ -91,7 +91,7 @@ def test_death_of_a_process_fails_its_call_and_no_other_one(
     def ask_and_kill(process: Any, given: Work) -> Any:
         started.append(process)
         if b"kill" in given.body:
-            process.kill()
+            process.process.kill()
         return ask(process, given)
 
     monkeypatch.setattr(preparation_processes._Process, "ask", ask_and_kill)
@@ -202,7 +202,7 @@ def test_long_names_in_a_body_are_not_repeated_in_the_error_and_the_answer() -> 
         assert len(json.dumps(error)) < 5000
 
 
-def test_prompt_without_room_for_an_answer_is_refused() -> None:
+def test_prompt_that_leaves_no_token_for_an_answer_is_refused() -> None:
     preparation = Preparation(CHAT, POLICY)
     for given_work, param in (
         (work(messages=[{"role": "user", "content": "1"}] * 51), "messages"),
