@@ -22,7 +22,7 @@ from rrl.benchmarks._live_run import live_run
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.cli.completion.candidates import script
+from rrl.cli.common.completion import script
 from rrl.core.types import Outcome
 from rrl.tests.support.cli.story import REPLICAS, at_work, completed
 from rrl.tests.support.runs import RRL
@@ -33,7 +33,8 @@ MANY = 1024
 """Replicas of the large runs."""
 FINISHED, FINISHED_MANY, LIVE, LIVE_MANY = "small-7", "large-7", "small-live-7", "large-live-7"
 COMPLETION = (
-    f"{script('bash')}COMP_WORDS=({RRL} restart {FINISHED} roll) COMP_CWORD=3; _rrl {RRL}; test ${{#COMPREPLY[@]}} = 2"
+    script("bash")
+    + f"\nCOMP_WORDS=({RRL} restart {FINISHED} roll) COMP_CWORD=3; _rrl_completion {RRL}; test ${{#COMPREPLY[@]}} = 2"
 )
 """The bash commands that complete ``rrl restart small-7 roll``; the completion must offer two rollouts."""
 COMMANDS = {

@@ -18,8 +18,8 @@ DEFAULT_LEVEL = "warning"
 """Log level of a command, which prints its results instead of logging them. A manager logs at the level of its run."""
 DEBUG_ENV = "RRL_DEBUG"
 """Environment variable; if it is set, the traceback of an unexpected error is shown."""
-COMPLETE = "__complete"
-"""First argument with which the scripts of ``rrl completion`` ask for candidates."""
+COMPLETE_ENV = "_RRL_COMPLETE"
+"""Environment variable, named by typer, with which the scripts of ``rrl completion`` ask to complete a line."""
 
 GLOBAL_OPTIONS = ("--runs-dir", "--verbose", "--version")
 """Options of ``rrl`` itself, which a command does not accept."""
@@ -43,11 +43,13 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if COMPLETE_ENV in os.environ:  # the message would stand in the line that the user edits
+            return 1
         return _exit_code(arguments, _report_error(error))
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command and return its exit code; ``--version``, a plain ``status`` and completion run without typer.
+    """Run a command and return its exit code; ``--version`` and a plain ``status`` run without typer.
 
     These are the most frequent commands, and typer is slow: since 0.26 it imports pydantic to parse any argument.
     """
@@ -55,10 +57,10 @@ def _run(arguments: list[str]) -> int:
         from .common.output import print_version
 
         return print_version()
-    if arguments[:1] == [COMPLETE]:
-        from .completion.candidates import print_candidates
+    if COMPLETE_ENV in os.environ:
+        from .common.completion import prepare
 
-        return print_candidates(arguments[1:])
+        prepare()
     from ..core.log_lines import start_logging
 
     start_logging(DEFAULT_LEVEL)

@@ -14,24 +14,34 @@ app = typer.Typer(
     name="rrl",
     cls=CommandGroup,
     invoke_without_command=True,
-    add_completion=False,  # rrl completion works without typer, which takes too long to import
+    add_completion=False,  # rrl completion prints the scripts instead of two more options
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _use_runs_dir(folder: Path | None) -> None:
+    """Use the folder of ``--runs-dir``, also to complete a line: typer then calls only the callbacks of options."""
+    if folder is not None:
+        from ...core.run_dir import RUNS_ENV
+
+        os.environ[RUNS_ENV] = str(folder.expanduser().absolute())
+
+
 @app.callback()
 def _global(
     context: typer.Context,
     runs_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the runs. Default: $RRL_RUNS_DIR, else ~/rrl-runs.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the runs. Default: $RRL_RUNS_DIR, else ~/rrl-runs.",
+                     callback=_use_runs_dir),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log at level debug, here and in the run that is started.")
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Reinforcement-learning post-training on Slurm that continues when machines fail.
 
     \b
@@ -54,7 +64,3 @@ def _global(
         start_logging()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-    elif runs_dir is not None:
-        from ...core.run_dir import RUNS_ENV
-
-        os.environ[RUNS_ENV] = str(runs_dir.expanduser().absolute())

@@ -7,13 +7,19 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import Json, NamedRun
+from ..common.completion import faults, nodes, replicas, targets
 from .app import app
 
 
 @app.command(short_help="Restart one replica of a run.")
 def restart(
     run: NamedRun,
-    replica: Annotated[str, typer.Argument(metavar="ROLE/REPLICA", show_default=False, help="trainer/0, rollout/3.")],
+    replica: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROLE/REPLICA", show_default=False, autocompletion=replicas, help="trainer/0, rollout/3."
+        ),
+    ],
     wait: Annotated[bool, typer.Option(help="Wait until the replica has joined again.")] = True,
 ) -> None:
     """Restart one replica.
@@ -26,7 +32,9 @@ def restart(
     raise typer.Exit(command.restart(run, replica, wait=wait))
 
 
-Node = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node in Slurm.", show_default=False)]
+Node = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node in Slurm.", show_default=False, autocompletion=nodes)
+]
 
 
 @app.command(short_help="Move a run off a node, and drain the node.")
@@ -71,11 +79,13 @@ def undrain(
 def inject(
     run: NamedRun,
     fault: Annotated[
-        str, typer.Argument(metavar="FAULT", show_default=False, help="kill, freeze, slow, exit, ... (docs/faults.md).")
+        str,
+        typer.Argument(metavar="FAULT", show_default=False, autocompletion=faults,
+                       help="kill, freeze, slow, exit, ... (docs/faults.md)."),
     ],
     target: Annotated[
         str,
-        typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False,
+        typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False, autocompletion=targets,
                      help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE"
                           " or manager. Default: a random replica."),
     ] = "",

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import JobFiles, Json, Settings, Trust
+from ..common.completion import script
 from .app import app
 
 
@@ -95,9 +96,7 @@ def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bas
     rrl completion zsh > ~/.zfunc/_rrl    with fpath+=~/.zfunc before compinit in ~/.zshrc
     rrl completion fish > ~/.config/fish/completions/rrl.fish
     """
-    from ..completion.candidates import script
-
-    typer.echo(script(shell.value), nl=False)
+    typer.echo(script(shell.value))
 
 
 _LIKE_SBATCH = "As in sbatch. Default: what Slurm chooses."

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import Json, NamedRun, Run
+from ..common.completion import runs, selectors
 from .app import app
 
 
@@ -16,7 +17,7 @@ def logs(
     run: Run = None,
     selector: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False,
+        typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False, autocompletion=selectors,
                        help="For example rollout, rollout/0, rollout/0#2, agent, manager."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")] = False,
@@ -134,7 +135,7 @@ def report(
     ] = None,
     clean: Annotated[
         str | None,
-        typer.Option("--clean", metavar="RUN", show_default=False,
+        typer.Option("--clean", metavar="RUN", show_default=False, autocompletion=runs,
                      help="A run of the same job without faults and protection, for the strict ETTR."),
     ] = None,
     html: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import JobFiles, Json, NamedRun, Run, Settings, Trust
+from ..common.completion import runs as known_runs
 from .app import app
 
 
@@ -59,7 +60,7 @@ def status(
 def top(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", show_default=False,
+        typer.Argument(metavar="RUN", show_default=False, autocompletion=known_runs,
                        help="The run to open first: its id, an unambiguous beginning of it, or its folder."),
     ] = None,
 ) -> None:  # fmt: skip
@@ -138,7 +139,12 @@ def resume(
 def remove(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN...", show_default=False, help="Ids, or unambiguous beginnings of ids."),
+        typer.Argument(
+            metavar="RUN...",
+            show_default=False,
+            autocompletion=known_runs,
+            help="Ids, or unambiguous beginnings of ids.",
+        ),
     ] = None,
     older_than: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import Json
+from ..common.completion import nodes
 
 health = typer.Typer(name="health", help="Health of nodes and site, for administrators.", rich_markup_mode=None)
 
@@ -22,9 +23,10 @@ Since = Annotated[str, typer.Option(metavar="TIME", help='Since when: "7d" (ago)
 @health.command(short_help="Report on the health of nodes and site.")
 def report(
     since: Since = "7d",
-    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False,
+    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False, autocompletion=nodes,
                                              help="Only these nodes: n12, n[1-8].")] = None,
-    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.")] = "table",
+    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.",
+                                        autocompletion=lambda: ["table", "json", "html"])] = "table",
     history: Histories = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
                                                 help="Write the report to this file.")] = None,
