@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
 from rich.text import Text
 
 from ...api.runs import find_run
 from ...api.watching.run_watcher import POLL_INTERVAL_S, RunWatcher
 from ...core.run_dir import RunDir
 from ...manager.model.state import State
-from ..common.output import console, print_line
+from ..common.output import Escaped, console, print_line
 from ..views.replicas import MAX_LISTED
 from ..views.status import one_line
-from .live_display import Line, LiveDisplay
 from .status import picture, waiting_text
 
 _REDRAW_KEY = "\x0c"
@@ -62,55 +63,47 @@ def follow(
 
 
 def _draw(watcher: RunWatcher, stop: threading.Event, summary_follows: bool, manages: bool) -> None:
-    display, final = LiveDisplay(console()), None
+    screen = console()
+    size = screen.size
     hint = "Ctrl-C cancels the run" if manages else "q stops watching; the run goes on"
-    over = False
-    try:
-        with _key_reader(display.clear) as pressed:
-            while True:
-                over = watcher.poll()
-                if over:
-                    final = _view(watcher, display, MAX_LISTED)
-                    return
-                display.draw(_fitting_lines(watcher, display, hint))
-                if stop.is_set() or _leaves(pressed, display, manages):
-                    return
-    finally:
-        display.finish(None if summary_follows else final, erase=over)
+    live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with _key_reader() as pressed, live:
+        while True:
+            if watcher.poll():
+                live.transient = summary_follows
+                if not summary_follows:  # the end of the view draws all its lines, also those beyond the screen
+                    live.update(Escaped(_view(watcher, screen, MAX_LISTED)))
+                return
+            live.update(_fitting_view(watcher, screen, hint), refresh=True)
+            keys = pressed(POLL_INTERVAL_S)
+            if stop.is_set() or ("q" in keys and not manages):
+                return
+            if screen.size != size or _REDRAW_KEY in keys:  # after a change of size, the old lines may be anywhere
+                size = screen.size
+                screen.clear()
 
 
-def _view(watcher: RunWatcher, display: LiveDisplay, max_listed: int) -> RenderableType:
+def _view(watcher: RunWatcher, screen: Console, max_listed: int) -> RenderableType:
     if watcher.state is None:
         return Text(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}")
-    return picture(watcher.run, watcher.state, display.width, watcher.liveness, max_listed)
+    return picture(watcher.run, watcher.state, screen.width, watcher.liveness, max_listed)
 
 
-def _fitting_lines(watcher: RunWatcher, display: LiveDisplay, hint: str) -> list[Line]:
-    """Return the lines of the view: the lines of the run, and the hint below them.
+def _fitting_view(watcher: RunWatcher, screen: Console, hint: str) -> RenderableType:
+    """Return the lines of the run, and the hint below them.
 
     If they do not fit the terminal, the view counts the replicas that work instead of listing them. If they still do
     not fit, the last lines of the run are left out, and the hint says how many.
     """
-    free = display.height - 2
-    lines = display.lines(_view(watcher, display, MAX_LISTED))
-    if len(lines) > free and watcher.state is not None:
-        lines = display.lines(_view(watcher, display, 0))
+    free = max(0, screen.height - 2)
+    lines = screen.render_lines(Escaped(_view(watcher, screen, MAX_LISTED)), pad=False)
+    if len(lines) > free:
+        lines = screen.render_lines(Escaped(_view(watcher, screen, 0)), pad=False)
     if (hidden := len(lines) - free) > 0:
         hint = f"{hidden} more lines do not fit; {hint}"
-    return [*lines[: max(0, free)], (), *display.lines(Text(hint, "bright_black"))]
-
-
-def _leaves(pressed: Callable[[float], str], display: LiveDisplay, manages: bool) -> bool:
-    """Return whether the user leaves within ``POLL_INTERVAL_S``, the interval between two drawings."""
-    until = time.monotonic() + POLL_INTERVAL_S
-    while (left := until - time.monotonic()) > 0:
-        keys = pressed(left)
-        if "q" in keys and not manages:
-            return True
-        if _REDRAW_KEY in keys:
-            display.clear()
-            break
-    return False
+    return Group(
+        SegmentLines(lines[:free], new_lines=True), "", Text(hint, "bright_black", overflow="crop", no_wrap=True)
+    )
 
 
 def _print_progress(watcher: RunWatcher, stop: threading.Event) -> None:
@@ -142,12 +135,12 @@ def _incarnations_text(state: State) -> str:
 
 
 @contextmanager
-def _key_reader(on_return: Callable[[], None]) -> Iterator[Callable[[float], str]]:
+def _key_reader() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits the given seconds for key presses, and returns the keys or ``""``.
 
     The user need not press Enter, and keys do not appear in the view. The terminal is restored on every exit. While
     another job of the shell uses the terminal, nothing is read or changed, because the kernel would stop this process.
-    ``on_return`` is called when this process uses the terminal again after another job.
+    When this process uses the terminal again after another job, the function returns the key that redraws the view.
     """
     if not sys.stdin.isatty():
         yield _no_keys
@@ -163,7 +156,7 @@ def _key_reader(on_return: Callable[[], None]) -> Iterator[Callable[[float], str
             return _no_keys(seconds)
         if termios.tcgetattr(fd)[3] & termios.ECHO:  # another job has used the terminal: its keys are discarded
             tty.setcbreak(fd, termios.TCSAFLUSH)
-            on_return()
+            return _REDRAW_KEY
         if not select.select([fd], [], [], seconds)[0]:
             return ""
         return os.read(fd, 1024).decode("latin-1") or _no_keys(seconds)  # the read is empty once the terminal is closed

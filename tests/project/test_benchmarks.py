@@ -58,7 +58,7 @@ def test_the_plots_were_drawn_from_the_samples_beside_them() -> None:
 
 def test_looks_track_and_slurm_reads_report_the_agreed_figures() -> None:
     blocks = [slurm_reads.Block(reader, 1.0, 1.0, [0.5]) for reader in ("commands", "pyslurm")]
-    assert set(looks.FIGURES) >= {"status_s", "live_idle_Bps", "live_busy_Bps", "explain_s"}
+    assert set(looks.FIGURES) >= {"status_s", "explain_s"}
     assert {*itertools.chain(*track.FIGURES.values())} >= {"steps", "missing", "doubled", "step_time_ratio"}
     assert set(slurm_reads.figures_of(blocks, 0.1)) >= {
         "commands_cpu_ms", "pyslurm_cpu_ms", "commands_ms", "pyslurm_ms", "loop_gap_s",

@@ -44,11 +44,6 @@ class Terminal:
         return self._drawn.decode(errors="replace")
 
     @property
-    def sent(self) -> int:
-        """Return the number of bytes that the command has written."""
-        return len(self._drawn)
-
-    @property
     def lines(self) -> list[str]:
         """Return the lines on the screen, without the empty lines after the last text."""
         with self._drawing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from rrl.core.types import Cause, Evidence, Finding, Outcome, Remedy, Verdict
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.summary import write_summary
 from rrl.tests.support.cli.story import Story
+from rrl.tests.support.cli.terminal import Terminal
+from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
 HOSTILE = "\x1b]0;owned\x9c\x1b[2J \x9b31m \u202etxt.exe [red]markup[/red]"
@@ -56,6 +59,15 @@ def test_text_of_a_role_is_escaped_by_every_command_that_shows_it(
         assert json.dumps(HOSTILE)[1:-1] in out
     else:
         assert SHOWN in out
+
+
+def test_text_of_a_role_is_escaped_in_a_live_view_and_moves_no_line(run: RunDir) -> None:
+    program = "from rrl.cli.main import main; main(['status', '--live'])"
+    with Terminal([sys.executable, "-c", program], {"RRL_RUNS_DIR": str(run.path.parent)}) as terminal:
+        eventually(lambda: terminal.drawn.count("q stops watching") >= 3)
+        assert [line[:7] for line in terminal.lines if RUN in line] == [RUN]
+        assert r"\x1b]0;owned" in terminal.drawn
+        assert "\x1b]0;owned" not in terminal.drawn
 
 
 @pytest.mark.parametrize("options", [(), ("--failed",)])
