@@ -1,8 +1,7 @@
 """Write and parse the log lines of replicas and of rrl's own processes.
 
 A line is ``2026-11-20T09:00:00.123456Z text``: RFC 3339, UTC, from the clock of the node. Clocks of nodes differ, so
-times are used only for order and display. Within one incarnation the times strictly increase, so that a time identifies
-a line, and copies of one log can be merged by time.
+times are used only for order and display. Within one incarnation the times strictly increase.
 
 The processes of rrl log through ``logging.getLogger("rrl.<process>")``, in lines of the same form with level and logger
 before the text. Each process calls :func:`start_logging` first in its ``main``.
@@ -28,7 +27,6 @@ sets it, and it takes precedence over ``[manager] log_level``; the manager passe
 STAMP_BYTES = 27
 """Length of a time stamp in bytes, without the space after it."""
 _MICROS = 1_000_000
-_NOTICE = b"[rrl: "
 _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z ")
 
 
@@ -46,11 +44,6 @@ def stamp(micros: int) -> bytes:
 def stamp_of(line: bytes) -> bytes:
     """Return the time stamp of a line (stamps compare as bytes), or b"" if the line has none."""
     return line[:STAMP_BYTES] if _STAMPED.match(line) else b""
-
-
-def first_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the first line in ``lines`` (whole lines), or b"" if this line has no time stamp."""
-    return stamp_of(lines[: STAMP_BYTES + 1])
 
 
 def last_stamp(lines: bytes) -> bytes:
@@ -71,15 +64,9 @@ def seconds_of(stamp_text: bytes) -> float:
 def missing_notice(count: int) -> bytes:
     """Return the text of the line that replaces ``count`` missing bytes.
 
-    The caller stamps the notice with the time of the last missing line. When copies of the log are merged, a copy that
-    contains the missing line takes precedence over the notice.
+    The caller stamps the notice with the time of the last missing line.
     """
-    return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)
-
-
-def is_notice(text: bytes) -> bool:
-    """Return whether a line's text, without its time stamp, is a notice of missing bytes."""
-    return text.startswith(_NOTICE)
+    return b"[rrl: %d bytes of this log are missing here]" % count
 
 
 def start_logging(level: str = DEFAULT_LOG_LEVEL, *, stamped: bool = True) -> None:

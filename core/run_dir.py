@@ -114,7 +114,6 @@ class RunDir:
         """One file per manager epoch, created with O_EXCL: its creator is the manager of that epoch."""
         self.manager = path / "manager.json"
         """Address of the current manager (:class:`rrl.transport.control.endpoints.Address`), replaced atomically."""
-        self.log_collector = path / "logs.json"
         """Address of the current manager's socket for log lines, replaced atomically."""
         self.mailbox = path / "mailbox"
         """User commands, one file each."""

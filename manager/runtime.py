@@ -64,7 +64,6 @@ from .model.reducer import fold
 from .model.state import State
 from .planner import plan
 from .planner.shutdown import final_reason
-from .reporting.logs.log_collector import LogCollector
 from .reporting.metrics import TokenCounter
 from .reporting.observers import EventObservers
 from .reporting.summary import write_summary
@@ -138,8 +137,6 @@ class Manager:
         context = RunContext(
             run, self._monitor, state=lambda: self.state, record=self.record, send=self._listener.send, now=self.now
         )
-        self._log_collector = LogCollector(context, self._lease.epoch)
-        stack.push_async_callback(self._log_collector.close)
         self._announcer = DirectoryAnnouncer(context, self._listener.send_all, self._wake.set)
         self._step_control = control = StepControl(context, self._cluster, self._source)
         self._message_handler = MessageHandler(context, self._announcer.welcome, control.on_step_admitted)
@@ -163,7 +160,6 @@ class Manager:
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
         if self._cancelled_early:
             self.cancel(self._cancelled_early)
-        await self._log_collector.open(RunKeys.load(run.keys), self._host)
         await self._apply_resume_request()
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
@@ -211,7 +207,6 @@ class Manager:
         self._observers.on_event(before, self._state, stamped)
         self._step_control.on_event(event)
         self._fault_injector.on_event(event)
-        self._log_collector.on_event(event)
         self._exports.on_event(event)
         if isinstance(event, ev.IntentSettled | ev.Admitted) or self._stopped_by_others(event):
             self._poller.poll_soon()
@@ -470,7 +465,7 @@ class Manager:
             await asyncio.sleep(FLUSH_INTERVAL_S)
         await asyncio.to_thread(write_from_reserve, run, lambda: self._journal.rotate(self.state))
         await asyncio.to_thread(write_from_reserve, run, lambda: write_summary(run))
-        for path in (run.manager, run.log_collector, run.space_reserve):
+        for path in (run.manager, run.space_reserve):
             path.unlink(missing_ok=True)
         return verdict.outcome
 

@@ -1,8 +1,7 @@
 """Find the logs of a run by the names of their files.
 
 ``logs/<run>.<role>-<index>.<incarnation>.log`` is the log of that incarnation, rotated to ``.log.1`` and ``.log.2``.
-``...shipped-<epoch>.log`` contains lines of this log that a manager copied. ``...step.log``, ``...step.log.0`` and
-``...step.log.srun`` contain the output of the launcher of the incarnation's step.
+``...step.log``, ``...step.log.0`` and ``...step.log.srun`` contain the output of the launcher of the step.
 
 If an incarnation began as a standby process, a link with the name of the incarnation's log points to the standby
 process's log. The whole log counts as the incarnation's log, even lines from before the promotion.
@@ -27,7 +26,7 @@ from ...roles.launcher.logs.files import FILES
 
 _LOG_NAME_PATTERN = re.compile(
     r"(?P<role>[a-z_]+)-(?P<index>.+)\.(?P<incarnation>\d+)"
-    r"(?:(?P<own>\.log)|(?P<copy>\.shipped-\d+\.log)|\.(?P<launcher>step)\.log(?:\.\d+)?|\.step\.log\.(?P<srun>srun))"
+    r"(?:(?P<own>\.log)|\.(?P<launcher>step)\.log(?:\.\d+)?|\.step\.log\.(?P<srun>srun))"
 )
 
 
@@ -35,7 +34,6 @@ class Log(Struct, frozen=True, order=True):
     """The log of an incarnation, a launcher or a manager.
 
     ``path`` is the file with its newest lines; :func:`rotated_files` returns the paths of files with older lines.
-    ``copies`` are files into which managers copied lines of this log.
     """
 
     role: str
@@ -46,7 +44,6 @@ class Log(Struct, frozen=True, order=True):
     kind: str
     """``role``, ``launcher`` or ``manager``."""
     path: Path
-    copies: tuple[Path, ...] = ()
     promoted_from: str = ""
     """The standby process that was promoted to the incarnation, such as ``standby/n1#3``; empty if there was none."""
 
@@ -72,7 +69,6 @@ class Log(Struct, frozen=True, order=True):
 def all_logs(run: RunDir) -> list[Log]:
     """Return every log of the run that is not empty, sorted by role, replica and incarnation."""
     promotions = _promotions(run)
-    copies: dict[str, list[Path]] = {}
     found: dict[Path, Log] = {}
     for path in _entries(run.logs):
         if match := re.fullmatch(r"manager\.(\d+)\.log", path.name):
@@ -87,25 +83,17 @@ def all_logs(run: RunDir) -> list[Log]:
             role = role_of(incarnation.replica)
             if match["launcher"] or match["srun"]:
                 label = f"{incarnation} {match['launcher'] or match['srun']}"
-                found[path] = Log(
-                    role, incarnation.replica, incarnation.number, label, "launcher", path, (), promoted_from
-                )
+                found[path] = Log(role, incarnation.replica, incarnation.number, label, "launcher", path, promoted_from)
                 continue
             found.setdefault(
                 own,
-                Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, (), promoted_from),
+                Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, promoted_from),
             )
-            if match["copy"]:
-                copies.setdefault(own.name, []).append(path.with_name(path.name.removesuffix(".1")))
     for path in _entries(run.submit):
         if path.name.endswith(("_log.out", "_log.err")) or path == run.controller_log:
             kind = "manager (errors)" if path.suffix == ".err" else "manager"
             found[path] = Log("manager", "manager", 0, kind, "manager", path)
-    return sorted(
-        Log(log.role, log.replica, log.incarnation, log.label, log.kind, log.path,
-            tuple(sorted(set(copies.get(log.path.name, ())))), log.promoted_from)
-        for log in found.values()
-    )  # fmt: skip
+    return sorted(found.values())
 
 
 def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:

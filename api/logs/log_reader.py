@@ -95,7 +95,7 @@ class LogReader:
         """
         raise_nofile()  # merging keeps every file open, so the limit must be high
         tails = {log.path: LogTail(log, self._wanted) for log in self.logs}
-        yield _merged({tail: tail.first_lines() for tail in tails.values()})
+        yield _merged({tail: tail.new_lines() for tail in tails.values()})
         if self._follow:
             yield from self._new_lines(tails)
         yield _merged({tail: tail.close() for tail in tails.values()})
@@ -109,7 +109,7 @@ class LogReader:
                 if log.path not in tails:  # the log of a new incarnation: read from its beginning
                     tails[log.path] = LogTail(log, LineFilter(None, b"", self._wanted.match))
                 tails[log.path].log = log  # a promotion of a standby process changes the log's names
-                more[tails[log.path]] = tails[log.path].new_lines(log.copies)
+                more[tails[log.path]] = tails[log.path].new_lines()
             yield _merged(more)
             if state is not None and state.outcome is not None:
                 return

@@ -6,15 +6,13 @@ without a time gets the time of the line before it, or for the first line, the t
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ...core.log_lines import STAMP_BYTES, is_notice, stamp, stamp_of
+from ...core.log_lines import STAMP_BYTES, stamp, stamp_of
 from ...core.types import OperationFailed
 from .files import Log, rotated_files
 
@@ -31,8 +29,6 @@ class Line(NamedTuple):
     stamp: bytes
     """The line's own time; ``b""`` if the line has no time."""
     text: bytes
-    copied: bool = False
-    """Whether the line was read from a copy of the log."""
 
 
 class LineFilter(NamedTuple):
@@ -54,15 +50,18 @@ class LineFilter(NamedTuple):
         return self.match is None or bool(self.match(line.text))
 
 
-class Tail:
-    """Reads one file and its rotated files, from the first line selected by ``wanted`` on.
+class LogTail:
+    """Reads the file of a log and its rotated files, from the first line selected by ``wanted`` on.
 
     A file that was rotated away is read to its end before the next newer file is read.
     """
 
-    def __init__(self, path: Path, wanted: LineFilter, copied: bool = False) -> None:
-        self._path, self._wanted, self._copied = path, wanted, copied
-        self._files: deque[BinaryIO] = deque(file for name in rotated_files(path) if (file := _open(name)) is not None)
+    def __init__(self, log: Log, wanted: LineFilter) -> None:
+        self.log = log
+        self._path, self._wanted = log.path, wanted
+        self._files: deque[BinaryIO] = deque(
+            file for name in rotated_files(log.path) if (file := _open(name)) is not None
+        )
         self._order = _modified_at(self._files[0]) if self._files else b""
         self._partial = b""
         if wanted.newest is not None or wanted.since:
@@ -105,7 +104,7 @@ class Tail:
 
     def _parse_line(self, data: bytes) -> Line:
         at = stamp_of(data)
-        return Line(at or self._order, at, data[STAMP_BYTES + 1 :] if at else data, self._copied)
+        return Line(at or self._order, at, data[STAMP_BYTES + 1 :] if at else data)
 
     def _seek_to_start(self) -> None:
         """Seek to the first selected line; lines before it are not read again."""
@@ -124,79 +123,6 @@ class Tail:
                 if left is not None and self._wanted.matches(line):
                     left -= 1
             file.seek(0)
-
-
-class LogTail:
-    """Reads a log and the copies of its lines that the manager received; yields every line once, in order."""
-
-    def __init__(self, log: Log, wanted: LineFilter) -> None:
-        self.log = log
-        self._wanted = wanted
-        self._own = Tail(log.path, wanted)
-        self._copies = {path: Tail(path, wanted, True) for path in log.copies}
-        self._newest = b""
-        """Time of the newest line that was read from the log itself."""
-        self._shown: set[bytes] = set()
-        """Times of the lines that were yielded from a copy. The log's own lines with these times are skipped."""
-
-    def first_lines(self) -> Iterator[Line]:
-        """Yield the selected lines that exist already."""
-        if self._wanted.newest is None or not self._copies:
-            yield from self.new_lines()
-            return
-        counted = LogTail(self.log, self._wanted)  # each file gives ``newest`` lines; skip the oldest
-        count = sum(1 for _ in counted.new_lines()) + sum(1 for _ in counted.close())
-        yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
-
-    def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
-        """Yield the lines written since the last call; ``copies`` are the paths of all existing copies."""
-        for path in copies:
-            if path not in self._copies:
-                self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)
-        newest = self._newest
-        tails = [self._own.new_lines(), *(tail.new_lines() for tail in self._copies.values())]
-        for line in _without_duplicates(heapq.merge(*tails, key=_order) if self._copies else tails[0]):
-            if line.copied:
-                if line.stamp and line.stamp <= newest:
-                    continue
-                self._shown.add(line.stamp)
-            elif line.stamp:
-                if line.stamp in self._shown:
-                    continue
-                self._newest = line.stamp
-            yield line
-
-    def close(self) -> Iterator[Line]:
-        """Yield unfinished last lines, and close the files."""
-        yield from self._own.close()
-        for tail in self._copies.values():
-            yield from tail.close()
-
-
-def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
-    """Yield the lines; of several lines with the same time, yield only the most complete line.
-
-    A line of the process itself is more complete than a notice that lines are missing. A whole line is more complete
-    than a torn line.
-    """
-    best: Line | None = None
-    for line in lines:
-        if best is not None and best.stamp and best.stamp == line.stamp:
-            best = max(best, line, key=_completeness)
-            continue
-        if best is not None:
-            yield best
-        best = line
-    if best is not None:
-        yield best
-
-
-def _completeness(line: Line) -> tuple[bool, int, bool]:
-    return not is_notice(line.text), len(line.text), not line.copied
-
-
-def _order(line: Line) -> bytes:
-    return line.order
 
 
 def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:

@@ -86,7 +86,7 @@ def _last_lines(failure: Failure, logs: list[Log], wanted: LineFilter) -> Iterat
 
 def _lines(log: Log, wanted: LineFilter) -> Iterator[Line]:
     tail = LogTail(log, wanted)
-    yield from tail.first_lines()
+    yield from tail.new_lines()
     yield from tail.close()
 
 

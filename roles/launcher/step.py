@@ -32,7 +32,8 @@ from .activity import report_activity
 from .environment import node_environment, raise_limits
 from .first_process import StepSupervisor
 from .gpu_memory import wait_until_free
-from .logs.pump import RoleLog
+from .logs.files import RotatingLog
+from .logs.pump import LogPump
 from .process_group import ProcessGroup, command_env, end_descendants, lower_priority
 from .setup_command import SetupCommand
 
@@ -93,7 +94,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
     return code if code is not None else 128 + (number or 0)
 
 
-async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None, number: int | None) -> None:
+async def _report_end(supervisor: StepSupervisor, log: LogPump, code: int | None, number: int | None) -> None:
     """Report how the command ended: by exit code ``code`` or signal ``number``, and why according to its end report."""
     file = supervisor.run.end_report_file(supervisor.launch.tag)
     report = await asyncio.to_thread(read_end_report, file) if code else None
@@ -108,7 +109,7 @@ async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None
     await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line, exception)
 
 
-def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:
+def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, LogPump]:
     """Start the command and its log. Raises OSError."""
     launch = supervisor.launch
     reader, writer = os.pipe()
@@ -122,7 +123,7 @@ def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:
         raise
     finally:
         os.close(writer)
-    log = RoleLog(supervisor.run, supervisor.keys, launch, reader)
+    log = LogPump(reader, RotatingLog(supervisor.run.log_file(launch.tag)))
     log.start()
     return setup, log
 

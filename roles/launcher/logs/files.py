@@ -27,6 +27,8 @@ MAX_LINE_BYTES = 16 * 2**10
 """Size in bytes above which a line is split, as Docker's json-file driver does."""
 PARTIAL_LINE_TIMEOUT_S = 1.0
 """Seconds after which an unfinished line is written without its end."""
+LAST_BYTES = 64 * 2**10
+"""Number of the last bytes of the output that are written even during a flood: the end says why a process ended."""
 _RESUME_SHARE = 1 / 16
 """Share of the burst that must be available again before a role that exceeded the limit may write. Without this share,
 single scattered lines of a flood would be written."""
@@ -61,6 +63,12 @@ class RotatingLog:
             self._close_file()
         return done
 
+    def sync(self) -> None:
+        """Write the appended lines to the disk. An error shows again at the next append or at the end."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.fdatasync(self._fd)
+
     def close(self) -> bool:
         """Fsync and close the file; return False if the appended lines may not be on the disk."""
         try:
@@ -73,6 +81,7 @@ class RotatingLog:
             self._close_file()
 
     def _rotate(self) -> None:
+        self.sync()
         self._close_file()
         names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._files))]
         for newer, older in reversed(list(pairwise(names))):
@@ -89,12 +98,15 @@ class RotatingLog:
 
 
 class RateLimiter:
-    """Limits a byte stream to an average rate and a burst, by whole lines. ``dropped`` counts the discarded bytes."""
+    """Limits a byte stream to an average rate and a burst, by whole lines. ``dropped`` counts the discarded bytes.
+
+    ``refused`` has the newest of these bytes since the last ones that were admitted, at most :data:`LAST_BYTES`.
+    """
 
     def __init__(
         self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.dropped = 0
+        self.dropped, self.refused = 0, b""
         self._rate, self._burst, self._clock = rate, burst, clock
         self._tokens, self._filled = float(burst), clock()
         self._dropping = False
@@ -111,6 +123,7 @@ class RateLimiter:
         if self._within_dropped_line:
             data = self._skip_rest_of_line(data)
         cost = len(data) + (STAMP_BYTES + 1) * data.count(b"\n")
+        self.refused = b""
         if cost <= max(0.0, self._tokens):
             self._tokens -= cost
             return data
@@ -120,6 +133,7 @@ class RateLimiter:
 
     def _refuse(self, allowed: bytes, refused: bytes) -> bytes:
         self.dropped += len(refused)
+        self.refused = (self.refused + refused[-LAST_BYTES:])[-LAST_BYTES:]
         self._dropping = True
         self._within_dropped_line = not refused.endswith(b"\n")
         return allowed

@@ -1,7 +1,6 @@
-"""Copy a role's output to its log file and to the manager without blocking the role.
+"""Copy a role's output to its log file without blocking the role.
 
-The role writes into a pipe that one thread always empties. A second thread writes the file, and a third sends the
-newest lines to the manager.
+The role writes into a pipe that one thread always empties. A second thread writes the file.
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ import re
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
-from ....core.launch import Launch
 from ....core.log_lines import STAMP_BYTES, stamp_of
-from ....core.run_dir import RunDir
 from ....core.text import last_lines
-from ....transport.control.endpoints import Address
-from ....transport.control.log_messages import Backlog
-from ....transport.keys import RunKeys
 from ..end_report import users_place
+from .backlog import Backlog
 from .files import LineTimestamper, RateLimiter, RotatingLog
-from .shipper import Shipper
 
 MAX_QUEUED_BYTES = 4 * 2**20
 """Maximum number of bytes kept while the file cannot be written; above it, the oldest lines are dropped."""
-STUCK_AFTER_S = 2.0
-"""Seconds for which the launcher may fail to write waiting lines to the log file. After this time, the manager is asked
-to write the lines to a file of its own."""
 RETRY_INTERVAL_S = 1.0
 """Seconds between two tries to write after an error."""
+SYNC_INTERVAL_S = 1.0
+"""Seconds after which written lines are on the disk. So a node that fails loses the lines of about this time."""
+DRAIN_TIMEOUT_S = 1.0
+"""Timeout (s) for writing the rest of the log at the end, because the storage may hang."""
+LAST_LINE_TIMEOUT_S = 1.0
+"""Timeout (s) for emptying the pipe after the command has ended, because another process may have inherited the
+pipe."""
 _TAIL_BYTES = 4096
 """Number of bytes that are kept from the end of the output, to find its last line."""
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
@@ -42,20 +40,17 @@ _WRITE_BYTES = 256 * 2**10
 
 
 class LogPump:
-    """Copies the pipe ``fd`` to ``log`` and to ``tail`` in two threads, and closes the pipe and the log.
+    """Copies the pipe ``fd`` to ``log`` in two threads, and closes the pipe and the log."""
 
-    ``notify`` is called when ``tail`` has new lines; it must neither block nor raise.
-    """
-
-    def __init__(self, fd: int, log: RotatingLog, tail: Backlog, notify: Callable[[], None]) -> None:
-        self._fd, self._log, self._tail, self._notify = fd, log, tail, notify
+    def __init__(self, fd: int, log: RotatingLog) -> None:
+        self._fd, self._log = fd, log
         self._queued = Backlog(MAX_QUEUED_BYTES)
         self._last_bytes = b""
         """The end of the output, at most :data:`_TAIL_BYTES`."""
         self._wakeup = threading.Event()
         self._ended = False
         self._closing = threading.Event()
-        self._busy_since: float | None = None
+        self._writing = False
         self._saved = False
         self._reader = threading.Thread(target=self._read, name="log reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="log writer", daemon=True)
@@ -68,24 +63,22 @@ class LogPump:
     @property
     def busy(self) -> bool:
         """Whether lines are waiting to be written to the file."""
-        return self._busy_since is not None or not self._queued.empty
+        return self._writing or not self._queued.empty
 
-    @property
-    def stuck(self) -> bool:
-        """Whether the file could not be written for :data:`STUCK_AFTER_S` seconds."""
-        since = self._busy_since
-        return since is not None and time.monotonic() - since > STUCK_AFTER_S
+    def last_line(self, folder: Path | None = None) -> str:
+        """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`.
 
-    def last_output(self, within: float) -> list[str]:
-        """Return the last lines that are not blank, after waiting up to ``within`` seconds for the pipe's end."""
-        self._reader.join(within)
-        lines = (
-            (line[STAMP_BYTES + 1 :] if stamp_of(line) else line).decode(errors="replace").rstrip()
-            for line in self._last_bytes.splitlines()
-        )
-        return [line for line in lines if line]
+        If ``folder``, the job's folder, is given and the line ends a Python traceback, the place in the code is
+        appended.
+        """
+        self._reader.join(LAST_LINE_TIMEOUT_S)
+        stamped = self._last_bytes.splitlines()
+        texts = (line[STAMP_BYTES + 1 :] if stamp_of(line) else line for line in stamped)
+        lines = [line for text in texts if (line := text.decode(errors="replace").rstrip())]
+        place = "" if folder is None else place_in_traceback(lines, folder)
+        return last_lines(lines[-1] if lines else "") + (f" ({place})" if place else "")
 
-    def finish(self, within: float) -> bool:
+    def finish(self, within: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait up to ``within`` seconds until the pipe has ended and the file is written; later output is lost.
 
         Returns:
@@ -112,15 +105,17 @@ class LogPump:
                     continue
                 if not (data := os.read(self._fd, _READ_BYTES)):
                     break
+                dropped = limiter.dropped
                 if allowed := limiter.admit(data):
-                    if limiter.dropped > reported_drops:
-                        count, reported_drops = limiter.dropped - reported_drops, limiter.dropped
-                        self._enqueue(stamper.gap(count))
+                    if dropped > reported_drops:
+                        self._enqueue(stamper.gap(dropped - reported_drops))
+                        reported_drops = dropped
                     self._enqueue(stamper.feed(allowed, time.monotonic()))
-            last = (
-                stamper.gap(limiter.dropped - reported_drops) if limiter.dropped > reported_drops else stamper.flush()
-            )
-            self._enqueue(last)
+            missing, last = limiter.dropped - reported_drops, limiter.refused
+            if missing > len(last):  # begin with a whole line
+                last = last[last.find(b"\n") + 1 :]
+                self._enqueue(stamper.gap(missing - len(last)))
+            self._enqueue(stamper.feed(last) + stamper.flush())
         finally:
             os.close(self._fd)
             self._ended = True
@@ -130,81 +125,34 @@ class LogPump:
         if lines:
             self._last_bytes = (self._last_bytes + lines[-_TAIL_BYTES:])[-_TAIL_BYTES:]
             self._queued.put(lines)
-            self._tail.put(lines)
             self._wakeup.set()
-            self._notify()
 
     def _write(self) -> None:
-        unwritten = b""
+        unwritten, unsynced_since = b"", inf
         while True:
             self._wakeup.clear()
             over = self._ended or self._closing.is_set()
-            if self._busy_since is None and not self._queued.empty:  # before pop_oldest(), so that busy stays true
-                self._busy_since = time.monotonic()
+            self._writing = True  # before pop_oldest(), so that busy stays true
             unwritten = unwritten or self._queued.pop_oldest(_WRITE_BYTES)
             if unwritten:
                 unwritten = unwritten[self._log.append(unwritten) :]
+                unsynced_since = min(unsynced_since, time.monotonic())
                 if not unwritten:
-                    self._busy_since = None
+                    self._writing = False
                 elif self._closing.is_set():
                     return
                 else:
                     self._closing.wait(RETRY_INTERVAL_S)
             elif over:
-                self._saved = self._log.close()
+                self._writing, self._saved = False, self._log.close()
                 return
             else:
-                self._wakeup.wait()
-
-
-DRAIN_TIMEOUT_S = 1.0
-"""Timeout (s) for writing the rest of the log at the end, because the storage may hang."""
-LAST_LINE_TIMEOUT_S = 1.0
-"""Timeout (s) for emptying the pipe after the command has ended, because another process may have inherited the
-pipe."""
-REPORT_TIMEOUT_S = 1.0
-"""Timeout (s) for the manager's acknowledgement of the end of a log whose file is complete."""
-UNSAVED_TIMEOUT_S = 5.0
-"""Timeout (s) for a manager to connect and receive the lines that the file lacks. It is longer than
-:data:`REPORT_TIMEOUT_S`, because no other process has these lines."""
-
-
-class RoleLog:
-    """The log of one command: copies its output from the pipe ``fd`` until :meth:`finish`."""
-
-    def __init__(self, run: RunDir, keys: RunKeys, launch: Launch, fd: int) -> None:
-        self._shipper = Shipper(
-            launch.incarnation,
-            keys,
-            partial(Address.read, run.log_collector),
-            lambda: self._pump.busy,
-            lambda: self._pump.stuck,
-        )
-        file = RotatingLog(run.log_file(launch.tag))
-        self._pump = LogPump(fd, file, self._shipper.lines, self._shipper.wake_up)
-
-    def start(self) -> None:
-        """Start the threads that read, write and send the output."""
-        self._pump.start()
-        self._shipper.start()
-
-    def last_line(self, folder: Path | None = None) -> str:
-        """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`.
-
-        If ``folder``, the job's folder, is given and the line ends a Python traceback, the place in the code is
-        appended.
-        """
-        lines = self._pump.last_output(LAST_LINE_TIMEOUT_S)
-        place = "" if folder is None else place_in_traceback(lines, folder)
-        return last_lines(lines[-1] if lines else "") + (f" ({place})" if place else "")
-
-    def finish(self) -> None:
-        """Write and send the rest of the output; block some seconds if the storage or the manager is unreachable."""
-        saved = self._pump.finish(DRAIN_TIMEOUT_S)
-        if not saved:
-            self._shipper.finish(True, UNSAVED_TIMEOUT_S)
-        elif self._shipper.connected:
-            self._shipper.finish(False, REPORT_TIMEOUT_S)
+                self._writing = False
+                due = unsynced_since + SYNC_INTERVAL_S
+                self._wakeup.wait(None if due == inf else max(0.0, due - time.monotonic()))
+            if time.monotonic() >= unsynced_since + SYNC_INTERVAL_S:
+                self._log.sync()
+                unsynced_since = inf
 
 
 def place_in_traceback(lines: Sequence[str], folder: Path) -> str:

@@ -13,7 +13,7 @@ from rrl.api.logs.files import all_logs
 from rrl.api.logs.merge import LineFilter, LogTail
 from rrl.cli import main
 from rrl.cli.common.output import JSON_SCHEMA
-from rrl.core.log_lines import missing_notice, stamp
+from rrl.core.log_lines import stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.manager.intake.standby_promotion import link_log
@@ -77,16 +77,13 @@ def test_single_log_is_shown_without_a_prefix_and_several_with_their_incarnation
 
 
 def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
-    for tag in ("rollout-10.1", "rollout-9.1", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
+    for tag in ("rollout-10.1", "rollout-9.1", "trainer-0.3", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
         write(run, tag, "x")
     for name in (
         "rollout-9.1.step.log.0",
         "rollout-9.1.step.log.srun",
         "rollout-9.1.log.1",
         "rollout-9.1.log.2",
-        "rollout-10.1.shipped-1.log",
-        "rollout-10.1.shipped-1.log.1",
-        "trainer-0.3.shipped-12.log",
     ):
         (run.logs / f"{RUN}.{name}").write_text("x\n")
     (run.logs / "manager.3.log").write_text("x\n")
@@ -106,9 +103,8 @@ def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
 def test_log_of_a_promoted_standby_is_shown_once_under_its_incarnation(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
-    own = write(run, "standby-n2.3", at(2, "imports"), at(3, "becomes"))
+    own = write(run, "standby-n2.3", at(2, "imports"), at(3, "becomes"), at(4, "last words"))
     write(run, "standby-n2.3.step", at(1, "launcher"))
-    (run.logs / f"{RUN}.standby-n2.3.shipped-1.log").write_text(f"{at(3, 'becomes')}\n{at(4, 'last words')}\n")
     (run.logs / f"{own.name}.1").write_text(f"{at(1, 'older')}\n")
     write(run, "standby-n2.4", at(9, "another"))
     write(run, "trainer-0.1", at(1, "first life"))
@@ -159,24 +155,6 @@ def test_rotated_files_are_read_as_part_of_their_log(
     assert [line[-1] for line in shown(capsys, "rollout/0", "-n", "1")] == ["d"]
     assert [line[-1] for line in shown(capsys, "rollout/0", "--grep", "[ac]")] == ["a", "c"]
     assert [line[-1] for line in shown(capsys, "rollout/0", "--grep", "[ac]", "-n", "1")] == ["c"]
-
-
-def test_line_that_the_manager_stored_too_is_shown_once(
-    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
-) -> None:
-    gap = missing_notice(99).decode()
-    write(run, "rollout-0.1", at(1, "a"), at(2, "b"), at(3, "c"), at(5, gap), at(6, "torn"), at(7, "h"))
-    write(run, "rollout-0.1.shipped-1", at(2, gap), at(3, "c"), at(4, "d"), at(5, "e"))
-    write(run, "rollout-0.1.shipped-2", at(5, "e"), at(6, "torn no more"), at(8, "i"))
-    words = ["a", "b", "c", "d", "e", "torn no more", "h", "i"]
-    assert [line.split(" ", 1)[1] for line in shown(capsys, "rollout/0")] == words
-    for count in range(len(words)):
-        assert [line.split(" ", 1)[1] for line in shown(capsys, "rollout/0", "-n", str(count))] == words[8 - count :]
-
-
-def test_lines_found_nowhere_are_reported_missing(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
-    write(run, "rollout-0.1.shipped-1", at(2, missing_notice(99).decode()), at(3, "c"))
-    assert shown(capsys, "rollout/0") == ["12:00:02.000 [rrl: 99 bytes of this log are missing here]", "12:00:03.000 c"]
 
 
 def test_since_accepts_times_and_durations(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
@@ -234,9 +212,9 @@ def test_log_of_any_size_is_read_from_the_required_position(run: RunDir) -> None
         file.write(b"\n" + b"".join(at(n, "x" * 100).encode() + b"\n" for n in range(3000)))
     [log] = all_logs(run)
     tail = LogTail(log, LineFilter(2500))
-    assert sum(1 for _ in tail.first_lines()) == 2500
+    assert sum(1 for _ in tail.new_lines()) == 2500
     since = LogTail(log, LineFilter(None, stamp(NOON + 1_000_000)))
-    assert sum(1 for _ in since.first_lines()) == 2999
+    assert sum(1 for _ in since.new_lines()) == 2999
     for one in (tail, since):
         assert list(one.close()) == []
 
@@ -296,28 +274,6 @@ def test_following_continues_over_rotation_and_new_incarnations(
     following.join(timeout=30)
     assert not following.is_alive()
     assert output.lines[5:] == ["rollout/0#2 | its last word"]
-
-
-def test_following_shows_a_kept_line_once_and_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, utc: None
-) -> None:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    story = Story(RUN).works()
-    run = story.written(tmp_path)
-    write(run, "rollout-0.1", at(1, "a"))
-    output = Output(monkeypatch)
-    following = threading.Thread(target=main.run, args=(["logs", RUN, "-f", "--grep", "^[a-z]$"],), daemon=True)
-    following.start()
-    eventually(lambda: len(output.lines) == 1)
-    write(run, "rollout-0.1.shipped-1", at(1, "a"), at(2, "b"), at(3, "c"), at(3.5, "not this"))
-    eventually(lambda: len(output.lines) == 3)
-    write(run, "rollout-0.1", at(2, "b"), at(3, "c"), at(4, "d"))
-    eventually(lambda: len(output.lines) == 4)
-    write(run, "rollout-0.1.shipped-2", at(4, "d"), at(5, "e"))
-    eventually(lambda: len(output.lines) == 5)
-    finish(story, run)
-    following.join(timeout=30)
-    assert [line[19:] for line in output.lines] == [f"rollout/0#1 | {word}" for word in "abcde"]
 
 
 def finish(story: Story, run: RunDir) -> None:

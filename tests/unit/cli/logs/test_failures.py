@@ -48,8 +48,8 @@ def test_each_failure_is_shown_with_its_finding_and_the_last_lines_before_it(
     story = Story(RUN).works()
     at = story.at
     run = written(story.recovers("rollout/0"), tmp_path, monkeypatch)
-    write(run, "rollout-0.1.log", *((n, f"line {n}") for n in range(40)))
-    write(run, "rollout-0.1.shipped-1.log", (40, "torch.OutOfMemoryError: CUDA out of memory"))
+    last = (40, "torch.OutOfMemoryError: CUDA out of memory")
+    write(run, "rollout-0.1.log", *((n, f"line {n}") for n in range(40)), last)
     write(run, "rollout-0.2.log", (50, "well"))
     write(run, "rollout-1.1.log", (50, "well"))
     assert main.run(["logs", RUN, "--failed", "-n", "2"]) == 0
