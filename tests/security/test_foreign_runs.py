@@ -76,6 +76,18 @@ def _called(*argv: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
+def _completed() -> str:
+    """Return the words that bash is offered for a run."""
+    os.environ.update({main.COMPLETE_ENV: "complete_bash", "COMP_WORDS": "rrl\nstatus\n", "COMP_CWORD": "2"})
+    try:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            main.run([])
+        return output.getvalue()
+    finally:
+        del os.environ[main.COMPLETE_ENV]
+
+
 def _refused(argv: list[str], folder: Path, whose: str) -> None:
     command, *others = argv
     code, output = _called(command, str(folder / PLANTED) if command != "rm" else PLANTED, *others)
@@ -98,7 +110,7 @@ def test_no_command_opens_a_run_of_another_user(owner: PlainUser, attacker: Plai
         for argv in (*LOOKING, *CHANGING):
             _refused(argv, shared, f"{PLANTED} is a run of {attacker.name}")
         assert PLANTED not in _called("list")[1]
-        assert PLANTED not in _called("__complete", "status", "")[1]
+        assert PLANTED not in _completed()
         assert OWN in _called("status")[1], "the newest run of another user was taken for the own one"
         assert _called("status", PLANTED[:4])[0] == 2
 
@@ -133,7 +145,7 @@ def test_planted_entries_neither_hang_nor_hide_the_own_runs(
         code, output = _called("list")
         assert (code, OWN in output, PLANTED in output) == (0, True, False), output
         assert OWN in _called("status")[1]
-        assert OWN in _called("__complete", "status", "")[1]
+        assert OWN in _completed()
         for argv in (*LOOKING, *CHANGING):
             _refused(argv, shared, "is a link" if plant is _link_to_own else attacker.name)
 

@@ -307,7 +307,7 @@ def check_sound(run: RunDir) -> None:
         groups += in_parts if number not in audit["steps"] else []
     assert len(groups) == len(set(groups)), "a group was trained twice"
     assert max(map(int, audit["ages"]), default=0) <= audit["max_age"]
-    if outcome is Outcome.COMPLETED and _undisturbed(run):
+    if outcome is Outcome.COMPLETED and not sum(audit["dropped"].values()) and _undisturbed(run):
         assert _complaints(run) == []
 
 

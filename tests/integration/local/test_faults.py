@@ -150,7 +150,7 @@ from pathlib import Path
 from rrl.tests.integration.local import test_faults
 
 disk = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m,mode=700", "none", disk], check=True)
 getattr(test_faults, sys.argv[2])(disk)
 """
 

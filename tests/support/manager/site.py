@@ -713,22 +713,6 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
         async def open(keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "", bounds: Any = None) -> FakeListener:
             return FakeListener(mortals, epoch)
 
-    class NoLogs:
-        """A log collector that does nothing, because a real socket does not work in virtual time."""
-
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        async def open(self, *_: Any) -> None:
-            pass
-
-        def on_event(self, event: Any) -> None:
-            pass
-
-        async def close(self) -> None:
-            pass
-
-    patch.setattr(runtime, "LogCollector", NoLogs)
     patch.setattr(runtime, "Journal", MortalJournal)
     patch.setattr(runtime, "Lease", MortalLease)
     patch.setattr(runtime, "Listener", Listening)
