@@ -312,7 +312,7 @@ def check_sound(run: RunDir) -> None:
 
 
 def _undisturbed(run: RunDir) -> bool:
-    """Return whether nothing happened to a run of which its processes may warn."""
+    """Return whether nothing happened to a run of which its processes may report an error."""
     events = [stamped.event for stamped in replay(run)]
     decisions = [event.action for event in events if isinstance(event, ev.Decided)]
     managers = sum(isinstance(event, ev.ManagerStarted) for event in events)
@@ -323,10 +323,10 @@ def _undisturbed(run: RunDir) -> bool:
 
 
 def _complaints(run: RunDir) -> list[str]:
-    """Return the errors and warnings in the logs of a run and of its manager."""
+    """Return the errors in the logs of a run and of its manager."""
     files = [path for folder in (run.logs, run.submit) for path in folder.iterdir() if path.suffix != ".pkl"]
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
-    return [line for line in lines if re.search(r" (WARNING|ERROR|CRITICAL) |Traceback|never retrieved", line)]
+    return [line for line in lines if re.search(r" (ERROR|CRITICAL) |Traceback|never retrieved", line)]
 
 
 def check_records(run: RunDir) -> Outcome | None:

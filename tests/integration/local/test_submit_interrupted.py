@@ -28,7 +28,8 @@ def submission(folder: Path) -> subprocess.Popen[str]:
     job = write_job(folder, light_job("local", 100_000, rollouts=1, spares=0, warm=False, one_node=True))
     end_runs_with_caller(folder / "runs")
     return subprocess.Popen(
-        [RRL, "submit", str(job)], env={**os.environ, RUNS_ENV: str(folder / "runs")}, text=True,
+        ["env", "--default-signal", RRL, "submit", str(job)],  # a test in the background inherits ignored signals
+        env={**os.environ, RUNS_ENV: str(folder / "runs")}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

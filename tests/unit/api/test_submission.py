@@ -100,8 +100,12 @@ def test_call_from_python_that_is_interrupted_names_the_run(
     job: CheckedJob, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starting, "start_manager", lambda *_: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        rrl.submit(job.document.text())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            rrl.submit(job.document.text())
+    finally:
+        signal.signal(signal.SIGINT, before)
     (run,) = runs.iterdir()
     assert str(interrupted.value.__context__) == f"{run.name} was started; to end it: rrl cancel {run.name}"
 
