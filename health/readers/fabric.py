@@ -86,7 +86,7 @@ def _port(root: str, device: str, port: int) -> FabricPort:
     return FabricPort(
         device=device, port=port, state=_state_name(_text(f"{folder}/state", "state", unread)),
         physical=_state_name(_text(f"{folder}/phys_state", "physical", unread)), rate=_rate(rate, unread),
-        counters=counters, unread=unread,
+        link_layer=_text(f"{folder}/link_layer", "link_layer", unread) or "", counters=counters, unread=unread,
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from rrl.health.readers.samples import (
 NODE = NodeName("n1")
 FIELDS: dict[str, Any] = {
     "name": "NVIDIA H100", "vbios": "96.00", "recovery_action": "none", "ecc_volatile_corrected": 0,
-    "ecc_volatile_uncorrected": 0, "ecc_aggregate_uncorrected": 0, "remap_pending": False, "remap_failed": False,
+    "ecc_volatile_uncorrected": 0, "ecc_aggregate_corrected": 0, "ecc_aggregate_uncorrected": 0,
+    "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": False, "remap_failed": False,
     "temperature": 50, "temperature_slowdown": 87, "temperature_memory": 60, "temperature_memory_max": 95,
     "clock_reasons": (),
     "clock_sm": 1900, "clock_sm_max": 1980, "utilization": 90, "memory_used": 0, "memory_total": 80 * 2**30,
@@ -43,7 +44,7 @@ def gpu(index: int, **fields: Any) -> Gpu:
 
 
 def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
-    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", **fields}
+    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand", **fields}
     return FabricPort(device=device, port=1, **given)
 
 
