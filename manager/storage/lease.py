@@ -35,6 +35,8 @@ MAX_RENEWALS_WITHOUT_RUN_DIR = 10
 
 FILE_BYTES = 512
 """Size of an epoch's file, which never changes."""
+READ_TRIES = 3
+"""Number of reads of an epoch's file that may meet a write of it."""
 CHECKS_PER_TIMEOUT = 20
 """Number of reads of the counter within the lease timeout, so that a takeover never depends on a single read."""
 CHECK_TIMEOUT_S = 1.0
@@ -212,10 +214,13 @@ def _newest(run: RunDir) -> int:
 
 
 def _read(run: RunDir, epoch: int) -> LeaseHolder | None:
-    try:
-        return msgspec.json.decode(_file(run, epoch).read_bytes(), type=LeaseHolder)
-    except (FileNotFoundError, msgspec.DecodeError):  # being created at this moment
-        return None
+    for _ in range(READ_TRIES):
+        with contextlib.suppress(msgspec.DecodeError):  # being written at this moment
+            try:
+                return msgspec.json.decode(_file(run, epoch).read_bytes(), type=LeaseHolder)
+            except FileNotFoundError:
+                return None
+    return None
 
 
 async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:

@@ -250,6 +250,14 @@ def test_claim_that_cannot_be_written_leaves_no_epoch(run: RunDir, monkeypatch: 
     assert acquire(run).epoch == 1
 
 
+def test_read_that_meets_a_renewal_still_finds_the_holder(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire(run)
+    whole = (run.epochs / "000001").read_bytes()
+    reads = iter((whole[:20], whole))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: next(reads))
+    assert holder(run) is not None
+
+
 class Storage:
     """Makes ``os.listdir`` of the epochs, or each read of an epoch's file, fail while ``away`` is set."""
 
