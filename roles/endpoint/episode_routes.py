@@ -135,7 +135,6 @@ class EpisodeRoutes(Struct, frozen=True):
 
 def _reward(given: Any) -> float:
     try:
-        reward = msgspec.convert(given, float)
+        return msgspec.convert(given, float)
     except msgspec.ValidationError:  # another type, or an integer beyond all floats
         raise wrong("reward", "must be a finite number") from None
-    return reward

@@ -64,7 +64,7 @@ class RotatingLog:
         return done
 
     def sync(self) -> None:
-        """Write the appended lines to the disk. An error shows again at the next append or at the end."""
+        """Write the appended lines to the disk, if that is possible."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.fdatasync(self._fd)
