@@ -82,10 +82,35 @@ _HOMES = {
     "WorkLease": "rrl.roles.worker.work_items",
 }
 __all__ = [
-    "Batch", "Episode", "Exported", "Item", "LogLine", "NewWeights", "OperationFailed", "Part", "Run", "RunReport",
-    "RunState", "Score", "ScoringLease", "Segment", "StepRow", "Summary", "ToScore", "Trajectory", "UsageError",
-    "Version", "WorkLease", "Worker", "join", "pack", "run", "submit", "unpack", "waiting",
-]  # fmt: skip
+    "Batch",
+    "Episode",
+    "Exported",
+    "Item",
+    "LogLine",
+    "NewWeights",
+    "OperationFailed",
+    "Part",
+    "Run",
+    "RunReport",
+    "RunState",
+    "Score",
+    "ScoringLease",
+    "Segment",
+    "StepRow",
+    "Summary",
+    "ToScore",
+    "Trajectory",
+    "UsageError",
+    "Version",
+    "WorkLease",
+    "Worker",
+    "join",
+    "pack",
+    "run",
+    "submit",
+    "unpack",
+    "waiting",
+]
 
 
 def __getattr__(name: str) -> Any:

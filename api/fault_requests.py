@@ -24,9 +24,15 @@ _MISSING = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: 
 
 
 def fault_of(
-    job: RunSpec, kind: str, target: str, *, at: str | None = None, seconds: str | None = None, amount: float = 0.0,
+    job: RunSpec,
+    kind: str,
+    target: str,
+    *,
+    at: str | None = None,
+    seconds: str | None = None,
+    amount: float = 0.0,
     seed: int | None = None,
-) -> Fault:  # fmt: skip
+) -> Fault:
     """Return a new fault, with random choices filled in.
 
     Args:

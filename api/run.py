@@ -137,9 +137,14 @@ class Run:
         return completed_summary(self._run_dir)
 
     def logs(
-        self, selector: str | None = None, *, lines: int | None = None, since: datetime | None = None,
-        grep: str | None = None, follow: bool = False,
-    ) -> Iterator[LogLine]:  # fmt: skip
+        self,
+        selector: str | None = None,
+        *,
+        lines: int | None = None,
+        since: datetime | None = None,
+        grep: str | None = None,
+        follow: bool = False,
+    ) -> Iterator[LogLine]:
         """Return the lines of the logs of the run's processes, merged by time, as ``rrl logs`` does.
 
         Args:
@@ -175,9 +180,12 @@ class Run:
             await_end(self._run_dir, request.command)
 
     def resume(
-        self, job: JobSpec | Sequence[JobSpec] | None = None, set: Mapping[str, Any] | None = None, *,
+        self,
+        job: JobSpec | Sequence[JobSpec] | None = None,
+        set: Mapping[str, Any] | None = None,
+        *,
         trust_folder: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Continue the run, which has ended, from its last committed step, as ``rrl resume`` does.
 
         Args:

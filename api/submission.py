@@ -43,8 +43,10 @@ def create(job: CheckedJob) -> RunDir:
         return starting.create(job.job, job.spec, job.document.source, job.document.text().encode())
     except OSError as error:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
-        raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
-                       " with --runs-dir") from None  # fmt: skip
+        raise UsageError(
+            f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
+            " with --runs-dir"
+        ) from None
 
 
 def start(job: CheckedJob, announce: Announce) -> tuple[RunDir, list[str]]:

@@ -256,11 +256,21 @@ def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
         ("direct", direct, ["--retries", str(OUTSIDE_RETRIES)]),
     ):
         programs.append(
-            subprocess.Popen([
-                sys.executable, "-m", "rrl.benchmarks._agents_watched", url, key, *options,
-                "--count", str(OUTSIDE_AT_ONCE), "--log", str(folder / "calls" / f"calls-{name}.jsonl"),
-            ])
-        )  # fmt: skip
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "rrl.benchmarks._agents_watched",
+                    url,
+                    key,
+                    *options,
+                    "--count",
+                    str(OUTSIDE_AT_ONCE),
+                    "--log",
+                    str(folder / "calls" / f"calls-{name}.jsonl"),
+                ]
+            )
+        )
     try:
         run.wait(lambda _: len(list((folder / "calls").glob("calls-*.jsonl"))) >= 3, WAIT_TIMEOUT_S)
         yield
@@ -299,11 +309,19 @@ def _read(run: TestRun, folder: Path, times: dict[str, int], refused: int, load:
     known = _recorded.answers(folder / "record")
     changed = sum(len(call.tokens) for call in calls if (call.prompt, call.tokens) not in known and not call.error)
     return Deaths(
-        times, len(calls), len(failed), sorted({call.error for call in failed}), refused,
-        sum("ToolGone" in reason for reason in log.failures.values()), log.resampled_tokens(), changed,
-        len(replayed), round(sum(replayed) / max(1, len(replayed)), 4), len({call.api_key for call in calls}),
+        times,
+        len(calls),
+        len(failed),
+        sorted({call.error for call in failed}),
+        refused,
+        sum("ToolGone" in reason for reason in log.failures.values()),
+        log.resampled_tokens(),
+        changed,
+        len(replayed),
+        round(sum(replayed) / max(1, len(replayed)), 4),
+        len({call.api_key for call in calls}),
         (round(load, 1), round(os.getloadavg()[0], 1)),
-    )  # fmt: skip
+    )
 
 
 class StoreLog:
@@ -338,8 +356,9 @@ class StoreLog:
                 for segment in segments:
                     self.lengths[segment.trajectory] = max(self.lengths[segment.trajectory], segment.end)
             case AttemptFailed(episode, attempt, replay=True):
-                self.orphaned |= {turn for turn, created in self.turns.items()
-                                  if created.episode == episode and self.lengths[turn]}  # fmt: skip
+                self.orphaned |= {
+                    turn for turn, created in self.turns.items() if created.episode == episode and self.lengths[turn]
+                }
             case AttemptFailed(episode, attempt, _, reason):
                 self.failures[episode, attempt] = reason
             case EpisodeFinished(episode, attempt):
@@ -376,5 +395,8 @@ class StoreLog:
         Turns of episodes that no later attempt finished are left out, because the run is cancelled while agents are at
         work.
         """
-        return [turn in self.taken for turn in sorted(self.orphaned)
-                if self.finished.get(self.turns[turn].episode, 0) > self.turns[turn].attempt]  # fmt: skip
+        return [
+            turn in self.taken
+            for turn in sorted(self.orphaned)
+            if self.finished.get(self.turns[turn].episode, 0) > self.turns[turn].attempt
+        ]

@@ -103,13 +103,21 @@ def _read(run: TestRun, record: Path, run_s: float, load_before: float) -> Drift
     changed, answers = _recorded.text_changes(record, open_tokenizer(spec.model))
     rewards = {each.episode: each.reward for each in samples}
     return Drift(
-        tokens, differing, max(_errors(run.run, spec, samples)), len(_trained_steps(samples)), len(samples),
-        sum(len(_trained_steps([each])) > 1 for each in samples), _recorded.answers_of_several_versions(record),
-        sum(isinstance(each, TurnCreated) for each in _log(run.run)), len(rewards),
-        round(changed / answers, 4), answers,
-        round(statistics.mean(rewards.values()), 4), round(run_s, 1),
+        tokens,
+        differing,
+        max(_errors(run.run, spec, samples)),
+        len(_trained_steps(samples)),
+        len(samples),
+        sum(len(_trained_steps([each])) > 1 for each in samples),
+        _recorded.answers_of_several_versions(record),
+        sum(isinstance(each, TurnCreated) for each in _log(run.run)),
+        len(rewards),
+        round(changed / answers, 4),
+        answers,
+        round(statistics.mean(rewards.values()), 4),
+        round(run_s, 1),
         (round(load_before, 1), round(os.getloadavg()[0], 1)),
-    )  # fmt: skip
+    )
 
 
 def _log(run: RunDir) -> Iterator[object]:
@@ -120,14 +128,14 @@ def _log(run: RunDir) -> Iterator[object]:
 # ── log-probabilities ──────────────────────────────────────────────────────────────────────────────────────────────
 def _trained_steps(samples: Sequence[Trained]) -> set[int]:
     """Return the steps of the versions that sampled trained tokens."""
-    return {version.step for each in samples for version, counts in zip(each.versions, each.counts, strict=True)
-            if counts}  # fmt: skip
+    return {
+        version.step for each in samples for version, counts in zip(each.versions, each.counts, strict=True) if counts
+    }
 
 
 def _errors(run: RunDir, spec: RunSpec, samples: Sequence[Trained]) -> Iterator[float]:
     """Yield the largest error of a log-probability (nats) for each sample and each version in it."""
-    folders = {each.number: run.path / each.manifest["folder"] for each in _log(run)
-               if isinstance(each, StepCommitted)}  # fmt: skip
+    folders = {each.number: run.path / each.manifest["folder"] for each in _log(run) if isinstance(each, StepCommitted)}
     model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)
     for step in sorted(_trained_steps(samples)):
         if step:  # version 0 is the model's folder
@@ -146,6 +154,7 @@ def _errors_under(model: nn.Module, samples: Sequence[Trained], step: int, tempe
         start = len(each.prompt)
         every = log_probs(found[start - 1 : len(row) - 1], temperature)
         of_tokens = every.gather(1, row[start:, None])[:, 0]
-        mask = torch.tensor([counts and version.step == step
-                             for version, counts in zip(each.versions, each.counts, strict=True)])  # fmt: skip
+        mask = torch.tensor(
+            [counts and version.step == step for version, counts in zip(each.versions, each.counts, strict=True)]
+        )
         yield float((of_tokens - torch.tensor(each.logprobs)).abs()[mask].max())

@@ -143,14 +143,21 @@ def _read(seed: int, run: TestRun, record: Path, run_s: float, load: float) -> L
     state = run.state()
     audit = msgspec.json.decode((run.run.store / "audit.json").read_bytes())
     held = sorted(int(path.name) for path in run.run.epochs.iterdir() if path.name.isdigit())
-    incarnations = {str(target): state.replica(ReplicaId(target)).incarnation_number
-                    for target, _ in KILLS if target != MANAGER}  # fmt: skip
+    incarnations = {
+        str(target): state.replica(ReplicaId(target)).incarnation_number for target, _ in KILLS if target != MANAGER
+    }
     differing, tokens = _recorded.drift(record)
     return Learned(
-        seed, state.step, _found(record), differing, tokens, round(run_s, 1), {**incarnations, MANAGER: held[-1]},
+        seed,
+        state.step,
+        _found(record),
+        differing,
+        tokens,
+        round(run_s, 1),
+        {**incarnations, MANAGER: held[-1]},
         {"trained": audit["trained"], "dropped": sum(audit["dropped"].values())},
         (round(load, 1), round(os.getloadavg()[0], 1)),
-    )  # fmt: skip
+    )
 
 
 def _found(record: Path) -> list[float]:

@@ -56,8 +56,9 @@ class Overhead(Struct, frozen=True):
 
         ``at_once`` is the number of concurrent calls: 1 or :data:`AT_ONCE`.
         """
-        return statistics.median(turn.seconds for turn in self.turns
-                                 if (turn.arm, turn.at_once, turn.tokens) == (arm, at_once, TURN_TOKENS))  # fmt: skip
+        return statistics.median(
+            turn.seconds for turn in self.turns if (turn.arm, turn.at_once, turn.tokens) == (arm, at_once, TURN_TOKENS)
+        )
 
     def added(self, at_once: int) -> float:
         """Return the endpoint's median time of a turn divided by that of vLLM's server, minus 1."""
@@ -144,8 +145,12 @@ async def _measure(held: dict[str, list[HeldEpisode]], rounds: int) -> Overhead:
         for arm in ARMS if number % 2 else ARMS[::-1]:
             single = [await _turn(arm, number, 1, clients[arm][0], index) for index in range(SINGLE_TURNS)]
             started = time.perf_counter()
-            together = await asyncio.gather(*(_turn(arm, number, AT_ONCE, client, SINGLE_TURNS + index)
-                                              for index, client in enumerate(clients[arm])))  # fmt: skip
+            together = await asyncio.gather(
+                *(
+                    _turn(arm, number, AT_ONCE, client, SINGLE_TURNS + index)
+                    for index, client in enumerate(clients[arm])
+                )
+            )
             if number >= 0:
                 round_s[arm].append(round(time.perf_counter() - started, 4))
                 turns += [*single, *together]

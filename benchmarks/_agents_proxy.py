@@ -48,9 +48,12 @@ def measure(folder: Path) -> Proxied:
     calls = read_calls(folder)
     failed = [call for call in calls if call.error]
     return Proxied(
-        len(calls), len(failed), sum(len(call.tokens) for call in failed), sorted({call.error[:80] for call in failed}),
+        len(calls),
+        len(failed),
+        sum(len(call.tokens) for call in failed),
+        sorted({call.error[:80] for call in failed}),
         (round(load, 1), round(os.getloadavg()[0], 1)),
-    )  # fmt: skip
+    )
 
 
 async def _work(base_url: str, folder: Path, victim: VllmServer) -> None:

@@ -16,8 +16,7 @@ from rrl.tests.support.scenarios.score import hang_delays, quantile, ratio, scor
 
 MATCHED = "robustrl_30s"
 """The method whose number of false alarms rrl has to match."""
-FACTORS = {"ours": (0.5, 0.7, 1.0, 2.0), "fixed_timeout": (0.5, 1.0, 2.0, 4.0),
-           MATCHED: (0.5, 1.0, 2.0, 4.0, 8.0)}  # fmt: skip
+FACTORS = {"ours": (0.5, 0.7, 1.0, 2.0), "fixed_timeout": (0.5, 1.0, 2.0, 4.0), MATCHED: (0.5, 1.0, 2.0, 4.0, 8.0)}
 """Factors by which the time limits of each method are multiplied."""
 
 

@@ -40,8 +40,10 @@ def hang_delays(plays: Sequence[Played]) -> dict[str, float]:
     """
     hangs = [
         (play.scenario, inf if one.found_at is None else one.found_at - one.since)
-        for play in plays for one in play.outcomes if one.cause == "hang" and one.verdict == "FAIL"
-    ]  # fmt: skip
+        for play in plays
+        for one in play.outcomes
+        if one.cause == "hang" and one.verdict == "FAIL"
+    ]
     found = [delay for _, delay in hangs if delay < inf]
     figures = {"hang_median_s": median(found), "hang_p95_s": quantile(found, 0.95)} if found else {}
     for name, patterns in TAILS.items():
@@ -82,8 +84,11 @@ def _statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, value in STATISTICS.items():
         mine, other = value(own), value(theirs)
-        figures[name] = {"ours": round(mine, 1), "robustrl": round(other, 1),
-                         "ratio": round(mine / other, 3) if other else None}  # fmt: skip
+        figures[name] = {
+            "ours": round(mine, 1),
+            "robustrl": round(other, 1),
+            "ratio": round(mine / other, 3) if other else None,
+        }
     ranges = {"ours": [min(own), max(own)], "robustrl": [min(theirs), max(theirs)]}
     return figures | {"ranges": {method: [round(end, 1) for end in ends] for method, ends in ranges.items()}}
 
@@ -92,10 +97,12 @@ def suites(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, dict[st
     """Return the counts by suite and method; the last suite, ``all``, has all plays."""
     names = sorted({_suite(play) for each in plays.values() for play in each})
     return {
-        **{name: {method: counts([play for play in each if _suite(play) == name]) for method, each in plays.items()}
-           for name in names},
+        **{
+            name: {method: counts([play for play in each if _suite(play) == name]) for method, each in plays.items()}
+            for name in names
+        },
         "all": {method: counts(each) for method, each in plays.items()},
-    }  # fmt: skip
+    }
 
 
 def _suite(play: Played) -> str:
@@ -107,22 +114,34 @@ def counts(plays: Sequence[Played]) -> dict[str, Any]:
     counted = score(plays)
     expected = [one for play in plays for one in play.outcomes if one.verdict == "WARN"]
     return {
-        "runs": counted.runs, "found": counted.found, "late": counted.late, "missed": counted.missed,
-        "false": counted.false, "precision": round(counted.precision, 4), "recall": round(counted.recall, 4),
-        "warn_truths": len(expected), "warn_truths_found": sum(one.in_time for one in expected),
+        "runs": counted.runs,
+        "found": counted.found,
+        "late": counted.late,
+        "missed": counted.missed,
+        "false": counted.false,
+        "precision": round(counted.precision, 4),
+        "recall": round(counted.recall, 4),
+        "warn_truths": len(expected),
+        "warn_truths_found": sum(one.in_time for one in expected),
         **warnings_of(plays).per_hour(),
-    }  # fmt: skip
+    }
 
 
 def samples(plays: Mapping[str, Sequence[Played]]) -> list[dict[str, Any]]:
     """Return each play of each method as JSON values: found failures with their times, false alarms, and warnings."""
     return [
         {
-            "method": method, "scenario": play.scenario, "seed": play.seed, "seconds": play.lasts,
-            "truths": [[one.who, one.cause, one.verdict, one.since, one.found_at, one.in_time]
-                       for one in play.outcomes],
+            "method": method,
+            "scenario": play.scenario,
+            "seed": play.seed,
+            "seconds": play.lasts,
+            "truths": [
+                [one.who, one.cause, one.verdict, one.since, one.found_at, one.in_time] for one in play.outcomes
+            ],
             "false": [[one.who, one.detector, one.at] for one in play.false],
-            "warnings": len(play.warnings), "unexplained": len(play.unexplained),
+            "warnings": len(play.warnings),
+            "unexplained": len(play.unexplained),
         }
-        for method, each in plays.items() for play in each
-    ]  # fmt: skip
+        for method, each in plays.items()
+        for play in each
+    ]

@@ -120,9 +120,11 @@ def figures(traces: Sequence[Trace]) -> dict[str, float]:
     worst = max(ratios, key=lambda each: each.value)
     least = min(shares, key=lambda each: each.value, default=Estimate(math.nan, math.nan))
     singles = [
-        own.seconds / fifo.seconds for trace in traces for arm in RANKERS
+        own.seconds / fifo.seconds
+        for trace in traces
+        for arm in RANKERS
         for own, fifo in zip(trace.outcomes[arm], trace.outcomes[f"fifo {kind(arm)}"], strict=True)
-    ]  # fmt: skip
+    ]
     pools = [arm for arm in traces[0].outcomes if arm.startswith("pools")]
     return {
         "worst_over_fifo": worst.value,
@@ -138,4 +140,4 @@ def figures(traces: Sequence[Trace]) -> dict[str, float]:
         "learned_over_fifo": statistics.mean(trace.over_fifo(arm) for trace, arm in pairs),
         "even_over_fifo": statistics.mean(trace.over_fifo("even new") for trace in traces),
         "moved_share": statistics.mean(trace.moved(arm) for trace, arm in pairs),
-    }  # fmt: skip
+    }

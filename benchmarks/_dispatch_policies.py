@@ -66,9 +66,13 @@ class Product(FirstCome):
     """
 
     def __init__(
-        self, expected: Sequence[GroupEstimate] | None, lengths: Lengths, separates: bool, informed: bool,
+        self,
+        expected: Sequence[GroupEstimate] | None,
+        lengths: Lengths,
+        separates: bool,
+        informed: bool,
         times: dict[int, TokenTimes],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._expected = expected
         self._lengths = lengths
         self._separates = separates
@@ -120,11 +124,14 @@ class Product(FirstCome):
         self._loads.pop(engine.number)
         running = [
             Running(
-                number, self.curve(world, world.answers[number]), engine.progress(number),
+                number,
+                self.curve(world, world.answers[number]),
+                engine.progress(number),
                 self._read_before.get(number, 0),
             )
-            for number in engine.running if number not in engine.requested_back
-        ]  # fmt: skip
+            for number in engine.running
+            if number not in engine.requested_back
+        ]
         others = [self._view(world, other) for other in world.engines if other is not engine]
         moves = hand_back(self._view(world, engine), running, others, READ_S_PER_TOKEN)
         return [(world.answers[move.trajectory], int(move.target)) for move in moves]
@@ -198,9 +205,9 @@ def clairvoyant(world: World) -> FixedLists:
         for index, engine in enumerate(world.engines):
             running = min(len(lists[index]) + 1, engine.places)
             with_it = finish[index] + answer.length * max(
-                engine.times[running] - engine.times[running - 1], engine.times[engine.places] / engine.places
-                if len(lists[index]) >= engine.places else 0.0,
-            )  # fmt: skip
+                engine.times[running] - engine.times[running - 1],
+                engine.times[engine.places] / engine.places if len(lists[index]) >= engine.places else 0.0,
+            )
             if with_it < least:
                 best, least = index, with_it
         finish[best] = least

@@ -42,9 +42,16 @@ def measure(seeds: int) -> dict[str, Any]:
         for seed in range(seeds):
             for sample, _ in run_together(ARMS, seed, folder / "model", folder):
                 seconds[sample.arm].append(sample.step_s[LEARNING_STEPS + 1 - FIRST_STEP :])
-                rows.append([sample.arm, str(seed), f"{statistics.mean(seconds[sample.arm][-1]):.2f}",
-                             f"{sample.tokens:.0f}", f"{sample.overrun['rollout']:.3f}",
-                             f"{sample.load[0]:.0f} to {sample.load[1]:.0f}"])  # fmt: skip
+                rows.append(
+                    [
+                        sample.arm,
+                        str(seed),
+                        f"{statistics.mean(seconds[sample.arm][-1]):.2f}",
+                        f"{sample.tokens:.0f}",
+                        f"{sample.overrun['rollout']:.3f}",
+                        f"{sample.load[0]:.0f} to {sample.load[1]:.0f}",
+                    ]
+                )
     print_table(("vLLM, paced", "seed", "step s", "tokens", "overrun", "load"), rows)
     first_come, by_length = (sum(map(sum, seconds[arm.name])) for arm in ARMS)
     return {"real_over_fifo": round(by_length / first_come, 4), "real_seconds": seconds}

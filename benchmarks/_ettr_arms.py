@@ -79,8 +79,16 @@ ARMS: Mapping[str, Arm] = {
 """The arms that run on Slurm as whole runs of rrl, in the order in which each round runs them."""
 
 
-def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Path, workload: Workload = BALANCED,
-        model: Path | None = None) -> str:  # fmt: skip
+def job(
+    arm: Arm,
+    cluster: str,
+    steps: int,
+    step_s: float,
+    seed: int,
+    record: Path,
+    workload: Workload = BALANCED,
+    model: Path | None = None,
+) -> str:
     """Return job.toml of a run.
 
     Args:

@@ -143,8 +143,9 @@ class Killer:
         return any(kill.incarnation == replica.incarnation for kill in self.kills)
 
 
-def run_to_end(run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float,
-               timeout_s: float) -> tuple[State, list[Kill]]:  # fmt: skip
+def run_to_end(
+    run: TestRun, lab: SlurmLab, faults: list[Fault], step_s: float, timeout_s: float
+) -> tuple[State, list[Kill]]:
     """Follow a run to its end and inject the faults. Return the run's last state and the injected faults."""
     killer = Killer(run, lab, faults, step_s)
 

@@ -144,9 +144,8 @@ def outages(run: RunDir, events: Sequence[ev.Stamped], kills: Sequence[Kill], un
 def strict(sample: Sample, samples: Sequence[Sample]) -> float:
     """Return the strict ETTR of a run: the seconds of the clean run with its seed, divided by the run's seconds."""
     clean = next(
-        each for each in samples
-        if each.arm == "clean" and (each.clean, each.seed) == (sample.clean, sample.seed)
-    )  # fmt: skip
+        each for each in samples if each.arm == "clean" and (each.clean, each.seed) == (sample.clean, sample.seed)
+    )
     return clean.seconds / sample.seconds
 
 

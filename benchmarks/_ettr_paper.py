@@ -64,9 +64,13 @@ def mixed(runs: Runs) -> None:
 
 
 EXPERIMENTS: Mapping[str, Callable[[Runs], None]] = {
-    "low": low, "long": long, "workloads": workloads, "sensitivity": sensitivity, "checkpoints": checkpoints,
+    "low": low,
+    "long": long,
+    "workloads": workloads,
+    "sensitivity": sensitivity,
+    "checkpoints": checkpoints,
     "mixed": mixed,
-}  # fmt: skip
+}
 
 
 def print_experiments(samples: Sequence[Sample]) -> None:
@@ -76,11 +80,16 @@ def print_experiments(samples: Sequence[Sample]) -> None:
         own = [each for each in samples if (each.plan, each.arm) == (plan, arm)]
         estimates = [each.account.estimate for each in own if each.account.estimate is not None]
         outage_s = outage_median(own, arm)
-        rows.append([
-            plan, arm, f"{statistics.median(each.seconds for each in own):.1f}",
-            f"{statistics.median(strict(each, samples) for each in own):.3f}",
-            f"{statistics.median(estimates):.3f}" if estimates else "-", "-" if outage_s is None else f"{outage_s:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                plan,
+                arm,
+                f"{statistics.median(each.seconds for each in own):.1f}",
+                f"{statistics.median(strict(each, samples) for each in own):.3f}",
+                f"{statistics.median(estimates):.3f}" if estimates else "-",
+                "-" if outage_s is None else f"{outage_s:.2f}",
+            ]
+        )
     print_table(["plan", "arm", "clock s", "strict ETTR", "estimate", "outage s"], rows)
 
 
@@ -101,8 +110,9 @@ def sliding_minimum(samples: Sequence[Sample], arm: str) -> float | None:
 
     The paper shows about 0.2 for ByteRobust (Figure 12).
     """
-    shares = [share for each in samples if (each.plan, each.arm) == (RATES.name, arm)
-              for _, share in each.account.sliding]  # fmt: skip
+    shares = [
+        share for each in samples if (each.plan, each.arm) == (RATES.name, arm) for _, share in each.account.sliding
+    ]
     return min(shares, default=None)
 
 
@@ -110,8 +120,12 @@ def reward_difference(samples: Sequence[Sample]) -> float | None:
     """Return the mean reward of the last ten steps in the arm ``role`` minus that in ``clean`` (Figure 13)."""
 
     def mean(arm: str) -> float | None:
-        rewards = [value for each in samples if (each.plan, each.arm) == (RATES.name, arm)
-                   for value in each.account.reward[-10:]]  # fmt: skip
+        rewards = [
+            value
+            for each in samples
+            if (each.plan, each.arm) == (RATES.name, arm)
+            for value in each.account.reward[-10:]
+        ]
         return statistics.mean(rewards) if rewards else None
 
     with_faults, without = mean("role"), mean("clean")
@@ -135,19 +149,25 @@ def print_published(samples: Sequence[Sample]) -> None:
     """Print the paper's figures next to the figures that were measured here."""
     rates = [each for each in samples if each.plan == RATES.name]
     if rates and {each.arm for each in rates} >= {"role", "job"}:
-        role, job = (statistics.median(strict(each, samples) for each in rates if each.arm == arm)
-                     for arm in ("role", "job"))  # fmt: skip
+        role, job = (
+            statistics.median(strict(each, samples) for each in rates if each.arm == arm) for arm in ("role", "job")
+        )
         saved = time_saved(rates)
         lowest = [sliding_minimum(samples, arm) for arm in ("role", "job")]
         rows = [
             ["ETTR of role, 1 fault in 10 steps (11)", f"{role:.3f}", "> 0.80"],
             ["ETTR of job, 1 fault in 10 steps (11)", f"{job:.3f}", "about 0.60"],
             ["time saved (abstract)", f"{statistics.median(saved):.3f}", "0.084 to 0.174"],
-            ["lowest sliding ETTR of role, job (12)", ", ".join("-" if one is None else f"{one:.2f}" for one in lowest),
-             "-, about 0.20"],
+            [
+                "lowest sliding ETTR of role, job (12)",
+                ", ".join("-" if one is None else f"{one:.2f}" for one in lowest),
+                "-, about 0.20",
+            ],
             ["reward of role - clean, last ten steps (13)", f"{reward_difference(samples):+.3f}", "no difference"],
-        ]  # fmt: skip
+        ]
         print_table(["figure of the paper", "here", "published"], rows)
     if rows := rate_table(samples):
-        print_table(["2 to 10 % of 50 steps (14)", "time saved", "gain of ETTR"],
-                    [*rows, ["published", "0.022 to 0.122", "+0.027 to +0.157"]])  # fmt: skip
+        print_table(
+            ["2 to 10 % of 50 steps (14)", "time saved", "gain of ETTR"],
+            [*rows, ["published", "0.022 to 0.122", "+0.027 to +0.157"]],
+        )

@@ -70,8 +70,9 @@ def draw_step_length(axes: Axes, samples: Sequence[Sample], step_s: float) -> No
         if outage_s is None:
             continue
         lengths = [step_s * factor for factor in FACTORS]
-        axes.plot(lengths, [share_at(length, STEPS / FAULTS, outage_s) for length in lengths], color=COLOURS[arm],
-                  label=arm)  # fmt: skip
+        axes.plot(
+            lengths, [share_at(length, STEPS / FAULTS, outage_s) for length in lengths], color=COLOURS[arm], label=arm
+        )
         for plan, factor in ((RATES.name, 1.0), (LONG.name, LONG.step_factor)):
             values = [strict(each, samples) for each in samples if (each.plan, each.arm) == (plan, arm)]
             axes.plot([step_s * factor] * len(values), values, "o", color=COLOURS[arm])
@@ -107,9 +108,11 @@ def draw_tokens(axes: Axes, samples: Sequence[Sample], _: float) -> None:
 
 
 PLOTS: Mapping[str, Callable[[Axes, Sequence[Sample], float], None]] = {
-    "ettr-arms": draw_arms, "ettr-sliding": draw_sliding, "ettr-step-length": draw_step_length,
+    "ettr-arms": draw_arms,
+    "ettr-sliding": draw_sliding,
+    "ettr-step-length": draw_step_length,
     "ettr-tokens": draw_tokens,
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -123,15 +123,24 @@ class Runs:
         run.wait_gone(120.0)
         self.lab.clear()
         sample = Sample(
-            arm.name, seed, round(commits[-1] - began, 3), tuple(round(at - began, 3) for at in commits),
+            arm.name,
+            seed,
+            round(commits[-1] - began, 3),
+            tuple(round(at - began, 3) for at in commits),
             outages(run.run, events, kills, UNCOMMITTED),
             (round(overrun(recorded(record, "trainer")), 4), round(overrun(recorded(record, "rollout")), 4)),
-            round(os.getloadavg()[0], 1), tuple((round(kill.at - began, 2), kill.target.value) for kill in kills),
-            plan.name, plan.clean, account_of(events, began),
-        )  # fmt: skip
-        print(f"{plan.name}: {arm.name}, seed {seed}: {sample.seconds:.1f} s, "
-              f"outages {[outage.seconds for outage in sample.outages]}, "
-              f"overrun {sample.overrun}, load {sample.load}", flush=True)  # fmt: skip
+            round(os.getloadavg()[0], 1),
+            tuple((round(kill.at - began, 2), kill.target.value) for kill in kills),
+            plan.name,
+            plan.clean,
+            account_of(events, began),
+        )
+        print(
+            f"{plan.name}: {arm.name}, seed {seed}: {sample.seconds:.1f} s, "
+            f"outages {[outage.seconds for outage in sample.outages]}, "
+            f"overrun {sample.overrun}, load {sample.load}",
+            flush=True,
+        )
         return sample
 
     def _tail_model(self) -> Path:

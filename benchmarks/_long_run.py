@@ -27,13 +27,33 @@ SPARES = ("n1", "n2", "n3", "n4", "n5")
 PHASES = ("wait_data", "train", "checkpoint")
 METRICS = dict.fromkeys(
     (
-        "reward", "loss", "entropy", "kl", "clip_share", "gradient_norm", "learning_rate", "tokens", "parts",
-        "token_age_p50", "token_age_max", "token_age_run_max", "tokens_aged_0", "tokens_aged_1", "tokens_aged_2",
-        "length_bias", "recall20", "long_groups", "longest_expected", "stale_groups", "stale_share", "unscored_groups",
-        "unscored_share", "drift",
+        "reward",
+        "loss",
+        "entropy",
+        "kl",
+        "clip_share",
+        "gradient_norm",
+        "learning_rate",
+        "tokens",
+        "parts",
+        "token_age_p50",
+        "token_age_max",
+        "token_age_run_max",
+        "tokens_aged_0",
+        "tokens_aged_1",
+        "tokens_aged_2",
+        "length_bias",
+        "recall20",
+        "long_groups",
+        "longest_expected",
+        "stale_groups",
+        "stale_share",
+        "unscored_groups",
+        "unscored_share",
+        "drift",
     ),
     0.5,
-)  # fmt: skip
+)
 """Metrics of each step: as many as the built-in trainer and the store commit with a step."""
 
 
@@ -84,10 +104,12 @@ def _events_of(story: Story, step: int, started: Mapping[str, int]) -> Iterator[
     trainer, rollouts = story.incarnation(TRAINER), [story.incarnation(replica) for replica in ROLLOUTS]
     yield from (ev.PhaseEntered(trainer, phase) for phase in PHASES)
     yield ev.StepCommitted(trainer, step, METRICS)
-    yield ev.ClocksRecorded(tuple(
-        (incarnation, _reading(incarnation.number, step - started[incarnation.replica]))
-        for incarnation in (trainer, *rollouts)
-    ))  # fmt: skip
+    yield ev.ClocksRecorded(
+        tuple(
+            (incarnation, _reading(incarnation.number, step - started[incarnation.replica]))
+            for incarnation in (trainer, *rollouts)
+        )
+    )
     yield from (ev.VersionAvailable(id, Version(step, trainer.number)) for id in (trainer, *rollouts))
 
 

@@ -154,9 +154,20 @@ class RecordedLearner(Learner):
         """See :class:`Learner`."""
         for index, each in enumerate(part.trajectories):
             self.record.write(
-                Trained(part.number, part.index, index, each.group, each.id, each.prompt, each.tokens, each.logprobs,
-                        each.versions, each.masked, each.reward)
-            )  # fmt: skip
+                Trained(
+                    part.number,
+                    part.index,
+                    index,
+                    each.group,
+                    each.id,
+                    each.prompt,
+                    each.tokens,
+                    each.logprobs,
+                    each.versions,
+                    each.masked,
+                    each.reward,
+                )
+            )
         self.record.flush()
         super().add(part)
 
@@ -207,8 +218,9 @@ def _answers(folder: Path) -> Iterator[tuple[tuple[int, ...], list[tuple[int, fl
                         yield running[turn]
                     running[turn] = context, [(token, 0.0, None) for token in so_far]
                 case Sampled(turn, tokens, logprobs, version):
-                    running[turn][1].extend((token, logprob, version)
-                                            for token, logprob in zip(tokens, logprobs, strict=True))  # fmt: skip
+                    running[turn][1].extend(
+                        (token, logprob, version) for token, logprob in zip(tokens, logprobs, strict=True)
+                    )
         yield from running.values()
 
 

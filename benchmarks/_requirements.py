@@ -155,8 +155,10 @@ def main() -> int:
     if lines:
         print("\n".join(lines), file=sys.stderr)
         names = sorted(set(NEEDS) - {Path(line.split()[0]).stem for line in lines})
-        print(f"no benchmark was started; these can run here, by python benchmarks/NAME.py: {', '.join(names)}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"no benchmark was started; these can run here, by python benchmarks/NAME.py: {', '.join(names)}",
+            file=sys.stderr,
+        )
     return 2 if lines else 0
 
 

@@ -143,10 +143,13 @@ def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, in
     Checkpoints(run).read(commit.manifest, committed)
     pairs = [(tensor, committed.tensors()[name]) for name, tensor in learner.tensors().items()]
     return Replay(
-        commit.number, len(parts), len(recorded(pace, "trainer")) - len(parts), incarnations,
+        commit.number,
+        len(parts),
+        len(recorded(pace, "trainer")) - len(parts),
+        incarnations,
         all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs),
         max(float((one - other).abs().max()) for one, other in pairs),
-    )  # fmt: skip
+    )
 
 
 def _learner(spec: RunSpec) -> Learner:

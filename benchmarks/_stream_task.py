@@ -78,9 +78,13 @@ def make(seed: int) -> ThinkingTask:
 
 # ── the model that the runs start from ─────────────────────────────────────────────────────────────────────────────
 MODEL = ModelSpec(
-    hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, max_length=96,
+    hidden_size=32,
+    intermediate_size=64,
+    heads=2,
+    kv_heads=2,
+    max_length=96,
     tokenizer=TokenizerSpec(pieces=tuple(PIECES)),
-)  # fmt: skip
+)
 WARM_STEPS = 300
 """Number of supervised steps of the warm start, which takes 25 s of processor time. Afterwards (measured) 95 % of the
 model's answers have the right form, their lengths are like those in the examples, and a quarter of them is right."""

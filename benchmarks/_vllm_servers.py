@@ -80,17 +80,44 @@ def serving(model: Path, folder: Path, max_length: int, sequences: int, count: i
 def _start(model: Path, log: Path, max_length: int, sequences: int) -> VllmServer:
     port = free_port()
     env = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "TORCH_COMPILE_DISABLE": "1",
-    }  # fmt: skip
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-             "--port", str(port), "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager",
-             "--max-model-len", str(max_length), "--max-num-seqs", str(sequences), "--generation-config", "vllm"],
-            env=env, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(model),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--served-model-name",
+                MODEL,
+                "--dtype",
+                "float32",
+                "--enforce-eager",
+                "--max-model-len",
+                str(max_length),
+                "--max-num-seqs",
+                str(sequences),
+                "--generation-config",
+                "vllm",
+            ],
+            env=env,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     return VllmServer(process, f"http://127.0.0.1:{port}/v1", log)
 
 

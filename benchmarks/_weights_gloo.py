@@ -140,8 +140,9 @@ def _spawn(
     parent_end, rank_end = socket.socketpair()
     with rank_end:
         argv = (*inside, sys.executable, "-m", "rrl.benchmarks._weights_gloo", str(rank_end.fileno()), *arguments)
-        return subprocess.Popen(argv, pass_fds=[rank_end.fileno()], env=env, stdin=subprocess.DEVNULL,
-                                stderr=subprocess.DEVNULL), parent_end  # fmt: skip
+        return subprocess.Popen(
+            argv, pass_fds=[rank_end.fileno()], env=env, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ), parent_end
 
 
 class _Rank:

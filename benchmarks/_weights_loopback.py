@@ -201,15 +201,20 @@ def report(results: Loopback) -> dict[str, object]:
         "published_over_raw_gloo_1": _highest_ratio(results, [*map(with_publishing, KINDS)], 1, _raw),
     } | {
         f"{kind}_over_gloo_{receivers}": _highest_ratio(results, [kind], receivers, verified)
-        for kind in KINDS for receivers in RECEIVERS
-    }  # fmt: skip
+        for kind in KINDS
+        for receivers in RECEIVERS
+    }
     cpu = [
         statistics.median(results.cpu[kind, case]) / statistics.median(results.cpu[verified(case), case])
-        for kind in KINDS for case in cases if case[0] == 1
-    ]  # fmt: skip
+        for kind in KINDS
+        for case in cases
+        if case[0] == 1
+    ]
     value, by_round = ratios["ours_over_gloo_1"]
-    print(f"one receiver: {value:.2f} times as long as gloo with digests in as many threads ({by_round[0]:.2f} to "
-          f"{by_round[1]:.2f} in {len(results.seconds[GLOO, cases[0]])} rounds); bar: {MAX_OVER_GLOO}")  # fmt: skip
+    print(
+        f"one receiver: {value:.2f} times as long as gloo with digests in as many threads ({by_round[0]:.2f} to "
+        f"{by_round[1]:.2f} in {len(results.seconds[GLOO, cases[0]])} rounds); bar: {MAX_OVER_GLOO}"
+    )
     return {
         **{name: round(value, 3) for name, (value, _) in ratios.items()},
         "ours_over_gloo_1_cpu": round(max(cpu), 3),
@@ -238,7 +243,9 @@ def _highest_ratio(
     for arm in arms:
         for case in [(receivers, layout) for layout in LAYOUTS]:
             under = baseline(case)
-            by_round = [ours / theirs for ours, theirs in
-                        zip(results.seconds[arm, case], results.seconds[under, case], strict=True)]  # fmt: skip
+            by_round = [
+                ours / theirs
+                for ours, theirs in zip(results.seconds[arm, case], results.seconds[under, case], strict=True)
+            ]
             found.append((results.median(arm, case) / results.median(under, case), [min(by_round), max(by_round)]))
     return max(found)

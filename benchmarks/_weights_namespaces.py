@@ -273,8 +273,11 @@ class _Fleet:
             monitor.finish(began)
         finally:
             await gloo.close()
-        return [f"rank {place + 1}: {_report_text(one, began)}" for place, one in enumerate(reports)
-                if place not in (killed, stopped)]  # fmt: skip
+        return [
+            f"rank {place + 1}: {_report_text(one, began)}"
+            for place, one in enumerate(reports)
+            if place not in (killed, stopped)
+        ]
 
 
 def _report_text(reply: BroadcastDone | BroadcastFailed | BaseException, began: float) -> str:
@@ -312,10 +315,14 @@ def report(results: Nics) -> dict[str, object]:
     limited = busy > BUSY_SHARE * (os.cpu_count() or 1)
     for name, figure, bar in (("chain", chain, MAX_CHAIN), ("source free", source_free, MAX_SOURCE_FREE)):
         low, high = figure["range"]
-        print(f"{name}: {figure['median']:.2f} times a copy's time ({low:.2f} to {high:.2f} in {rounds} rounds), "
-              f"{'under' if figure['median'] <= bar else 'OVER'} {bar}")  # fmt: skip
-    print(f"to keep pace with these NICs the chain takes {needed:.2f} cores; {busy:.2f} of {os.cpu_count()} were busy"
-          + (": no core was free, which prolongs these times" if limited else ""))  # fmt: skip
+        print(
+            f"{name}: {figure['median']:.2f} times a copy's time ({low:.2f} to {high:.2f} in {rounds} rounds), "
+            f"{'under' if figure['median'] <= bar else 'OVER'} {bar}"
+        )
+    print(
+        f"to keep pace with these NICs the chain takes {needed:.2f} cores; {busy:.2f} of {os.cpu_count()} were busy"
+        + (": no core was free, which prolongs these times" if limited else "")
+    )
     return {
         "chain_over_ideal": round(chain["median"], 3),
         "chain_over_ideal_range": chain["range"],

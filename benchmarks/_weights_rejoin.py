@@ -103,13 +103,22 @@ class _Testbed:
 def report(results: Rejoin) -> dict[str, object]:
     """Print a table; return the results of the slower transport and of each transport, for the JSON object."""
     medians = {key: 1000 * statistics.median(values) for key, values in results.seconds.items()}
-    rows = [[stage, *(f"{medians[kind, stage]:.1f}" for kind in KINDS),
-             *(f"{1000 * max(results.seconds[kind, stage]):.1f}" for kind in KINDS)] for stage in STAGES]  # fmt: skip
+    rows = [
+        [
+            stage,
+            *(f"{medians[kind, stage]:.1f}" for kind in KINDS),
+            *(f"{1000 * max(results.seconds[kind, stage]):.1f}" for kind in KINDS),
+        ]
+        for stage in STAGES
+    ]
     print(f"rejoin: ms, of {len(results.seconds[KINDS[0], STAGES[0]])}")
     print_table(["what", *(f"{kind} median" for kind in KINDS), *(f"{kind} max" for kind in KINDS)], rows)
     names = {"connect": "connect_p50_ms", "rollout": "rejoin_rollout_ms", "trainer": "rejoin_trainer_ms"}
     slower = {name: round(max(medians[kind, stage] for kind in KINDS), 2) for stage, name in names.items()}
     each = {f"{kind}_{name}": round(medians[kind, stage], 2) for stage, name in names.items() for kind in KINDS}
-    ranges = {f"{kind}_{name}": spread([1000 * seconds for seconds in results.seconds[kind, stage]])["range"]
-              for stage, name in names.items() for kind in KINDS}  # fmt: skip
+    ranges = {
+        f"{kind}_{name}": spread([1000 * seconds for seconds in results.seconds[kind, stage]])["range"]
+        for stage, name in names.items()
+        for kind in KINDS
+    }
     return {**slower, **each, "rejoin_ranges": ranges}

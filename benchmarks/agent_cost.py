@@ -164,11 +164,19 @@ def main() -> None:
         f"{'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}"
     )
     raw = raw_samples("agent_cost", [msgspec.to_builtins(sample, str_keys=True) for sample in samples])
-    print(json.dumps({
-        "cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1), "driver_calls": calls,
-        "cpu_fraction_of_parts": spread([sample.cores for sample in samples]),
-        "pss_mib_of_parts": spread([_total_mib(sample) for sample in samples]), **provenance(), "raw": str(raw),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "cpu_fraction": round(cores, 5),
+                "pss_mib": round(pss, 1),
+                "driver_calls": calls,
+                "cpu_fraction_of_parts": spread([sample.cores for sample in samples]),
+                "pss_mib_of_parts": spread([_total_mib(sample) for sample in samples]),
+                **provenance(),
+                "raw": str(raw),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -116,27 +116,45 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 def _print_learned(each: Learned) -> None:
     heads = ("seed", "steps", "first 10", "last 10", "drift", "tokens", "run s", "load", "incarnations")
-    print_table(heads, [
-        [str(each.seed), str(each.steps), f"{each.first10:.3f}", f"{each.last10:.3f}", str(each.token_drift),
-         str(each.trained_tokens), f"{each.run_s:.0f}", f"{each.load[0]} to {each.load[1]}",
-         " ".join(f"{name} {number}" for name, number in each.incarnations.items())]
-    ])  # fmt: skip
+    print_table(
+        heads,
+        [
+            [
+                str(each.seed),
+                str(each.steps),
+                f"{each.first10:.3f}",
+                f"{each.last10:.3f}",
+                str(each.token_drift),
+                str(each.trained_tokens),
+                f"{each.run_s:.0f}",
+                f"{each.load[0]} to {each.load[1]}",
+                " ".join(f"{name} {number}" for name, number in each.incarnations.items()),
+            ]
+        ],
+    )
     sys.stdout.flush()
 
 
 def _print_overhead(each: Overhead) -> None:
-    print_table(("arm", "p50 s, 1 at once", "p50 s, 32 at once", "tokens/s"), [
-        [arm, f"{each.p50(arm, 1):.3f}", f"{each.p50(arm, AT_ONCE):.3f}", f"{each.throughput(arm):.1f}"]
-        for arm in _agents_overhead.ARMS
-    ])  # fmt: skip
+    print_table(
+        ("arm", "p50 s, 1 at once", "p50 s, 32 at once", "tokens/s"),
+        [
+            [arm, f"{each.p50(arm, 1):.3f}", f"{each.p50(arm, AT_ONCE):.3f}", f"{each.throughput(arm):.1f}"]
+            for arm in _agents_overhead.ARMS
+        ],
+    )
     print(f"load {each.load[0]} to {each.load[1]}", flush=True)
 
 
 def figures(results: Results) -> dict[str, Any]:
     """Return the figures that the module's docstring describes; a figure of a part that was not run is None."""
     learned, drift, overhead, deaths, proxied = (
-        results.learned, results.drift, results.overhead, results.deaths, results.proxied,
-    )  # fmt: skip
+        results.learned,
+        results.drift,
+        results.overhead,
+        results.deaths,
+        results.proxied,
+    )
     drifts = [each.token_drift for each in learned] + ([drift.token_drift] if drift else [])
     return {
         "found_last10": min((round(each.last10, 4) for each in learned), default=None),

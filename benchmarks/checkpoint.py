@@ -60,9 +60,15 @@ from rrl.roles.trajectories.types import Batch, Part, Trajectory
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(
-    hidden_size=768, intermediate_size=2048, layers=12, heads=12, kv_heads=4, head_dim=64, max_length=128,
+    hidden_size=768,
+    intermediate_size=2048,
+    layers=12,
+    heads=12,
+    kv_heads=4,
+    head_dim=64,
+    max_length=128,
     initializer_range=0.02,
-)  # fmt: skip
+)
 VOCABULARY = 16_000
 TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
 """Sizes of the fixed batch: number of all trajectories, trajectories in a group, tokens of a prompt, tokens of an
@@ -125,9 +131,15 @@ class BenchmarkArm:
         self._me, self._learner, self._buffers, self._every, self._uncommitted = me, learner, buffers, every, 0
         publisher: Any = NoPublisher()
         self.saver = AsyncSaver(
-            me, Gang(), learner, Checkpoints(me.run_dir), buffers, publisher, 1,  # type: ignore[arg-type]
+            me,
+            Gang(),
+            learner,
+            Checkpoints(me.run_dir),
+            buffers,
+            publisher,
+            1,  # type: ignore[arg-type]
             is_checkpoint_step=self._is_checkpoint_step,
-        )  # fmt: skip
+        )
 
     def _is_checkpoint_step(self, number: int) -> bool:
         return number % self._every == 0
@@ -183,9 +195,14 @@ def main() -> None:
         client = SnapshotClient(run.id, NodeName("n"), keys, incarnation.replica, 0, 1)
         with CheckpointCleaner(run.checkpoints, keep_checkpoints=2) as cleaner:
             me = StandInWorker(
-                run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1,
-                stopping=threading.Event(), cleaner=cleaner, commits=threading.Semaphore(0),
-            )  # fmt: skip
+                run_dir=run,
+                launch=SimpleNamespace(incarnation=incarnation),
+                rank=0,
+                world=1,
+                stopping=threading.Event(),
+                cleaner=cleaner,
+                commits=threading.Semaphore(0),
+            )
             learner = learner_of_100_million()
             try:
                 arms = {
@@ -258,26 +275,37 @@ def report(samples: Samples, nbytes: int, on_disk: int, every: int) -> None:
     rows = [["memcpy of the same bytes", f"{copied * 1e3:.0f}", "", "", "", ""]]
     for name in ARMS:
         block, slowdowns = median(samples.blocks[name]), samples.slowdowns(name)
-        rows.append([
-            name, f"{block * 1e3:.0f}", f"{block / copied:.2f}", f"{median(samples.writes[name]):.2f}",
-            f"{median(slowdowns):.2f}", f"{min(slowdowns):.2f} to {max(slowdowns):.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{block * 1e3:.0f}",
+                f"{block / copied:.2f}",
+                f"{median(samples.writes[name]):.2f}",
+                f"{median(slowdowns):.2f}",
+                f"{min(slowdowns):.2f} to {max(slowdowns):.2f}",
+            ]
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
-          f"{nbytes / 1e9:.2f} GB of state, {on_disk / 1e9:.2f} GB on disk; "
-          f"a step without checkpoints {median(plain):.2f} s; peak {peak:.1f} GiB")  # fmt: skip
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
+        f"{nbytes / 1e9:.2f} GB of state, {on_disk / 1e9:.2f} GB on disk; "
+        f"a step without checkpoints {median(plain):.2f} s; peak {peak:.1f} GiB"
+    )
     print_table(["", "blocks ms", "/ memcpy", "commit s later", "step / without", "range"], rows)
     block = median(samples.blocks[AGENT_MEMORY])
     figures = {
         "checkpoint_block_over_memcpy": round(block / copied, 3),
         "checkpoint_slowdown": spread(samples.slowdowns(AGENT_MEMORY)),
-        "block_s": spread(samples.blocks[AGENT_MEMORY]), "memcpy_s": spread(samples.memcpy),
-        "commit_s": spread(samples.writes[AGENT_MEMORY]), "step_s": spread(plain),
+        "block_s": spread(samples.blocks[AGENT_MEMORY]),
+        "memcpy_s": spread(samples.memcpy),
+        "commit_s": spread(samples.writes[AGENT_MEMORY]),
+        "step_s": spread(plain),
         "within_bar": block <= 1.3 * copied + 0.02,
         "own_block_over_memcpy": round(median(samples.blocks[OWN_MEMORY]) / copied, 3),
         "own_slowdown": spread(samples.slowdowns(OWN_MEMORY)),
-        "steps_per_round": STEPS_PER_ROUND, "checkpoint_every": every,
-    }  # fmt: skip
+        "steps_per_round": STEPS_PER_ROUND,
+        "checkpoint_every": every,
+    }
     raw = raw_samples("checkpoint", asdict(samples))
     print(json.dumps(figures | provenance() | {"raw": str(raw)}))
 
@@ -298,13 +326,17 @@ def fixed_batches() -> Iterator[Batch]:
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(
-            id=number, group=number // GROUP_SIZE,
+            id=number,
+            group=number // GROUP_SIZE,
             prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)),
-            tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)), logprobs=(-9.7,) * ANSWER_TOKENS,
-            versions=(Version(0, 1),) * ANSWER_TOKENS, reward=dice.random(), training=dice.random(),
+            tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)),
+            logprobs=(-9.7,) * ANSWER_TOKENS,
+            versions=(Version(0, 1),) * ANSWER_TOKENS,
+            reward=dice.random(),
+            training=dice.random(),
         )
         for number in range(TRAJECTORIES)
-    )  # fmt: skip
+    )
     for number in itertools.count(1):
         yield Batch(number, (), "", trajectories)
 

@@ -74,10 +74,15 @@ def main() -> None:
                     taken[name].append(_time_command(arguments, environment))
     medians = {name: statistics.median(times) for name, times in taken.items()}
     rows = [
-        (LABELS[name], f"{medians[name]:.3f}", f"{min(times):.3f}", f"{max(times):.3f}",
-         f"{'under' if medians[name] < MAX_MEDIAN_S else 'OVER'} {MAX_MEDIAN_S} s")
+        (
+            LABELS[name],
+            f"{medians[name]:.3f}",
+            f"{min(times):.3f}",
+            f"{max(times):.3f}",
+            f"{'under' if medians[name] < MAX_MEDIAN_S else 'OVER'} {MAX_MEDIAN_S} s",
+        )
         for name, times in taken.items()
-    ]  # fmt: skip
+    ]
     print_table(("command", "median s", "min", "max", "bar"), rows)
     figures = {name: round(value, 4) for name, value in medians.items()}
     print(last_line("cli_startup", figures, taken))

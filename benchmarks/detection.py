@@ -95,8 +95,14 @@ def _plays(
 def _curve(
     folder: Path, chosen: Mapping[str, Scenario], seeds: range, plays: Mapping[str, Sequence[Played]], jobs: int
 ) -> tuple[list[Point], MatchedDelay]:
-    runs = [Run(name, seed, method, factor) for method, factors in FACTORS.items() for factor in factors
-            if factor != 1.0 for name in chosen for seed in seeds]  # fmt: skip
+    runs = [
+        Run(name, seed, method, factor)
+        for method, factors in FACTORS.items()
+        for factor in factors
+        if factor != 1.0
+        for name in chosen
+        for seed in seeds
+    ]
     by: dict[tuple[str, float], list[Played]] = {}
     for run, play in play_all(folder, runs, jobs).items():
         by.setdefault((run.method, run.factor), []).append(play)
@@ -107,70 +113,129 @@ def _curve(
 
 
 def _result(
-    chosen: Mapping[str, Scenario], plays: Mapping[str, Sequence[Played]], points: Sequence[Point],
+    chosen: Mapping[str, Scenario],
+    plays: Mapping[str, Sequence[Played]],
+    points: Sequence[Point],
     match: MatchedDelay | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     counted = suites(plays)
     hangs = hang_delays_by_role(plays)
     result: dict[str, Any] = {
-        "scenarios": len(chosen), "runs": counted["all"][OURS]["runs"],
-        "precision": counted["all"][OURS]["precision"], "recall": counted["all"][OURS]["recall"],
+        "scenarios": len(chosen),
+        "runs": counted["all"][OURS]["runs"],
+        "precision": counted["all"][OURS]["precision"],
+        "recall": counted["all"][OURS]["recall"],
         "hang_delay_over_robustrl": {
-            role: {method: {name: figures[name]["ratio"] for name in STATISTICS}
-                   for method, figures in each.items() if figures["both"]}
-            for role, each in hangs.items() if any(figures["both"] for figures in each.values())
+            role: {
+                method: {name: figures[name]["ratio"] for name in STATISTICS}
+                for method, figures in each.items()
+                if figures["both"]
+            }
+            for role, each in hangs.items()
+            if any(figures["both"] for figures in each.values())
         },
-        "hangs": hangs, "suites": counted, **hang_delays(plays[OURS]),
+        "hangs": hangs,
+        "suites": counted,
+        **hang_delays(plays[OURS]),
         "broken": sorted({play.scenario for play in plays[OURS] if play.broken}),
-    }  # fmt: skip
+    }
     if match is not None:
         result["equal_false_alarms"] = {
             "hang_delay_over_robustrl_30s": None if match.ratio is None else round(match.ratio, 4),
-            "factor_of_shipped_bounds": round(match.factor, 3), "reached": match.reached,
-        }  # fmt: skip
+            "factor_of_shipped_bounds": round(match.factor, 3),
+            "reached": match.reached,
+        }
         result["curve"] = [
-            {"method": one.method, "factor": one.factor, "precision": round(one.precision, 4),
-             "recall": round(one.recall, 4), "false_per_run": round(one.false_per_run, 4), "hang_delay": one.delay}
+            {
+                "method": one.method,
+                "factor": one.factor,
+                "precision": round(one.precision, 4),
+                "recall": round(one.recall, 4),
+                "false_per_run": round(one.false_per_run, 4),
+                "hang_delay": one.delay,
+            }
             for one in points
-        ]  # fmt: skip
+        ]
     return result
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _print_results(
-    result: Mapping[str, Any], plays: Mapping[str, Sequence[Played]], points: Sequence[Point]
-) -> None:  # fmt: skip
+def _print_results(result: Mapping[str, Any], plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> None:
     print("delays of the hangs that both find, s: rrl with its default limits / RobustRL")
-    print_table(["role, time for an answer", "both", "rrl alone", "RobustRL alone", *STATISTICS], [
-        [f"{role}, {method.removeprefix('robustrl_')}", str(each["both"]), str(each["ours_alone"]),
-         str(each["robustrl_alone"]), *(_pair(each.get(name)) for name in STATISTICS)]
-        for role, methods in result["hangs"].items() for method, each in methods.items()
-    ])  # fmt: skip
+    print_table(
+        ["role, time for an answer", "both", "rrl alone", "RobustRL alone", *STATISTICS],
+        [
+            [
+                f"{role}, {method.removeprefix('robustrl_')}",
+                str(each["both"]),
+                str(each["ours_alone"]),
+                str(each["robustrl_alone"]),
+                *(_pair(each.get(name)) for name in STATISTICS),
+            ]
+            for role, methods in result["hangs"].items()
+            for method, each in methods.items()
+        ],
+    )
     for suite, methods in result["suites"].items():
         print(f"\nsuite {suite}; warnings: per hour, unexplained per hour, mean unexplained ones at a time")
         print_table(
-            ["method", "runs", "found", "late", "missed", "false", "precision", "recall", "WARN found", "warnings",
-             "unexplained", "stand"],
-            [[method, *(str(each[key]) for key in ("runs", "found", "late", "missed", "false")),
-              f"{each['precision']:.4f}", f"{each['recall']:.4f}",
-              f"{each['warn_truths_found']} of {each['warn_truths']}", f"{each['warnings_per_hour']:.2f}",
-              f"{each['unexplained_per_hour']:.2f}", f"{each['unexplained_standing']:.2f}"]
-             for method, each in methods.items()],
-        )  # fmt: skip
+            [
+                "method",
+                "runs",
+                "found",
+                "late",
+                "missed",
+                "false",
+                "precision",
+                "recall",
+                "WARN found",
+                "warnings",
+                "unexplained",
+                "stand",
+            ],
+            [
+                [
+                    method,
+                    *(str(each[key]) for key in ("runs", "found", "late", "missed", "false")),
+                    f"{each['precision']:.4f}",
+                    f"{each['recall']:.4f}",
+                    f"{each['warn_truths_found']} of {each['warn_truths']}",
+                    f"{each['warnings_per_hour']:.2f}",
+                    f"{each['unexplained_per_hour']:.2f}",
+                    f"{each['unexplained_standing']:.2f}",
+                ]
+                for method, each in methods.items()
+            ],
+        )
     for method, each in plays.items():
         print(f"\n{method}: true cause (down) and reported cause")
         _print_confusion(each)
     print("\ndelay from the failure to the first alarm, s: median / p95 (found)")
     kinds = sorted({kind for each in plays.values() for kind in delays(each)})
     by = {method: delays(each) for method, each in plays.items()}
-    print_table(["role, cause", *plays], [[f"{role}, {cause}", *(_spread(by[method].get((role, cause), []))
-                                           for method in plays)] for role, cause in kinds])  # fmt: skip
+    print_table(
+        ["role, cause", *plays],
+        [
+            [f"{role}, {cause}", *(_spread(by[method].get((role, cause), [])) for method in plays)]
+            for role, cause in kinds
+        ],
+    )
     if points:
         print("\nlimits multiplied by a factor; 1: the default or published limits")
-        print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
-            [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false_per_run:.3f}",
-             "" if one.delay is None else f"{one.delay:.0f}"] for one in points
-        ])  # fmt: skip
+        print_table(
+            ["method", "factor", "precision", "recall", "false/run", "hang delay, s"],
+            [
+                [
+                    one.method,
+                    f"{one.factor:g}",
+                    f"{one.precision:.4f}",
+                    f"{one.recall:.4f}",
+                    f"{one.false_per_run:.3f}",
+                    "" if one.delay is None else f"{one.delay:.0f}",
+                ]
+                for one in points
+            ],
+        )
     _print_mistakes(plays[OURS])
 
 
@@ -208,8 +273,9 @@ def _print_warnings(plays: Sequence[Played]) -> None:
     lines = [
         f"{play.scenario} seed {play.seed}: WARN at {one.at:.0f} s about {one.who}"
         f"{'' if one.until == inf else f', until {one.until:.0f} s'}: {one.detector}: {one.text}"
-        for play in plays for one in play.warnings
-    ]  # fmt: skip
+        for play in plays
+        for one in play.warnings
+    ]
     print(f"\nwarnings of ours: {len(lines)}")
     for line in lines:
         print(f"  {line}")

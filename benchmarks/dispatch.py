@@ -132,9 +132,15 @@ def arms(
 
     kind, learned = ("new", "unseen") if new else ("known", "seen")
     yield f"fifo {kind}", lambda world: FirstCome()
-    yield f"even {kind}", lambda world: FixedLists(
-        [[each.number for each in world.answers if each.number % len(world.engines) == i]
-         for i in range(len(world.engines))])  # fmt: skip
+    yield (
+        f"even {kind}",
+        lambda world: FixedLists(
+            [
+                [each.number for each in world.answers if each.number % len(world.engines) == i]
+                for i in range(len(world.engines))
+            ]
+        ),
+    )
     means = [GroupEstimate(prompt.mean, KNOWN_VARIANCE, prompt.deviation**2) for prompt in prompts]
     yield f"true mean {kind}", lambda world: Product(means, source.learned, True, True, deepcopy(times))
     yield learned, product(source.learned)
@@ -142,8 +148,10 @@ def arms(
     if new:
         yield "none", product(Lengths(LIMIT))
         yield "perfect", lambda world: Product(None, source.learned, True, True, deepcopy(times))
-        yield "pools perfect", lambda world: two_pools(
-            world, [float(each.length) for each in world.answers], world.engines[0].times)  # fmt: skip
+        yield (
+            "pools perfect",
+            lambda world: two_pools(world, [float(each.length) for each in world.answers], world.engines[0].times),
+        )
     else:
         yield "wrong", product(source.misled)
         yield "pools wrong", pools(source.misled)
@@ -273,10 +281,17 @@ def main() -> None:
     taken = decision_times()
     found["decision_us"] = round(statistics.median(taken), 1)
     _print_bars(found)
-    print(json.dumps({
-        **found, **real(given.real_seeds), "samples": [_sample(trace) for trace in traces],
-        "decisions_us": [round(each, 1) for each in taken], **provenance(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                **found,
+                **real(given.real_seeds),
+                "samples": [_sample(trace) for trace in traces],
+                "decisions_us": [round(each, 1) for each in taken],
+                **provenance(),
+            }
+        )
+    )
 
 
 def _name(trace: Trace) -> str:
@@ -287,17 +302,32 @@ def _print_traces(traces: Sequence[Trace]) -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; seconds of a step over first come, first served")
     print_table(
         ("source, tau, engines", "seeds", *RANKERS),
-        [[_name(trace), str(len(trace.seeds)), *(str(trace.estimate(trace.over_fifo, arm)) for arm in RANKERS)]
-         for trace in traces],
-    )  # fmt: skip
-    shown = ("even new", "pools unseen", "pools seen", "pools wrong", "pools perfect", "true mean new",
-             "true mean known")  # fmt: skip
+        [
+            [_name(trace), str(len(trace.seeds)), *(str(trace.estimate(trace.over_fifo, arm)) for arm in RANKERS)]
+            for trace in traces
+        ],
+    )
+    shown = (
+        "even new",
+        "pools unseen",
+        "pools seen",
+        "pools wrong",
+        "pools perfect",
+        "true mean new",
+        "true mean known",
+    )
     print_table(
         ("source, tau, engines", *shown, "oracle new", "oracle known", "moved"),
-        [[_name(trace), *(f"{trace.over_fifo(arm):.3f}" for arm in shown),
-          *(f"{trace.oracle(kind):.3f}" for kind in ("new", "known")),
-          f"{statistics.mean(trace.moved(arm) for arm in LEARNED):.1%}"] for trace in traces],
-    )  # fmt: skip
+        [
+            [
+                _name(trace),
+                *(f"{trace.over_fifo(arm):.3f}" for arm in shown),
+                *(f"{trace.oracle(kind):.3f}" for kind in ("new", "known")),
+                f"{statistics.mean(trace.moved(arm) for arm in LEARNED):.1%}",
+            ]
+            for trace in traces
+        ],
+    )
     print("Gain as a share of the oracle's gain (if that is 5 % or more), and of a ranker's that knows true means")
     print_table(
         ("source, tau, engines", "unseen", "true mean", "of attainable", "seen", "true mean", "of attainable"),
@@ -316,18 +346,23 @@ def _sample(trace: Trace) -> dict[str, Any]:
     ratios = {arm: trace.over_fifo(arm) for arm in trace.outcomes}
     ratios |= {f"oracle {prompts}": trace.oracle(prompts) for prompts in ("new", "known")}
     return {
-        "source": trace.source, "tau": trace.tau, "engines": trace.engines, "seeds": len(trace.seeds),
+        "source": trace.source,
+        "tau": trace.tau,
+        "engines": trace.engines,
+        "seeds": len(trace.seeds),
         "over_fifo": {arm: round(ratio, 4) for arm, ratio in ratios.items()},
         "moved": {arm: round(trace.moved(arm), 4) for arm in RANKERS},
         "seconds": {arm: [round(each.seconds, 2) for each in those] for arm, those in trace.outcomes.items()},
-    }  # fmt: skip
+    }
 
 
 def _print_bars(found: dict[str, float]) -> None:
     for name, bar, most in (
-        ("worst_over_fifo", MAX_OVER_FIFO, True), ("share_of_oracle", MIN_SHARE, False),
-        ("recall20_unseen", MIN_RECALL, False), ("decision_us", MAX_DECISION_US, True),
-    ):  # fmt: skip
+        ("worst_over_fifo", MAX_OVER_FIFO, True),
+        ("share_of_oracle", MIN_SHARE, False),
+        ("recall20_unseen", MIN_RECALL, False),
+        ("decision_us", MAX_DECISION_US, True),
+    ):
         met = found[name] <= bar if most else found[name] >= bar
         print(f"{name} {found[name]:g}, bar {'at most' if most else 'at least'} {bar:g}: {'met' if met else 'MISSED'}")
 

@@ -112,10 +112,13 @@ def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict
         share = share_at(PAPER_STEP_S, STEPS / FAULTS, statistics.median(times)) if times else None
         found[f"real_{kind}_strict"] = None if share is None else round(share, 4)
     role, cold, whole = (outage_median(rates, arm) for arm in ("role", "role_cold", "job"))
-    pairs = [{each.arm: each.seconds for each in rates if each.seed == seed}
-             for seed in sorted({each.seed for each in rates})]  # fmt: skip
-    errors = [abs(strict(each, samples) - each.account.estimate) for each in samples
-              if each.account.estimate is not None]  # fmt: skip
+    pairs = [
+        {each.arm: each.seconds for each in rates if each.seed == seed}
+        for seed in sorted({each.seed for each in rates})
+    ]
+    errors = [
+        abs(strict(each, samples) - each.account.estimate) for each in samples if each.account.estimate is not None
+    ]
     return found | {
         "outage_ratio": None if not role or not whole else round(role / whole, 4),
         "outage_over_slowest_start": None if not role or not cold else round(role / cold, 4),
@@ -135,11 +138,16 @@ def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> N
         outage_s = outage_median(own, arm)
         if own:
             shares = [strict(sample, samples) for sample in own]
-            rows.append([
-                arm, f"{statistics.median(each.seconds for each in own):.1f}", f"{statistics.median(shares):.3f}",
-                f"{min(shares):.3f}-{max(shares):.3f}", "-" if outage_s is None else f"{outage_s:.2f}",
-                "-" if outage_s is None else f"{share_at(PAPER_STEP_S, STEPS / FAULTS, outage_s):.3f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    arm,
+                    f"{statistics.median(each.seconds for each in own):.1f}",
+                    f"{statistics.median(shares):.3f}",
+                    f"{min(shares):.3f}-{max(shares):.3f}",
+                    "-" if outage_s is None else f"{outage_s:.2f}",
+                    "-" if outage_s is None else f"{share_at(PAPER_STEP_S, STEPS / FAULTS, outage_s):.3f}",
+                ]
+            )
     for kind, times in requeues.items():
         outage_s = statistics.median(times)
         rows.append([kind, "-", "-", "-", f"{outage_s:.1f}", f"{share_at(PAPER_STEP_S, STEPS / FAULTS, outage_s):.3f}"])
@@ -150,10 +158,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of part rates; other parts have one")
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
-    parser.add_argument("--continue", dest="earlier", type=Path, metavar="SAMPLES",
-                        help="file of samples of a stopped benchmark; its runs are not repeated")  # fmt: skip
-    parser.add_argument("--quick", action="store_true",
-                        help=f"only part rates: one seed, {QUICK.faults} faults in {QUICK.steps} steps")  # fmt: skip
+    parser.add_argument(
+        "--continue",
+        dest="earlier",
+        type=Path,
+        metavar="SAMPLES",
+        help="file of samples of a stopped benchmark; its runs are not repeated",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"only part rates: one seed, {QUICK.faults} faults in {QUICK.steps} steps"
+    )
     options = parser.parse_args()
     check_requirements("ettr")
     parts = ("rates",) if options.quick else options.part or PARTS
@@ -181,9 +195,18 @@ def main() -> None:
     print_experiments(runs.samples)
     print_stages(runs.samples)
     print_published(runs.samples)
-    print(json.dumps(figures(runs.samples, runs.requeue_s) | {
-        "step_s": runs.step_s, "slurm": version, "requeue_s": runs.requeue_s, **provenance(), "raw": str(runs.save()),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            figures(runs.samples, runs.requeue_s)
+            | {
+                "step_s": runs.step_s,
+                "slurm": version,
+                "requeue_s": runs.requeue_s,
+                **provenance(),
+                "raw": str(runs.save()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -121,15 +121,25 @@ def main() -> None:
     )
     raw = raw_samples("hostile_ports", [to_builtins(result) for result in results])
     costs = [cost for result in results for cost in result.costs]
-    print(json.dumps({
-        "frames": min(cost.frames for cost in costs), "half_open": HALF_OPEN_PER_PORT,
-        "ports": sum(len(cost.target.ports) for cost in costs),
-        "memory_growth_max": round(max(cost.memory_growth for cost in costs), 4),
-        "fds_growth_max": max(cost.descriptors_growth for cost in costs),
-        "run_affected": any(result.affected for result in results),
-        **{f"{result.kind}_{name}": spread(values) for result in results for name, values in _ratios(result).items()},
-        **provenance(), "raw": str(raw),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "frames": min(cost.frames for cost in costs),
+                "half_open": HALF_OPEN_PER_PORT,
+                "ports": sum(len(cost.target.ports) for cost in costs),
+                "memory_growth_max": round(max(cost.memory_growth for cost in costs), 4),
+                "fds_growth_max": max(cost.descriptors_growth for cost in costs),
+                "run_affected": any(result.affected for result in results),
+                **{
+                    f"{result.kind}_{name}": spread(values)
+                    for result in results
+                    for name, values in _ratios(result).items()
+                },
+                **provenance(),
+                "raw": str(raw),
+            }
+        )
+    )
 
 
 def _ratios(result: Result) -> dict[str, list[float]]:
@@ -157,8 +167,10 @@ def _measure(kind: str, frames: int) -> Result:
             for number in range(ROUNDS):
                 alone = _steps_per_s(run, WINDOW_S)
                 if not number:
-                    grown = [Footprint.of(victim.pid).memory / then.memory - 1
-                             for victim, then in zip(victims, first, strict=True)]  # fmt: skip
+                    grown = [
+                        Footprint.of(victim.pid).memory / then.memory - 1
+                        for victim, then in zip(victims, first, strict=True)
+                    ]
                 victims = [structs.replace(victim, ports=tuple(ports_of(victim.pid))) for victim in victims]
                 costs, storm = assault(run, victims, math.ceil(frames / ROUNDS), HALF_OPEN_PER_PORT, first)
                 attacks.append(costs)
@@ -222,23 +234,37 @@ def _rows(result: Result) -> Iterator[list[str]]:
     for cost, own_growth in zip(result.costs, result.own_growth, strict=True):
         sizes = [f"{each.memory / 2**20:.1f}" for each in (cost.before, cost.worst, cost.after)]
         counts = [str(each.descriptors) for each in (cost.before, cost.worst, cost.after)]
-        yield [f"{result.kind}, {cost.target.name}", str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}",
-               f"{own_growth:+.1%}", *counts]  # fmt: skip
+        yield [
+            f"{result.kind}, {cost.target.name}",
+            str(len(cost.target.ports)),
+            *sizes,
+            f"{cost.memory_growth:+.1%}",
+            f"{own_growth:+.1%}",
+            *counts,
+        ]
 
 
 def _round_rows(result: Result) -> Iterator[list[str]]:
     for number, one in enumerate(result.rounds, 1):
-        yield [f"{result.kind}, {number}", f"{one.alone:.1f}", f"{one.attack:.1f}", f"{one.busy:.1f}",
-               f"{one.over_busy:.2f}", f"{one.attack_cores:.2f}", f"{one.busy_cores:.2f}"]  # fmt: skip
+        yield [
+            f"{result.kind}, {number}",
+            f"{one.alone:.1f}",
+            f"{one.attack:.1f}",
+            f"{one.busy:.1f}",
+            f"{one.over_busy:.2f}",
+            f"{one.attack_cores:.2f}",
+            f"{one.busy_cores:.2f}",
+        ]
 
 
 def _suspicions(run: TestRun) -> list[str]:
     """Return all findings other than OK about processes and nodes of the run."""
     events = [stamped.event for stamped in run.events()]
     return [
-        str(event.finding) for event in events
+        str(event.finding)
+        for event in events
         if isinstance(event, ev.FindingChanged) and event.finding.verdict is not Verdict.OK
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
     rows = [
         (name, f"{figures[name]:.3f}", f"{'under' if figures[name] < bar else 'OVER'} {bar:g}")
         for name, bar in BARS.items()
-    ]  # fmt: skip
+    ]
     print_table(("figure", "measured", "bar"), rows)
     for name in ("top_64_replicas_cpu", "top_20_runs_cpu"):
         print(f"{name}: {100 * figures[name]:.1f} % of a core")

@@ -139,9 +139,19 @@ def measure(site: LaunchSite, cluster: str, arm: str, seed: int) -> Result:
     run.wait_gone(60.0)
     ages, rewards, dropped = trained_tokens(run.run)
     return Result(
-        cluster, arm, seed, str(state.outcome), state.step, round(seconds, 1), after - before,
-        round(mean(rewards[-LAST_STEPS:]), 4), max(ages), dropped, [round(reward, 4) for reward in rewards], ages,
-    )  # fmt: skip
+        cluster,
+        arm,
+        seed,
+        str(state.outcome),
+        state.step,
+        round(seconds, 1),
+        after - before,
+        round(mean(rewards[-LAST_STEPS:]), 4),
+        max(ages),
+        dropped,
+        [round(reward, 4) for reward in rewards],
+        ages,
+    )
 
 
 def _newest_checkpoint(run: TestRun) -> int:
@@ -247,10 +257,20 @@ def print_result(result: Result) -> None:
     """Print the line of a run as soon as the run is over, because all runs together take an hour on two cores."""
     head = ["run", "outcome", "s", "steps away", "reward at the end", "oldest token", "dropped"]
     name = f"{result.cluster} {result.arm} {result.seed}"
-    print_table(head, [[
-        name, result.outcome, f"{result.seconds:.0f}", str(result.steps_away), f"{result.reward_end:.4f}",
-        str(result.age_max), str(result.dropped),
-    ]])  # fmt: skip
+    print_table(
+        head,
+        [
+            [
+                name,
+                result.outcome,
+                f"{result.seconds:.0f}",
+                str(result.steps_away),
+                f"{result.reward_end:.4f}",
+                str(result.age_max),
+                str(result.dropped),
+            ]
+        ],
+    )
     print(flush=True)
 
 

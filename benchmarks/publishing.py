@@ -148,13 +148,22 @@ def _report(times: dict[str, Times], parameters: int) -> dict[str, Any]:
     }
     lag = {name: median(each.until_available) / plain for name, each in times.items() if each.until_available}
     rows = [
-        [name, f"{median(each.steps):.2f}", f"{median(each.blocked) * 1e3:.1f}", f"{blocked[name]:.2%}",
-         f"{worst[name]:.2%}", f"{slower[name]:.3f}", f"{lag[name]:.2f}" if name in lag else ""]
+        [
+            name,
+            f"{median(each.steps):.2f}",
+            f"{median(each.blocked) * 1e3:.1f}",
+            f"{blocked[name]:.2%}",
+            f"{worst[name]:.2%}",
+            f"{slower[name]:.3f}",
+            f"{lag[name]:.2f}" if name in lag else "",
+        ]
         for name, each in times.items()
-    ]  # fmt: skip
+    ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
-          f"{parameters / 1e6:.0f} million parameters, published as bfloat16; peak {peak:.1f} GiB")  # fmt: skip
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
+        f"{parameters / 1e6:.0f} million parameters, published as bfloat16; peak {peak:.1f} GiB"
+    )
     heads = ["", "step s", "blocked ms", "of a step", "at most", "step / without", "steps until it can be pulled"]
     print_table(heads, rows)
     return {
@@ -168,7 +177,7 @@ def _report(times: dict[str, Times], parameters: int) -> dict[str, Any]:
         "step_s": round(plain, 3),
         "within_bar": blocked[BESIDE] <= MAX_BLOCKED_SHARE,
         "ran_on": f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}",
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -29,18 +29,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.phases import ClockReading, PhaseTime
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec
-from rrl.core.types import (  # fmt: skip
-    Cause,
-    Evidence,
-    Finding,
-    Incarnation,
-    NodeName,
-    Outcome,
-    Remedy,
-    ReplicaId,
-    Verdict,
-    Version,
-)
+from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Outcome, Remedy, ReplicaId, Verdict, Version
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Request, Rung, Why
@@ -175,7 +164,7 @@ def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
 
 def _starts(
     incarnation: Incarnation, node: NodeName, launched_at: float, works_at: float, version: int
-) -> Iterator[tuple[float, ev.Event]]:  # fmt: skip
+) -> Iterator[tuple[float, ev.Event]]:
     step = f"{RUN}.{incarnation.replica.replace('/', '-')}.{incarnation.number}"
     yield launched_at, ev.Intended(Launch(incarnation, step, f"{RUN}.pool", node, Why(())))
     yield works_at - 5, ev.Joined(incarnation, node, node, 1)
@@ -186,9 +175,15 @@ def _starts(
 def _fails(incarnation: Incarnation, at: float, node: NodeName) -> Iterator[tuple[float, ev.Event]]:
     evidence = "its step ended by signal 9 (SIGKILL)"
     finding = Finding(
-        "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, BEGAN + at,
-        (Evidence("step", evidence, BEGAN + at),), incarnation=incarnation, proof=True,
-    )  # fmt: skip
+        "exit_record",
+        Verdict.FAIL,
+        Cause.PROCESS,
+        Remedy.RESTART,
+        BEGAN + at,
+        (Evidence("step", evidence, BEGAN + at),),
+        incarnation=incarnation,
+        proof=True,
+    )
     yield at, ev.StepEnded(incarnation, f"{RUN}.x", None, 9, ExitReason.SIGNALED)
     yield at + 0.2, ev.FindingChanged(finding)
     yield at + 0.3, ev.Decided(Fence(incarnation, Rung.IN_PLACE, Why((evidence,), Rung.IN_PLACE)))

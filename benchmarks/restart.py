@@ -253,8 +253,11 @@ def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
                     restart = kill(run, arm, delay_s)
                     results[name].append(restart)
                     standby = "ready" if restart.standby_ready else "not ready"
-                    print(f"{cluster}: {name}-{turn}: {restart.seconds():.3f} s, standby process {standby}, "
-                          f"load {restart.load}", flush=True)  # fmt: skip
+                    print(
+                        f"{cluster}: {name}-{turn}: {restart.seconds():.3f} s, standby process {standby}, "
+                        f"load {restart.load}",
+                        flush=True,
+                    )
                 assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(KILL_TIMEOUT_S) == 0
                 run.wait_gone(KILL_TIMEOUT_S)
     return results
@@ -286,10 +289,15 @@ def print_arms(cluster: str, results: dict[str, list[Restart]]) -> None:
     for name, restarts in results.items():
         stages = [statistics.median(values) for values in zip(*(one.stages() for one in restarts), strict=True)]
         whole = [one.seconds() for one in restarts]
-        rows.append([
-            name, str(len(restarts)), *(f"{stage:.3f}" for stage in stages), f"{statistics.median(whole):.3f}",
-            f"{min(whole):.3f} to {max(whole):.3f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                str(len(restarts)),
+                *(f"{stage:.3f}" for stage in stages),
+                f"{statistics.median(whole):.3f}",
+                f"{min(whole):.3f} to {max(whole):.3f}",
+            ]
+        )
     loads = [one.load for restarts in results.values() for one in restarts]
     print(f"{cluster}: {os.cpu_count()} cores, load {min(loads)} to {max(loads)} at the kills; medians, s")
     print_table(["arm", "kills", *STAGES, "total", "range of total"], rows)
@@ -310,11 +318,20 @@ def main() -> None:
         print_arms(cluster, results)
         found[cluster] = figures(results)
         samples += [
-            {"cluster": cluster, "arm": name, "seconds": round(restart.seconds(), 4),
-             "stages": dict(zip(STAGES, (round(stage, 4) for stage in restart.stages()), strict=True)),
-             **{key: value for key, value in asdict(restart).items() if key in ("standby_ready", "load", "lost_steps")}}
-            for name, restarts in results.items() for restart in restarts
-        ]  # fmt: skip
+            {
+                "cluster": cluster,
+                "arm": name,
+                "seconds": round(restart.seconds(), 4),
+                "stages": dict(zip(STAGES, (round(stage, 4) for stage in restart.stages()), strict=True)),
+                **{
+                    key: value
+                    for key, value in asdict(restart).items()
+                    if key in ("standby_ready", "load", "lost_steps")
+                },
+            }
+            for name, restarts in results.items()
+            for restart in restarts
+        ]
     raw = raw_samples("restart", samples)
     print(json.dumps({"clusters": found, "ranks": options.ranks, **provenance(), "raw": str(raw)}))
 

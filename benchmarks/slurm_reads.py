@@ -98,8 +98,9 @@ async def measure(
     """
     limits, child = SlurmLimits(), PyslurmChild()
     readers: dict[str, SlurmReader] = {
-        "commands": CommandReader.with_limits(limits), "pyslurm": PyslurmReader(child, limits),
-    }  # fmt: skip
+        "commands": CommandReader.with_limits(limits),
+        "pyslurm": PyslurmReader(child, limits),
+    }
     for name in names:
         await look(readers[name])  # the process of pyslurm starts
     blocks = []

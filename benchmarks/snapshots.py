@@ -101,11 +101,18 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
     fetch = [_timed(lambda: client.fetch(buddy, buddy_snapshot)) for _ in range(3)]
     median = statistics.median
     return {
-        "memcpy": median(memcpy), "block": median(block), "block_over_memcpy": median(block) / median(memcpy),
-        "first_blocks": max(block[:2]), "prepare_both_buffers": prepare, "seal": median(seal),
-        "push_first_two": median(push[:2]), "push": median(push[2:]), "read_verified": read, "copy_out": median(load),
+        "memcpy": median(memcpy),
+        "block": median(block),
+        "block_over_memcpy": median(block) / median(memcpy),
+        "first_blocks": max(block[:2]),
+        "prepare_both_buffers": prepare,
+        "seal": median(seal),
+        "push_first_two": median(push[:2]),
+        "push": median(push[2:]),
+        "read_verified": read,
+        "copy_out": median(load),
         "fetch_verified": median(fetch),
-    }  # fmt: skip
+    }
 
 
 def _copy_and_seal(client: SnapshotClient, source: torch.Tensor, step: int) -> None:

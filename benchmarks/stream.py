@@ -164,8 +164,10 @@ class Sample(Struct):
     @property
     def steps_to_reward(self) -> float | None:
         """Interpolated step at which the mean reward of several steps rises to the target; None if it never does."""
-        means = [statistics.mean(self.rewards[end - REWARD_STEPS : end])
-                 for end in range(REWARD_STEPS, len(self.rewards) + 1)]  # fmt: skip
+        means = [
+            statistics.mean(self.rewards[end - REWARD_STEPS : end])
+            for end in range(REWARD_STEPS, len(self.rewards) + 1)
+        ]
         for place, (before, after) in enumerate(pairwise(means), start=REWARD_STEPS):
             if before < TARGET_REWARD <= after:
                 return place + (TARGET_REWARD - before) / (after - before)
@@ -269,8 +271,9 @@ def _place(run: TestRun) -> Path:
 def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Sample:
     """Return the results of a finished run."""
     events = run.events()
-    commits = {each.event.step: (each.at, each.event.metrics) for each in events
-               if isinstance(each.event, ev.StepCommitted)}  # fmt: skip
+    commits = {
+        each.event.step: (each.at, each.event.metrics) for each in events if isinstance(each.event, ev.StepCommitted)
+    }
     at = [commits[step][0] for step in sorted(commits)]
     metrics = [commits[step][1] for step in sorted(commits)]
     audit = msgspec.json.decode((run.run.store / "audit.json").read_bytes())
@@ -278,7 +281,8 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
     stale = audit["stale"] // GROUP_SIZE
     answers = None if arm.kills else lengths(run.run, FIRST_STEP)
     return Sample(
-        arm.name, seed,
+        arm.name,
+        seed,
         step_s=[round(after - before, 3) for before, after in pairwise(at[FIRST_STEP - 2 :])],
         rewards=[round(each["reward"], 4) for each in metrics],
         idle=_idle(events, at[FIRST_STEP - 2], at[-1]),
@@ -291,7 +295,7 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
         tokens=round(statistics.mean(each["tokens"] for each in metrics), 1),
         overrun={role: round(overrun(recorded(_place(run) / "pace", role)), 4) for role in ("trainer", "rollout")},
         load=(round(load[0], 1), round(load[1], 1)),
-    )  # fmt: skip
+    )
 
 
 def _idle(events: Sequence[ev.Stamped], since: float, until: float) -> dict[str, dict[str, float]]:
@@ -308,8 +312,10 @@ def _idle(events: Sequence[ev.Stamped], since: float, until: float) -> dict[str,
             now = times.now
             if stamped.at <= since or before is idle_times.START:
                 before = now
-    return {role: {cause: round(share, 4) for cause, share in idle_times.idle_shares(now, before, role).items()}
-            for role in ("trainer", "rollout")}  # fmt: skip
+    return {
+        role: {cause: round(share, 4) for cause, share in idle_times.idle_shares(now, before, role).items()}
+        for role in ("trainer", "rollout")
+    }
 
 
 def replay_of(run: TestRun) -> Replay:
@@ -346,15 +352,41 @@ def measure(seeds: int, parts: Sequence[str]) -> dict[str, Any]:
 def _report(samples: list[Sample], new: Sequence[Sample]) -> None:
     samples += new
     print(f"load {new[-1].load[0]:.1f} to {new[-1].load[1]:.1f}")
-    heads = ("arm", "seed", "step s", "trainer idle", "rollouts idle", "parts", "tokens", "dropped", "bias", "max age",
-             "steps to 0.8", "overrun trainer", "rollout")  # fmt: skip
-    print_table(heads, [
-        [each.arm, str(each.seed), f"{statistics.mean(each.step_s):.2f}", f"{each.idle_share('trainer'):.3f}",
-         f"{each.idle_share('rollout'):.3f}", f"{each.parts:.1f}", f"{each.tokens:.0f}", f"{each.dropped:.3f}",
-         _shown(each.length_bias), str(each.max_age), _shown(each.steps_to_reward),
-         *(f"{each.overrun[role]:.3f}" for role in ("trainer", "rollout"))]
-        for each in new
-    ])  # fmt: skip
+    heads = (
+        "arm",
+        "seed",
+        "step s",
+        "trainer idle",
+        "rollouts idle",
+        "parts",
+        "tokens",
+        "dropped",
+        "bias",
+        "max age",
+        "steps to 0.8",
+        "overrun trainer",
+        "rollout",
+    )
+    print_table(
+        heads,
+        [
+            [
+                each.arm,
+                str(each.seed),
+                f"{statistics.mean(each.step_s):.2f}",
+                f"{each.idle_share('trainer'):.3f}",
+                f"{each.idle_share('rollout'):.3f}",
+                f"{each.parts:.1f}",
+                f"{each.tokens:.0f}",
+                f"{each.dropped:.3f}",
+                _shown(each.length_bias),
+                str(each.max_age),
+                _shown(each.steps_to_reward),
+                *(f"{each.overrun[role]:.3f}" for role in ("trainer", "rollout")),
+            ]
+            for each in new
+        ],
+    )
     sys.stdout.flush()
 
 

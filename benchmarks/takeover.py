@@ -148,10 +148,13 @@ def fail(site: Site, run: TestRun, case: str, victim: Replica) -> None:
 
 def kill(run: TestRun, concerned: Callable[[Path], bool]) -> None:
     """Kill all processes of the steps whose launch files are ``concerned``, so that none of them leaves a record."""
-    kill_all(lambda: {
-        pid: one for pid, one in running_processes().items()
-        if (file := _launch_file(one)).parent == run.run.steps and concerned(file)
-    })  # fmt: skip
+    kill_all(
+        lambda: {
+            pid: one
+            for pid, one in running_processes().items()
+            if (file := _launch_file(one)).parent == run.run.steps and concerned(file)
+        }
+    )
 
 
 def _launch_file(process: Process) -> Path:
@@ -161,9 +164,12 @@ def _launch_file(process: Process) -> Path:
 
 
 def _sample(
-    events: Sequence[ev.Stamped], named: tuple[str, str, str, int], hit: float, failed: set[Incarnation],
+    events: Sequence[ev.Stamped],
+    named: tuple[str, str, str, int],
+    hit: float,
+    failed: set[Incarnation],
     node: NodeName | None,
-) -> Sample:  # fmt: skip
+) -> Sample:
     """Return the sample of a failure at the time ``hit`` (s) of the incarnations ``failed`` and of a node."""
     began, found, blamed = hit, None, list[str]()
     for stamped in events:

@@ -32,9 +32,18 @@ from rrl.benchmarks._weights_rejoin import Rejoin
 from rrl.tests.support.weights.torture import Tally, torture
 
 PARTS = ("loopback", "namespaces", "rejoin", "faults")
-KEYS = ("ours_over_gloo_1", "ours_over_raw_gloo_1", "published_over_gloo_1", "chain_over_ideal",
-        "source_free_over_copy", "killed_over_clean", "connect_p50_ms", "rejoin_rollout_ms", "rejoin_trainer_ms",
-        "wrong_commits")  # fmt: skip
+KEYS = (
+    "ours_over_gloo_1",
+    "ours_over_raw_gloo_1",
+    "published_over_gloo_1",
+    "chain_over_ideal",
+    "source_free_over_copy",
+    "killed_over_clean",
+    "connect_p50_ms",
+    "rejoin_rollout_ms",
+    "rejoin_trainer_ms",
+    "wrong_commits",
+)
 REPEATS = {"loopback": 3, "namespaces": 5, "rejoin": 50}
 DEFAULT_FAULTS = 500
 GIB, MIB = 2**30, 2**20
@@ -90,14 +99,24 @@ async def _faults(faults: int, seed: int) -> PartResult:
     tallies: dict[str, Tally] = {}
     for kind in ("ucx", "tcp"):
         tallies[kind] = await torture(kind, faults // 2, seed)
-    header = ["pipe", "faults", "versions", "commits", "wrong", "given up", "MiB more", "descriptors more",
-              "threads more"]  # fmt: skip
+    header = [
+        "pipe",
+        "faults",
+        "versions",
+        "commits",
+        "wrong",
+        "given up",
+        "MiB more",
+        "descriptors more",
+        "threads more",
+    ]
     rows = []
     for kind, tally in tallies.items():
         grown = tally.growth()
         counts = (tally.faults.total(), tally.versions, tally.commits, len(tally.wrong), len(tally.failed))
-        rows.append([kind, *map(str, counts), f"{grown.anonymous / MIB:.1f}", str(grown.descriptors),
-                     str(grown.threads)])  # fmt: skip
+        rows.append(
+            [kind, *map(str, counts), f"{grown.anonymous / MIB:.1f}", str(grown.descriptors), str(grown.threads)]
+        )
     print("faults: growth from the earlier to the later half, in the receiver or publisher that grew more")
     print_table(header, rows)
     figures: dict[str, object] = {"faults": sum(t.faults.total() for t in tallies.values())}

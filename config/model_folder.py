@@ -20,9 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
-SHAPE_KEYS = (
-    "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "initializer_range",
-)  # fmt: skip
+SHAPE_KEYS = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "initializer_range")
 """Keys of [model] for a model that rrl builds; with ``path``, config.json contains them."""
 BUILT_MAX_LENGTH = 64
 """Default number of tokens of prompt and answer for a model that rrl builds."""

@@ -93,15 +93,18 @@ def root(field: str) -> str:
 
 def _check_row(place: str, row: Any, prompt: str, columns: dict[str, bool], required: Sequence[str]) -> None:
     if not isinstance(row, dict):
-        raise PromptFileError(f"{place}: is {_TYPES.get(type(row), 'a single value')}; each line must be an object:"
-                              ' {"question": "...", "answer": "..."}')  # fmt: skip
+        raise PromptFileError(
+            f"{place}: is {_TYPES.get(type(row), 'a single value')}; each line must be an object:"
+            ' {"question": "...", "answer": "..."}'
+        )
     for column in (*columns, *required):
         if column not in row:
             raise PromptFileError(f'{place}: there is no column "{column}"; this row has {_named(row)}')
         value = row[column]
         if not (columns.get(column) or _is_text(value)):
-            raise PromptFileError(f'{place}: column "{column}" is {_TYPES.get(type(value), type(value).__name__)};'
-                                  f" {_TEXT}")  # fmt: skip
+            raise PromptFileError(
+                f'{place}: column "{column}" is {_TYPES.get(type(value), type(value).__name__)}; {_TEXT}'
+            )
     try:
         text = prompt.format_map(row)
     except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:

@@ -62,13 +62,20 @@ RESERVED_ARGUMENTS = {
     "device_ids": "a rollout uses the GPUs that it was given; gpus sets their number",
     **dict.fromkeys(
         (
-            "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
-            "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-            "data_parallel_multi_port_external_lb", "data_parallel_backend",
+            "data_parallel_size",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+            "data_parallel_multi_port_external_lb",
+            "data_parallel_backend",
         ),
         _REPLICAS,
     ),
-}  # fmt: skip
+}
 """Arguments that a job cannot set, with the reason or the key that replaces them."""
 TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
 

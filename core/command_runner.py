@@ -74,9 +74,16 @@ def run(
     """
     with _stdin_file(stdin_text) as stdin:
         process = subprocess.Popen(
-            list(argv), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env=None if env is None else dict(env), cwd=cwd, start_new_session=True, preexec_fn=preexec_fn,
-        )  # fmt: skip
+            list(argv),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=None if env is None else dict(env),
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=preexec_fn,
+        )
     deadline = time.monotonic() + timeout_s
     try:
         out, err = _read_outputs(process, deadline, max_output_bytes)
@@ -108,10 +115,16 @@ async def run_async(
     import asyncio  # imported here: asyncio takes 6 MiB (measured), and the readers of a node's health only need run()
 
     with _stdin_file(stdin_text) as stdin:
-        starting = asyncio.create_task(asyncio.create_subprocess_exec(
-            *argv, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=None if env is None else dict(env), start_new_session=True,
-        ))  # fmt: skip
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *argv,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=None if env is None else dict(env),
+                start_new_session=True,
+            )
+        )
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:

@@ -107,9 +107,14 @@ def with_marks(process: Process) -> Process:
         return process
     module, launch_argument = _first_process([os.fsdecode(argument) for argument in arguments.split(b"\0")])
     return Process(
-        process.pid, process.started, process.parent, process.group,
-        launch=_variable(environ, LAUNCH_ENV) or launch_argument, step=_variable(environ, STEP_ENV), module=module,
-    )  # fmt: skip
+        process.pid,
+        process.started,
+        process.parent,
+        process.group,
+        launch=_variable(environ, LAUNCH_ENV) or launch_argument,
+        step=_variable(environ, STEP_ENV),
+        module=module,
+    )
 
 
 def pids() -> Iterator[int]:

@@ -105,9 +105,10 @@ def _modules(names: Sequence[str]) -> str:
 def _venv(folder: str) -> str:
     activate = f"{_path(folder)}/bin/activate"
     return _section(
-        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'the folder has no bin/activate on this node'",
+        f"venv {folder}",
+        f"[ -r {activate} ] || rrl_fail 'the folder has no bin/activate on this node'",
         f"source {activate}",
-    )  # fmt: skip
+    )
 
 
 def _conda(name: str) -> str:
@@ -130,9 +131,21 @@ def _path(text: str) -> str:
 
 
 INHERITED_VARIABLES = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
-    "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "SHELL",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_EXE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "MPLCONFIGDIR",
+)
 """The only variables of the manager's environment that roles inherit. The last two name folders that torch and
 matplotlib (a requirement of reasoning-gym) would otherwise create in /tmp and in the home directory."""
 SAFE_PATH_ENV = "PYTHONSAFEPATH"
@@ -140,13 +153,20 @@ SAFE_PATH_ENV = "PYTHONSAFEPATH"
 and vLLM start. ``python -P`` does the same for one process. Programs of the user must not inherit it, as they may
 import modules beside their script."""
 HOST_ONLY_VARIABLES = (
-    "PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR",
+    "PATH",
+    "HOME",
+    "TMPDIR",
+    "SHELL",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_EXE",
+    "TORCHINDUCTOR_CACHE_DIR",
     "MPLCONFIGDIR",
-)  # fmt: skip
+)
 """Inherited variables that name files or folders of the host, and are therefore not set in containers."""
-_LAUNCHER_PREFIXES = frozenset((
-    "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
-))  # fmt: skip
+_LAUNCHER_PREFIXES = frozenset(
+    ("SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL")
+)
 """Text before the first ``_`` in the names of variables that Slurm, PMI, MPI and rrl set for the processes they start.
 torch, Hugging Face and mpi4py misread such variables (docs/sources.md, sites), so they are never passed on, even if the
 job requests it. rrl sets its own variables for each role."""

@@ -174,8 +174,17 @@ class RunDir:
         """
         self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
-        for folder in (self.journal, self.epochs, self.mailbox, self.steps, self.logs, self.store,
-                       self.checkpoints, self.submit, self.cluster):  # fmt: skip
+        for folder in (
+            self.journal,
+            self.epochs,
+            self.mailbox,
+            self.steps,
+            self.logs,
+            self.store,
+            self.checkpoints,
+            self.submit,
+            self.cluster,
+        ):
             folder.mkdir(mode=0o700)
 
     def export_of(self, step: int) -> Path:

@@ -40,9 +40,7 @@ def escaped_json(document: str) -> str:
 
     Line breaks outside of strings stay. A JSON document has no other control characters outside of its strings.
     """
-    return "\n".join(
-        _CONTROL_CHARS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n")
-    )  # fmt: skip
+    return "\n".join(_CONTROL_CHARS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n"))
 
 
 _MAX_LINES = 3

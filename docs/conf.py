@@ -30,8 +30,24 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md"]
-exclude_patterns = [".*", "api", "benchmarks", "build", "cli", "config", "core", "examples", "health", "manager",
-                    "roles", "slurm_templates", "tests", "transport", "wheelhouse", "**/__pycache__"]  # fmt: skip
+exclude_patterns = [
+    ".*",
+    "api",
+    "benchmarks",
+    "build",
+    "cli",
+    "config",
+    "core",
+    "examples",
+    "health",
+    "manager",
+    "roles",
+    "slurm_templates",
+    "tests",
+    "transport",
+    "wheelhouse",
+    "**/__pycache__",
+]
 highlight_language = "text"
 myst_heading_anchors = 4
 suppress_warnings = ["toc.not_included"]  # _check_navigation warns of such pages, not Sphinx
@@ -73,8 +89,10 @@ def _check_navigation(app: Sphinx, env: BuildEnvironment) -> None:
         link = f"{page.removeprefix('docs/')}.md" if page.startswith("docs/") else f"../{page}.md"
         _log.warning(
             "%s is not in the navigation: add the line '- [Title](%s): what it is about' to a section of %s",
-            f"{page}.md", link, f"{root_doc}.md",
-        )  # fmt: skip
+            f"{page}.md",
+            link,
+            f"{root_doc}.md",
+        )
 
 
 def _write_first_page(app: Sphinx, failure: Exception | None) -> None:

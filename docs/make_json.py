@@ -49,11 +49,19 @@ class Output(NamedTuple):
 
 OUTPUTS = (
     Output("rrl submit --json", DOCUMENT, (StartedRun,)),
-    Output("rrl submit --wait --json", DOCUMENT, (Summary,), "the content of `summary.json`; an `UnstartedRun` if the"
-           " run never begins. `rrl resume` prints the same"),
+    Output(
+        "rrl submit --wait --json",
+        DOCUMENT,
+        (Summary,),
+        "the content of `summary.json`; an `UnstartedRun` if the run never begins. `rrl resume` prints the same",
+    ),
     Output("rrl resume --json", DOCUMENT, (StartedRun,)),
-    Output("rrl status --json", DOCUMENT, (State, StatusFigures), "the keys of both; an `UnstartedRun` while the run"
-           " has no journal"),
+    Output(
+        "rrl status --json",
+        DOCUMENT,
+        (State, StatusFigures),
+        "the keys of both; an `UnstartedRun` while the run has no journal",
+    ),
     Output("rrl list --json", LIST, (RunState,)),
     Output("rrl check --json", DOCUMENT, (CheckReport,)),
     Output("rrl logs --json", LINES, (LogRecord,)),
@@ -72,7 +80,7 @@ OUTPUTS = (
     Output("rrl health report --format json", DOCUMENT, (Document,)),
     Output("rrl health drain-requests --json", LIST, (OpenDrainRequest,)),
     Output("rrl health drain-requests --apply --json", LIST, (DrainResult,)),
-)  # fmt: skip
+)
 ALSO = (UnstartedRun,)
 """Objects that are named only in a ``note``."""
 _INTRODUCTION = f"""\

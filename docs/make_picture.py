@@ -77,8 +77,18 @@ def representative_state(run: RunDir) -> State:
 
 def picture(state: State) -> str:
     """Return the SVG of a state; the SVG depends on the state alone."""
-    screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
-                     markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
+    screen = Console(
+        file=io.StringIO(),
+        record=True,
+        width=COLUMNS + 4,
+        force_terminal=True,
+        color_system="truecolor",
+        markup=False,
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+        _environ={},
+    )
     screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))
     return screen.export_svg(title="rrl status", theme=DARK_COLOURS, code_format=_SVG, unique_id="rrl")
 

@@ -152,8 +152,13 @@ def _meaning(text: str | None) -> str:
 # ── what may be written ────────────────────────────────────────────────────────────────────────────────────────────
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NAMES: dict[Any, str] = {
-    bool: "true or false", int: "integer", float: "number", str: "text", dict: "table", Any: "any value",
-}  # fmt: skip
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    dict: "table",
+    Any: "any value",
+}
 
 
 def _value(field: FieldInfo) -> str:

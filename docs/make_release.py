@@ -77,9 +77,11 @@ def description(wheel: Path) -> str:
 
 def _urls(repository: str) -> str:
     pages = {
-        "Repository": "", "Issues": "/issues", "Documentation": f"/blob/v{version()}/docs/index.md",
+        "Repository": "",
+        "Issues": "/issues",
+        "Documentation": f"/blob/v{version()}/docs/index.md",
         "Changelog": f"/blob/v{version()}/CHANGELOG.md",
-    }  # fmt: skip
+    }
     return "\n[project.urls]\n" + "".join(f'{name} = "{repository}{path}"\n' for name, path in pages.items())
 
 

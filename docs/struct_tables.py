@@ -19,9 +19,17 @@ MAX_LISTED = 10
 """Largest number of values of an enum, or of structs of a union, that a cell lists; if there are more, the cell gives
 only their number."""
 _NAMES: dict[Any, str] = {
-    str: "text", int: "integer", float: "number", bool: "true or false", bytes: "text (base64)", Any: "any value",
-    type(None): "null", dict: "object", list: "list", tuple: "list",
-}  # fmt: skip
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    bytes: "text (base64)",
+    Any: "any value",
+    type(None): "null",
+    dict: "object",
+    list: "list",
+    tuple: "list",
+}
 
 
 class Tables:

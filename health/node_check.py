@@ -68,9 +68,11 @@ def check_node(
     rules = _narrowed(rules, only)
     paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
     options = structs.replace(
-        options, mounts=paths, mount_timeout_s=mount_timeout_s(rules, timeout_s),
+        options,
+        mounts=paths,
+        mount_timeout_s=mount_timeout_s(rules, timeout_s),
         dcgm_user=rules.readers.dcgm_user or options.dcgm_user,
-    )  # fmt: skip
+    )
     wanted, deadline = _readers(rules), time.monotonic() + timeout_s
     state = NodeState(rules.xid.burst) if state is None else state
     state.set_expected_free(expected_free)

@@ -47,26 +47,46 @@ class NodeCheckResult(Struct, frozen=True):
 def metrics(result: NodeCheckResult) -> Iterator[Metric]:
     """Yield the metrics of a check, without I/O."""
     node = result.node
-    verdicts = GaugeMetricFamily("rrl_node_check_verdict", "1 for the verdict on the node, 0 for the other verdicts.",
-                                 labels=("node", "verdict"))  # fmt: skip
+    verdicts = GaugeMetricFamily(
+        "rrl_node_check_verdict", "1 for the verdict on the node, 0 for the other verdicts.", labels=("node", "verdict")
+    )
     for verdict in Verdict:
         verdicts.add_metric((node, verdict.value), verdict is result.verdict)
     yield verdicts
     yield _gauge("rrl_node_check_timestamp_seconds", "End of the last check (s since 1970).", node, result.ended_at)
     yield _gauge("rrl_node_check_duration_seconds", "Duration of the last check (s).", node, result.duration_s)
-    yield _counted("rrl_node_checks", "Results of the checks, by verdict.", node, ("verdict",),
-                   ((finding.verdict.value,) for finding in result.findings))  # fmt: skip
+    yield _counted(
+        "rrl_node_checks",
+        "Results of the checks, by verdict.",
+        node,
+        ("verdict",),
+        ((finding.verdict.value,) for finding in result.findings),
+    )
     standing = [one for verdict in (Verdict.FAIL, Verdict.WARN) for one in result.findings if one.verdict is verdict]
     yield _counted(
-        "rrl_node_findings", "Problems of the node.", node, ("detector", "verdict", "cause", "remedy", "component"),
-        ((one.detector, one.verdict.value, one.cause.value, one.remedy.value, one.component)
-         for one in standing[:MAX_FINDING_SERIES]),
-    )  # fmt: skip
-    yield _counted("rrl_node_xids", "Xids of the last day, by GPU and code.", node, ("gpu", "code"),
-                   ((one.gpu, str(one.code)) for one in result.xids))  # fmt: skip
+        "rrl_node_findings",
+        "Problems of the node.",
+        node,
+        ("detector", "verdict", "cause", "remedy", "component"),
+        (
+            (one.detector, one.verdict.value, one.cause.value, one.remedy.value, one.component)
+            for one in standing[:MAX_FINDING_SERIES]
+        ),
+    )
+    yield _counted(
+        "rrl_node_xids",
+        "Xids of the last day, by GPU and code.",
+        node,
+        ("gpu", "code"),
+        ((one.gpu, str(one.code)) for one in result.xids),
+    )
     if result.drained_by_hook is not None:
-        yield _gauge("rrl_node_drained_by_hook", "1 if the site's hooks have drained the node, else 0.", node,
-                     result.drained_by_hook)  # fmt: skip
+        yield _gauge(
+            "rrl_node_drained_by_hook",
+            "1 if the site's hooks have drained the node, else 0.",
+            node,
+            result.drained_by_hook,
+        )
 
 
 def write_metrics(path: Path, result: NodeCheckResult) -> None:

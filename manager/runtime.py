@@ -43,7 +43,7 @@ from .intake.finding_gate import BaselineRecorder, from_agent, restore_monitor
 from .intake.message_handler import MessageHandler
 from .intake.user_commands import acknowledge, pending_commands, to_events
 from .model import events as ev
-from .model.actions import (  # fmt: skip
+from .model.actions import (
     Drain,
     Exclude,
     ExternalAction,

@@ -115,8 +115,10 @@ class Scorer:
             _log.warning(
                 "%s for item %s of [task]; the group of this item is dropped; further groups that are dropped for this"
                 " reason are not logged",
-                why, item.item, exc_info=error,
-            )  # fmt: skip
+                why,
+                item.item,
+                exc_info=error,
+            )
         self._failures += 1
         if self._failures >= _NOTE_FACTOR * self._noted:
             self._noted = self._failures

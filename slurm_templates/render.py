@@ -24,11 +24,31 @@ from ..core.units import slurm_mem, slurm_time
 if TYPE_CHECKING:
     import jinja2
 
-RESERVED_OPTIONS = frozenset({
-    "job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "no-kill", "requeue",
-    "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
-    "overcommit", "job", "jobid",
-})  # fmt: skip
+RESERVED_OPTIONS = frozenset(
+    {
+        "job-name",
+        "comment",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "time",
+        "no-kill",
+        "requeue",
+        "no-requeue",
+        "export-file",
+        "get-user-env",
+        "array",
+        "wrap",
+        "wait",
+        "parsable",
+        "test-only",
+        "no-shell",
+        "overcommit",
+        "job",
+        "jobid",
+    }
+)
 """sbatch options that a user cannot set, because rrl sets them, finds its jobs by them, or does not support them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
@@ -44,9 +64,15 @@ _MANAGER_COMMENT = ("The manager runs on the first of these nodes, and starts ev
 
 
 def allocation_options(
-    *, tag: str, comment: str, nodes: int, node: Resources, walltime: float, exclude: Sequence[str] = (),
+    *,
+    tag: str,
+    comment: str,
+    nodes: int,
+    node: Resources,
+    walltime: float,
+    exclude: Sequence[str] = (),
     extra: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """Return the options of one component of an allocation, in the long form that ``sbatch`` and ``salloc`` accept.
 
     Args:
@@ -71,8 +97,13 @@ def allocation_options(
             raise ValueError(f"{name!r} is not the long name of an sbatch option; write for example 'partition'")
         if not value.isprintable():
             raise ValueError(f"the value of sbatch option {name!r} contains a non-printable character; remove it")
-    options = [f"--job-name={tag}", f"--comment={comment}", f"--nodes={nodes}", "--ntasks-per-node=1",
-               f"--cpus-per-task={node.cpus}"]  # fmt: skip
+    options = [
+        f"--job-name={tag}",
+        f"--comment={comment}",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={node.cpus}",
+    ]
     if node.mem:
         options.append(f"--mem={slurm_mem(node.mem)}")
     if node.gpus and "gres" not in extra:
@@ -94,10 +125,15 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]
     lines = [[*components[0], *own_options], *([*component, "--no-requeue"] for component in components[1:])]
-    return _templates().get_template("allocation.sbatch.j2").render(
-        components=lines, comment=_MANAGER_COMMENT if command else _HOLD_COMMENT,
-        command=shlex.join(command) if command else "sleep infinity",
-    )  # fmt: skip
+    return (
+        _templates()
+        .get_template("allocation.sbatch.j2")
+        .render(
+            components=lines,
+            comment=_MANAGER_COMMENT if command else _HOLD_COMMENT,
+            command=shlex.join(command) if command else "sleep infinity",
+        )
+    )
 
 
 def _quoted(option: str) -> str:
@@ -117,8 +153,12 @@ def _templates() -> jinja2.Environment:
     import jinja2  # takes 60 ms, which a local run need not wait for
 
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
     templates.filters["quoted"] = _quoted
     return templates

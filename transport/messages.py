@@ -13,7 +13,7 @@ from msgspec import Struct
 from ..core.faults import Fault
 from ..core.launch import ExitReason
 from ..core.phases import ClockReading
-from ..core.types import (  # fmt: skip
+from ..core.types import (
     DataReport,
     Finding,
     GpuUse,
@@ -284,10 +284,26 @@ class Goodbye(Struct, frozen=True, tag=True):
 
 
 ToManager = (
-    AdmissionRequest | Hello | Heartbeat | ClockReport | PhaseEntered | FirstWorkDone | VersionAvailable | Committed
-    | Evaluated | ValuesLogged | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply
-    | Stacks | Injected | Goodbye
-)  # fmt: skip
+    AdmissionRequest
+    | Hello
+    | Heartbeat
+    | ClockReport
+    | PhaseEntered
+    | FirstWorkDone
+    | VersionAvailable
+    | Committed
+    | Evaluated
+    | ValuesLogged
+    | StepExit
+    | AgentHello
+    | AgentHeartbeat
+    | StepVanished
+    | FindingReport
+    | ProbeReply
+    | Stacks
+    | Injected
+    | Goodbye
+)
 
 
 # ── from the manager ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -86,8 +86,7 @@ def all_logs(run: RunDir) -> list[Log]:
                 found[path] = Log(role, incarnation.replica, incarnation.number, label, "launcher", path, promoted_from)
                 continue
             found.setdefault(
-                own,
-                Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, promoted_from),
+                own, Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, promoted_from)
             )
     for path in _entries(run.submit):
         if path.name.endswith(("_log.out", "_log.err")) or path == run.controller_log:

@@ -117,8 +117,10 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
     if job.cluster.kind != "slurm":
         return Preflight(doubts)
     if shutil.which("sbatch") is None:
-        raise UsageError(f'{document.name}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login'
-                       ' node of the cluster, or write kind = "local"')  # fmt: skip
+        raise UsageError(
+            f'{document.name}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login'
+            ' node of the cluster, or write kind = "local"'
+        )
     worst = worst_case(spec, foreground)
     answer, observed = run_coroutine(_ask_slurm(job, spec, foreground))
     problems = [*answer.problems, *_exceeded_limits(worst, observed)]
@@ -156,8 +158,9 @@ def _missing_paths(job: Job, document: JobDocument) -> list[str]:
         raise UsageError(
             with_location(document, Problem(("env", key), f"{where!r} does not exist; name a path that exists"))
         )
-    return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
-            for key, where in missing.items()]  # fmt: skip
+    return [
+        f"env.{key} = {where!r} does not exist on this machine; the nodes need it" for key, where in missing.items()
+    ]
 
 
 def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]:
@@ -202,8 +205,10 @@ def _python_mismatch(job: Job) -> list[str]:
     built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
         return []
-    return [f"env.{active} applies only to commands of your own; the built-in roles run with {sys.executable}: set"
-            " env.python to change that"]  # fmt: skip
+    return [
+        f"env.{active} applies only to commands of your own; the built-in roles run with {sys.executable}: set"
+        " env.python to change that"
+    ]
 
 
 def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
@@ -218,8 +223,10 @@ def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
     except UntrustedNetwork as error:
         if job.cluster.kind == "local":
             raise UsageError(with_location(document, Problem(("transport", "weights"), str(error)))) from None
-        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
-                " or trusted_network = true (docs/sites.md)"]  # fmt: skip
+        return [
+            f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
+            " or trusted_network = true (docs/sites.md)"
+        ]
     return []
 
 
@@ -294,8 +301,10 @@ def _check_endpoint_route(job: Job) -> list[str]:
     if job.roles.endpoint is None or not listens_on_loopback(job.cluster.kind, network):
         return []
     reason = f'[transport] network = "{network}"' if network else 'kind = "local" without [transport] network'
-    return [f"roles.endpoint: with {reason} the endpoint listens on a loopback address, which agents on other machines"
-            " cannot reach; set `network` to an interface that they can reach"]  # fmt: skip
+    return [
+        f"roles.endpoint: with {reason} the endpoint listens on a loopback address, which agents on other machines"
+        " cannot reach; set `network` to an interface that they can reach"
+    ]
 
 
 def _check_trackers_installed(job: Job) -> list[str]:
@@ -321,8 +330,10 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
         runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
         if not runs_here:
             return [f"model.path = {model.path!r} does not exist on this machine; the nodes need it"]
-        problem = Problem(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
-                        " (of a model on a hub: download it first)")  # fmt: skip
+        problem = Problem(
+            ("model", "path"),
+            f"{model.path!r} does not exist; name a folder with config.json (of a model on a hub: download it first)",
+        )
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
@@ -363,8 +374,10 @@ def _check_stream(job: Job) -> list[str]:
     """Return a warning if the trainer is the user's own program, which may not support parts of batches."""
     if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
         return []
-    return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
-            " calls me.parts() (docs/bring-your-own.md)"]  # fmt: skip
+    return [
+        "sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
+        " calls me.parts() (docs/bring-your-own.md)"
+    ]
 
 
 def _check_eval(job: Job) -> list[str]:

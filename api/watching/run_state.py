@@ -136,9 +136,15 @@ def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
 
 
 def assembled(
-    run: RunDir, job: RunSpec | None, state: State | None, liveness: Liveness, *, resumes: bool, start_failure: str,
+    run: RunDir,
+    job: RunSpec | None,
+    state: State | None,
+    liveness: Liveness,
+    *,
+    resumes: bool,
+    start_failure: str,
     now: float,
-) -> RunState:  # fmt: skip
+) -> RunState:
     """Return the state of a run, from data that was read already.
 
     Args:
@@ -160,10 +166,20 @@ def assembled(
         state = replace(state, why=why)
     known_until = state.at if liveness.note else now  # nobody knows whether a run without a manager still goes on
     return RunState(
-        run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
-        state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
-        round(state.run_seconds(known_until), 2), str(run.path), state.why if state.outcome else str(liveness),
-    )  # fmt: skip
+        run.id,
+        job.name if job else "",
+        state.outcome,
+        liveness.standing or standing(state),
+        state.step,
+        state.job.steps,
+        state.rewards.latest,
+        state.recoveries,
+        state.started,
+        state.ended,
+        round(state.run_seconds(known_until), 2),
+        str(run.path),
+        state.why if state.outcome else str(liveness),
+    )
 
 
 def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:

@@ -105,15 +105,23 @@ def _text(access: EndpointAccess) -> str:
     waiting = "   (being started again)"
     lines = [f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas]
     root = escaped(access.replicas[0].base_url).removesuffix("/v1")
-    return "\n".join([
-        *lines,
-        "",
-        f"# {_SECRET}",
-        f"export RRL_RUN_KEY={access.run_key}",
-        "# open an episode: the reply has its item, and the api_key and base_url for the OpenAI client of the agent",
-        f'curl -sX POST {root}/rrl/v1/episodes -H "Authorization: Bearer $RRL_RUN_KEY"',
-        "# end it with its reward (API_KEY: the api_key of the episode)",
-        f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY" -d \'{{"reward": 1.0}}\'',
-        "",
-        f"# hold calls while the endpoint restarts, on the machine of the agent: {program()} relay {access.run}",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                *lines,
+                "",
+                f"# {_SECRET}",
+                f"export RRL_RUN_KEY={access.run_key}",
+                "# open an episode: the reply has its item, and the api_key and base_url for the OpenAI client of the"
+                " agent",
+                f'curl -sX POST {root}/rrl/v1/episodes -H "Authorization: Bearer $RRL_RUN_KEY"',
+                "# end it with its reward (API_KEY: the api_key of the episode)",
+                f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY"'
+                " -d '{\"reward\": 1.0}'",
+                "",
+                "# hold calls while the endpoint restarts, on the machine of the agent:"
+                f" {program()} relay {access.run}",
+            ]
+        )
+        + "\n"
+    )

@@ -34,14 +34,15 @@ def _global(
     context: typer.Context,
     runs_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the runs. Default: $RRL_RUNS_DIR, else ~/rrl-runs.",
-                     callback=_use_runs_dir),
+        typer.Option(
+            metavar="DIR", help="Folder of the runs. Default: $RRL_RUNS_DIR, else ~/rrl-runs.", callback=_use_runs_dir
+        ),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log at level debug, here and in the run that is started.")
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Reinforcement-learning post-training on Slurm that continues when machines fail.
 
     \b

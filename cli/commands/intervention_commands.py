@@ -80,22 +80,32 @@ def inject(
     run: NamedRun,
     fault: Annotated[
         str,
-        typer.Argument(metavar="FAULT", show_default=False, autocompletion=faults,
-                       help="kill, freeze, slow, exit, ... (docs/faults.md)."),
+        typer.Argument(
+            metavar="FAULT",
+            show_default=False,
+            autocompletion=faults,
+            help="kill, freeze, slow, exit, ... (docs/faults.md).",
+        ),
     ],
     target: Annotated[
         str,
-        typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False, autocompletion=targets,
-                     help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE"
-                          " or manager. Default: a random replica."),
+        typer.Option(
+            metavar="ROLE/REPLICA|NODE",
+            show_default=False,
+            autocompletion=targets,
+            help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE"
+            " or manager. Default: a random replica.",
+        ),
     ] = "",
     at: Annotated[
         str | None,
         typer.Option(metavar="MOMENT", help="step=5, time=90s or phase=train. Default: at once.", show_default=False),
     ] = None,
     seconds: Annotated[
-        str | None, typer.Option("--for", metavar="TIME", help="Duration of the fault. Default: it does not end.",
-                                 show_default=False)
+        str | None,
+        typer.Option(
+            "--for", metavar="TIME", help="Duration of the fault. Default: it does not end.", show_default=False
+        ),
     ] = None,
     amount: Annotated[
         float, typer.Option(show_default=False, help="slow: share of speed left; exit: the exit code; delay: ms.")
@@ -103,7 +113,7 @@ def inject(
     seed: Annotated[int | None, typer.Option(help="Seed of the random choice.", show_default=False)] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the fault; exit code 0 if it was performed.")] = False,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Inject a fault into a run whose job spec allows it ([faults] allow = true).
 
     \b

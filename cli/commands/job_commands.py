@@ -17,8 +17,11 @@ from .app import app
 def init(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = Path("job.toml"),
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
-    partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None,
-) -> None:  # fmt: skip
+    partition: Partition = "",
+    account: Account = "",
+    qos: Qos = "",
+    yes: Consent = None,
+) -> None:
     """Write a commented job.toml with the quickstart's task, for the cluster or machine that rrl doctor finds here.
 
     \b
@@ -37,8 +40,11 @@ def check(
     settings: Settings = None,
     task: Annotated[
         bool,
-        typer.Option("--task/--no-task", help="Whether to build and try the task here. Without the packages it needs,"
-                                              " for example on a login node, it is not tried."),
+        typer.Option(
+            "--task/--no-task",
+            help="Whether to build and try the task here. Without the packages it needs,"
+            " for example on a login node, it is not tried.",
+        ),
     ] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Print every key of the job, with its value.")] = False,
     detection: Annotated[
@@ -46,7 +52,7 @@ def check(
     ] = False,
     trust: Trust = False,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check a job spec; show what it needs, what is doubtful, what would be submitted, and two items of its task.
 
     The task is tried on this machine: prompts and answers of 100 items, and the rewards of a few answers. Changes

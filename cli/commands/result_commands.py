@@ -17,14 +17,23 @@ def logs(
     run: Run = None,
     selector: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False, autocompletion=selectors,
-                       help="For example rollout, rollout/0, rollout/0#2, agent, manager."),
+        typer.Argument(
+            metavar="ROLE[/REPLICA[#INCARNATION]]",
+            show_default=False,
+            autocompletion=selectors,
+            help="For example rollout, rollout/0, rollout/0#2, agent, manager.",
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")] = False,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", min=0, show_default=False,
-                     help="Number of the newest lines of each log. Default: 20; all with --since or --grep."),
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            show_default=False,
+            help="Number of the newest lines of each log. Default: 20; all with --since or --grep.",
+        ),
     ] = None,
     since: Annotated[
         str | None,
@@ -40,7 +49,7 @@ def logs(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not escape control characters (colours, cursor, title).")
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show the output of a run's processes, merged by time.
 
     \b
@@ -85,10 +94,14 @@ def track(
     run: NamedRun,
     to: Annotated[
         list[str] | None,
-        typer.Option("--to", metavar="TRACKER", show_default=False,
-                     help="tensorboard, wandb, mlflow; several times or with commas. Default: [track] to of the job."),
+        typer.Option(
+            "--to",
+            metavar="TRACKER",
+            show_default=False,
+            help="tensorboard, wandb, mlflow; several times or with commas. Default: [track] to of the job.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Send the steps of a run to TensorBoard, wandb or MLflow, each step once, also of a run that has ended.
 
     A run with [track] in its job does this by itself (docs/tracking.md). Keys and addresses of trackers come from
@@ -135,14 +148,19 @@ def report(
     ] = None,
     clean: Annotated[
         str | None,
-        typer.Option("--clean", metavar="RUN", show_default=False, autocompletion=runs,
-                     help="A run of the same job without faults and protection, for the strict ETTR."),
+        typer.Option(
+            "--clean",
+            metavar="RUN",
+            show_default=False,
+            autocompletion=runs,
+            help="A run of the same job without faults and protection, for the strict ETTR.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page instead.", show_default=False)
     ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Account for a run: effective training time, time lost by cause and by stage, and GPU-hours (docs/report.md).
 
     The page also has a lane for each replica, decisions with their evidence, and curves. Only the journal is read, so
@@ -164,11 +182,14 @@ def explain(
     run: NamedRun,
     about: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE[/REPLICA]|NODE|STEP", show_default=False,
-                       help="Only decisions about a replica, a node or a training step: rollout/0, n042, 120."),
+        typer.Argument(
+            metavar="ROLE[/REPLICA]|NODE|STEP",
+            show_default=False,
+            help="Only decisions about a replica, a node or a training step: rollout/0, n042, 120.",
+        ),
     ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Explain each decision of a run's manager: its evidence, the repair, and whether it worked.
 
     Also shows what the smaller repairs would have needed, and which effect was expected by when. Needs no running

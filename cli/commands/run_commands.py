@@ -60,10 +60,14 @@ def status(
 def top(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", show_default=False, autocompletion=known_runs,
-                       help="The run to open first: its id, an unambiguous beginning of it, or its folder."),
+        typer.Argument(
+            metavar="RUN",
+            show_default=False,
+            autocompletion=known_runs,
+            help="The run to open first: its id, an unambiguous beginning of it, or its folder.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show your runs in a table, and each run, replica and node on a screen of its own.
 
     Enter opens the row that has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed
@@ -91,8 +95,7 @@ def cancel(
     run: NamedRun,
     wait: Annotated[bool, typer.Option(help="Wait until the nodes are released.")] = True,
     keep_allocation: Annotated[
-        bool,
-        typer.Option("--keep-allocation", help="On Slurm: keep the nodes for rrl resume; scancel releases them."),
+        bool, typer.Option("--keep-allocation", help="On Slurm: keep the nodes for rrl resume; scancel releases them.")
     ] = False,
 ) -> None:
     """End a run: its manager stops every role and gives all nodes back. rrl resume continues it."""
@@ -106,9 +109,12 @@ def resume(
     run: NamedRun,
     job: Annotated[
         list[Path] | None,
-        typer.Option(metavar="JOB.TOML", show_default=False,
-                     help="Continue with this job spec; name, model, task and seed must be those of the run. May be"
-                          " repeated: each file adds keys to those before it, or replaces their values."),
+        typer.Option(
+            metavar="JOB.TOML",
+            show_default=False,
+            help="Continue with this job spec; name, model, task and seed must be those of the run. May be"
+            " repeated: each file adds keys to those before it, or replaces their values.",
+        ),
     ] = None,
     settings: Settings = None,
     steps: Annotated[
@@ -118,8 +124,9 @@ def resume(
         str | None, typer.Option(metavar="TIME", show_default=False, help='Time for the run from now on: "8h".')
     ] = None,
     wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
-    trust: Trust = False, json: Json = False,
-) -> None:  # fmt: skip
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
     """Continue an ended run (failed, cancelled, out of walltime) from its last committed step, under the same id.
 
     \b

@@ -13,8 +13,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for prog
 _RUN = "The run's id, an unambiguous beginning of it, or its folder. Default: the newest run."
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False, autocompletion=runs)]
 NamedRun = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False, autocompletion=runs),
+    str, typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False, autocompletion=runs)
 ]
 JobFiles = Annotated[
     list[Path],

@@ -30,27 +30,8 @@ from ...manager.cluster.slurm.limits import read_limits
 from ...manager.cluster.slurm.readers.command_reader import CommandReader
 from ...manager.cluster.slurm.readers.selection import choose_reader
 from . import slurm_output as text
-from .facts import (  # fmt: skip
-    Accounts,
-    CgroupConf,
-    Config,
-    DoctorOptions,
-    Facts,
-    Nodes,
-    Partitions,
-    Reader,
-    Slurm,
-    Storage,
-    Trials,
-)
-from .node_probe.host import (
-    ReadError,
-    Unavailable,
-    UnavailableCause,
-    filesystem,
-    read_host,
-    run_readers,
-)
+from .facts import Accounts, CgroupConf, Config, DoctorOptions, Facts, Nodes, Partitions, Reader, Slurm, Storage, Trials
+from .node_probe.host import ReadError, Unavailable, UnavailableCause, filesystem, read_host, run_readers
 
 SLURM_TIMEOUT_S = 10.0
 """Time limit (s) of a Slurm command, equal to the default of Slurm's MessageTimeout."""
@@ -72,9 +53,13 @@ For example "Unspecified error", which a site's submit filter returns, is a refu
 """
 _SMALL_JOB_OPTIONS = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
 _MANAGER_JOB_OPTIONS = (
-    "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={manager_job.CPUS}", f"--mem={manager_job.MEM_GB}G",
+    "--no-requeue",
+    "--nodes=1",
+    "--ntasks=1",
+    f"--cpus-per-task={manager_job.CPUS}",
+    f"--mem={manager_job.MEM_GB}G",
     "--time=10",
-)  # fmt: skip
+)
 """The options with which :mod:`rrl.manager.bootstrap.manager_job` submits the manager's job."""
 
 

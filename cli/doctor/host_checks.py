@@ -7,18 +7,7 @@ import ipaddress
 from ..views.formatting import size
 from .catalogue import fail, limit, ok, unknown, warn
 from .facts import Check, Facts, Storage, Visit
-from .node_probe.host import (
-    Dcgm,
-    Limits,
-    Machine,
-    Network,
-    Nvml,
-    Python,
-    Scratch,
-    Ucx,
-    Unavailable,
-    UnavailableCause,
-)
+from .node_probe.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unavailable, UnavailableCause
 
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
 """Minimum memory in bytes for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4
@@ -44,8 +33,19 @@ SLOW_FSYNC_S = 0.5
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
 """Types of file systems that only one machine can access, unless it exports them."""
 NETWORK_FILE_SYSTEMS = (
-    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "cifs", "9p", "virtiofs",
-)  # fmt: skip
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse.ceph",
+    "panfs",
+    "wekafs",
+    "cifs",
+    "9p",
+    "virtiofs",
+)
 _RDMA_TRANSPORTS = ("rc_", "dc_", "ud_", "rc", "dc", "ud", "gga_")
 _BUILT_IN_PACKAGES = ("torch", "transformers", "reasoning-gym")
 
@@ -179,8 +179,11 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
     cards = () if isinstance(network, Unavailable) else network.rdma
     if not isinstance(python, Unavailable) and not any(one.startswith("ucxx") for one in packages):
         text = "ucxx is not installed: weights are sent over plain TCP, which is as fast as UCX over TCP"
-        return warn(name, f"{text}, but this machine has {', '.join(cards)}{beside}", fix) if cards \
-            else ok(name, text + beside)  # fmt: skip
+        return (
+            warn(name, f"{text}, but this machine has {', '.join(cards)}{beside}", fix)
+            if cards
+            else ok(name, text + beside)
+        )
     if isinstance(ucx_info, Unavailable):
         return unknown(name, ucx_info)
     if not ucx_info.transports:
@@ -289,8 +292,7 @@ def _core(limits: Limits | Unavailable) -> Check:
     if limits.core_pattern.startswith("|"):
         return ok("host.core", f"core dumps are handed to {limits.core_pattern[1:].split()[0]}")
     return warn(
-        "host.core",
-        f"each crash writes a core file of at most {limit(limits.core)} to {limits.core_pattern!r}",
+        "host.core", f"each crash writes a core file of at most {limit(limits.core)} to {limits.core_pattern!r}"
     )
 
 

@@ -189,11 +189,15 @@ def _gpus(report: NodeReport) -> Check:
         return warn("node.gpus", nvml.why) if nvml.cause is UnavailableCause.NVML else unknown("node.gpus", nvml)
     if not nvml.driver:
         text = "no NVIDIA driver there"
-        return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}") if given else ok(
-            "node.gpus", f"{text}, and the job requested no GPU")  # fmt: skip
+        return (
+            warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
+            if given
+            else ok("node.gpus", f"{text}, and the job requested no GPU")
+        )
     text = f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU is visible'}"
     if given and not nvml.gpus:
         return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
     summary = f"{text}; Slurm gave {len(given)}" + (
-        ", so a job sees GPUs that it was not given" if given and len(nvml.gpus) > len(given) else "")  # fmt: skip
+        ", so a job sees GPUs that it was not given" if given and len(nvml.gpus) > len(given) else ""
+    )
     return ok("node.gpus", summary)

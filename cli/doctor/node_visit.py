@@ -142,10 +142,14 @@ class _VisitJob:
     def run(self, addresses: Sequence[str]) -> Visit | Unavailable:
         (self._folder / NONCE_FILE).write_text(self._listener.nonce)
         script = _SCRIPT.format(
-            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce,
+            within=PROBE_TIMEOUT_S,
+            nonce_env=NONCE_ENV,
+            nonce=self._listener.nonce,
             folder=shlex.quote(str(self._folder)),
-            python=shlex.quote(sys.executable), no_python=_NO_PYTHON_EXIT_CODE, addresses=shlex.join(addresses),
-        )  # fmt: skip
+            python=shlex.quote(sys.executable),
+            no_python=_NO_PYTHON_EXIT_CODE,
+            addresses=shlex.join(addresses),
+        )
         tag = f"rrl-doctor-{secrets.token_hex(4)}"
         try:
             ended = run_slurm("sbatch", "--parsable", *self._options, f"--job-name={tag}", stdin=script)

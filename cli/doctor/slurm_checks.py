@@ -303,8 +303,11 @@ def _select(config: Config) -> Check:
     if not text:
         return unknown("slurm.select", "scontrol show config shows no SelectType")
     if "linear" in kind:
-        return warn("slurm.select", f"{text}: every job gets whole nodes, the manager's job too",
-                    '[manager] where = "pool", or rrl submit --foreground')  # fmt: skip
+        return warn(
+            "slurm.select",
+            f"{text}: every job gets whole nodes, the manager's job too",
+            '[manager] where = "pool", or rrl submit --foreground',
+        )
     if "MEMORY" not in parameters.upper():
         return warn("slurm.select", f"{text}: Slurm does not allocate memory, so other jobs may use yours")
     return ok("slurm.select", text)
@@ -340,8 +343,12 @@ def _deadnodes(config: Config) -> Check:
     seconds = _number(config, "SlurmdTimeout")
     if seconds is None:
         return unknown("slurm.deadnodes", "scontrol show config shows no SlurmdTimeout")
-    return ok("slurm.deadnodes", f"SlurmdTimeout={seconds} s; rrl's agents notice a dead node sooner" if seconds else
-              "SlurmdTimeout=0: Slurm never notices a dead node; rrl's own agents do")  # fmt: skip
+    return ok(
+        "slurm.deadnodes",
+        f"SlurmdTimeout={seconds} s; rrl's agents notice a dead node sooner"
+        if seconds
+        else "SlurmdTimeout=0: Slurm never notices a dead node; rrl's own agents do",
+    )
 
 
 def _private(config: Config) -> Check:
@@ -371,11 +378,18 @@ def _prolog(config: Config) -> Check:
 
 
 _CONFIGURED: dict[str, Callable[[Config], Check]] = {
-    "slurm.version": _version, "slurm.answers": _answers,
-    "slurm.hold": _hold, "slurm.select": _select, "slurm.requeue": _requeue, "slurm.killwait": _killwait,
-    "slurm.steps": _steps, "slurm.deadnodes": _deadnodes, "slurm.private": _private,
-    "slurm.filters": _filters, "slurm.prolog": _prolog,
-}  # fmt: skip
+    "slurm.version": _version,
+    "slurm.answers": _answers,
+    "slurm.hold": _hold,
+    "slurm.select": _select,
+    "slurm.requeue": _requeue,
+    "slurm.killwait": _killwait,
+    "slurm.steps": _steps,
+    "slurm.deadnodes": _deadnodes,
+    "slurm.private": _private,
+    "slurm.filters": _filters,
+    "slurm.prolog": _prolog,
+}
 
 
 def usable_nodes(slurm: Slurm, wanted: DoctorOptions) -> tuple[Node, ...]:

@@ -38,10 +38,15 @@ def read_partitions(text: str) -> Partitions:
     """Parse ``scontrol show partition -o``."""
     found = []
     for line in _lines(text, "PartitionName"):
-        found.append(Partition(
-            line["PartitionName"], default=line.get("Default") == "YES", up=line.get("State") == "UP",
-            max_time=_time(line.get("MaxTime", "")), preempted=line.get("PreemptMode", "OFF") not in ("OFF", "N/A"),
-        ))  # fmt: skip
+        found.append(
+            Partition(
+                line["PartitionName"],
+                default=line.get("Default") == "YES",
+                up=line.get("State") == "UP",
+                max_time=_time(line.get("MaxTime", "")),
+                preempted=line.get("PreemptMode", "OFF") not in ("OFF", "N/A"),
+            )
+        )
     return Partitions(tuple(found))
 
 
@@ -51,10 +56,16 @@ def read_nodes(text: str) -> Nodes:
     for line in _lines(text, "NodeName"):
         partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
         state = NodeState.UP if takes_jobs(line.get("State", "")) else node_state(line.get("State", ""))
-        found.append(Node(
-            line["NodeName"], partitions, state, cpus=_count(line, "CPUTot"),
-            memory=_count(line, "RealMemory") * 2**20, gpus=gpus_by_type(line.get("Gres", "")),
-        ))  # fmt: skip
+        found.append(
+            Node(
+                line["NodeName"],
+                partitions,
+                state,
+                cpus=_count(line, "CPUTot"),
+                memory=_count(line, "RealMemory") * 2**20,
+                gpus=gpus_by_type(line.get("Gres", "")),
+            )
+        )
     return Nodes(tuple(found))
 
 

@@ -88,17 +88,27 @@ def check(options: CheckOptions) -> int:
     expected_free = (gpus or ()) if options.of_job else _gpus_to_be_freed(node) if options.uses_memory else ()
     state, began, booted_s = NodeState(rules.xid.burst), time.monotonic(), boot_time()
     findings = check_node(
-        rules, limit, node=node, mounts=options.mounts, expected_free=expected_free, only=names, rates=options.rates,
+        rules,
+        limit,
+        node=node,
+        mounts=options.mounts,
+        expected_free=expected_free,
+        only=names,
+        rates=options.rates,
         state=state,
-    )  # fmt: skip
+    )
     verdict, duration_s = overall(findings), time.monotonic() - began
     problems = []
     if options.uses_memory:
         passed = verdict in (Verdict.OK, Verdict.WARN)
         problems.append(
-            _remember(node, partial(after_check, passed=passed, full=not names, at=booted_s, freed=options.epilog,
-                                    gpus=expected_free))
-        )  # fmt: skip
+            _remember(
+                node,
+                partial(
+                    after_check, passed=passed, full=not names, at=booted_s, freed=options.epilog, gpus=expected_free
+                ),
+            )
+        )
     _printed(lambda: _print_result(node, verdict, findings, options.json))  # before the writes below, which may hang
     if prometheus is not None:
         xids = tuple(state.xids.recent(rules.xid.day, time.monotonic()))

@@ -56,9 +56,13 @@ def metrics_file(path: Path) -> Path:
 
 
 def write_prometheus(
-    path: Path, node: NodeName, verdict: Verdict, findings: Sequence[Finding], xids: Sequence[XidEvent],
+    path: Path,
+    node: NodeName,
+    verdict: Verdict,
+    findings: Sequence[Finding],
+    xids: Sequence[XidEvent],
     duration_s: float,
-) -> str:  # fmt: skip
+) -> str:
     """Write the metrics of a check; return why they could not be written, or an empty string.
 
     ``xids`` are the Xids of the last day, ``duration_s`` is the duration of the check.
@@ -66,8 +70,9 @@ def write_prometheus(
     from ...health.node_metrics import NodeCheckResult, write_metrics  # prometheus_client takes 0.1 s to import
 
     drained = read_memory(memory_path(node)).drained
-    result = NodeCheckResult(node, verdict, findings, xids, time.time(), duration_s,
-                             None if drained == "unknown" else drained == "by hook")  # fmt: skip
+    result = NodeCheckResult(
+        node, verdict, findings, xids, time.time(), duration_s, None if drained == "unknown" else drained == "by hook"
+    )
     try:
         write_metrics(path, result)
     except OSError as error:

@@ -14,23 +14,35 @@ health = typer.Typer(name="health", help="Health of nodes and site, for administ
 
 Histories = Annotated[
     list[Path] | None,
-    typer.Option("--history", metavar="DIR", show_default=False,
-                 help="Folder of health histories; may be repeated. Default: $RRL_HISTORY."),
-]  # fmt: skip
+    typer.Option(
+        "--history",
+        metavar="DIR",
+        show_default=False,
+        help="Folder of health histories; may be repeated. Default: $RRL_HISTORY.",
+    ),
+]
 Since = Annotated[str, typer.Option(metavar="TIME", help='Since when: "7d" (ago), "2026-11-20".')]
 
 
 @health.command(short_help="Report on the health of nodes and site.")
 def report(
     since: Since = "7d",
-    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False, autocompletion=nodes,
-                                             help="Only these nodes: n12, n[1-8].")] = None,
-    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.",
-                                        autocompletion=lambda: ["table", "json", "html"])] = "table",
+    node: Annotated[
+        str | None,
+        typer.Option(metavar="NODES", show_default=False, autocompletion=nodes, help="Only these nodes: n12, n[1-8]."),
+    ] = None,
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="table|json|html", help="Format of the report.", autocompletion=lambda: ["table", "json", "html"]
+        ),
+    ] = "table",
     history: Histories = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
-                                                help="Write the report to this file.")] = None,
-) -> None:  # fmt: skip
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Write the report to this file."),
+    ] = None,
+) -> None:
     """Report on the health of nodes and site, from the findings of all users' runs.
 
     For each node: verdict, evidence, cost, drain and what to do. For the site: failure rate, mean time between
@@ -50,8 +62,7 @@ def report(
 def health_check(
     json: Json = False,
     prolog: Annotated[
-        bool,
-        typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free."),
+        bool, typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free.")
     ] = False,
     epilog: Annotated[
         bool,
@@ -60,8 +71,11 @@ def health_check(
     within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there.",
+        ),
     ] = None,
     checks: Annotated[
         str | None, typer.Option(metavar="A,B", show_default=False, help="Only these checks. Default: all.")
@@ -75,23 +89,33 @@ def health_check(
     ] = False,
     fresh: Annotated[
         str | None,
-        typer.Option(metavar="TIME", show_default=False,
-                     help="If the node has passed a remembered full check within this time, skip the check."),
+        typer.Option(
+            metavar="TIME",
+            show_default=False,
+            help="If the node has passed a remembered full check within this time, skip the check.",
+        ),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Record findings in the site's history, for rrl health report.")
     ] = False,
     history: Annotated[
         Path | None,
-        typer.Option("--history", metavar="DIR", show_default=False,
-                     help="Folder of the site's history for --record. Default: $RRL_HISTORY."),
+        typer.Option(
+            "--history",
+            metavar="DIR",
+            show_default=False,
+            help="Folder of the site's history for --record. Default: $RRL_HISTORY.",
+        ),
     ] = None,
     prometheus: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="Write metrics to this file (*.prom) of node_exporter's textfile collector."),
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Write metrics to this file (*.prom) of node_exporter's textfile collector.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing on the node.
 
     Exit code: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself.
@@ -117,10 +141,13 @@ def drain_node(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Drain a node that failed its check, with the reason "rrl:health: TEXT".
 
     The limit on nodes that hooks may drain ([hooks] of the site's rules) applies. Exit code: 0 drained, 1 not drained

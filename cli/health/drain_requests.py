@@ -137,6 +137,18 @@ def _scontrol(one: DrainRequest, state: DrainState) -> str:
 
 def _open_request(one: DrainRequest, state: DrainState) -> OpenDrainRequest:
     return OpenDrainRequest(
-        one.node, one.reason, one.cause, tuple(one.evidence), one.at, tuple(one.users), tuple(one.runs), one.by,
-        one.rejection, state.state, state.drained, state.owner, one.accused, _scontrol(one, state),
-    )  # fmt: skip
+        one.node,
+        one.reason,
+        one.cause,
+        tuple(one.evidence),
+        one.at,
+        tuple(one.users),
+        tuple(one.runs),
+        one.by,
+        one.rejection,
+        state.state,
+        state.drained,
+        state.owner,
+        one.accused,
+        _scontrol(one, state),
+    )

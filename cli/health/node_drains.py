@@ -175,10 +175,16 @@ def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:
     reason, by = (mark.reason, mark.reason_by) if mark.draining or mark.set_aside else ("", "")
     partitions = re.search(r" Partitions=(\S+)", line)
     return DrainState(
-        mark.state, mark.draining, whose, reason, by, _boot_time(line), _gpus(line),
+        mark.state,
+        mark.draining,
+        whose,
+        reason,
+        by,
+        _boot_time(line),
+        _gpus(line),
         tuple(partitions[1].split(",")) if partitions is not None else (),
         owner is DrainOwner.HOOK,
-    )  # fmt: skip
+    )
 
 
 def _gpus(line: str) -> int | None:

@@ -76,10 +76,28 @@ async def _check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ..
 async def _check_node(node: str, state: DrainState, options: tuple[str, ...]) -> tuple[Finding, ...] | NotChecked:
     partition = (f"--partition={','.join(state.partitions)}",) if state.partitions else ()
     argv = (
-        "srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *partition, *options, "--mem=256M", "--time=2",
-        f"--immediate={START_S}", "--job-name=rrl-health-check", "--quiet", "--chdir=/", sys.executable, "-P", "-c",
-        _CHECK, "health", "check", "--json", "--within", f"{CHECK_S}s",
-    )  # fmt: skip
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        *partition,
+        *options,
+        "--mem=256M",
+        "--time=2",
+        f"--immediate={START_S}",
+        "--job-name=rrl-health-check",
+        "--quiet",
+        "--chdir=/",
+        sys.executable,
+        "-P",
+        "-c",
+        _CHECK,
+        "health",
+        "check",
+        "--json",
+        "--within",
+        f"{CHECK_S}s",
+    )
     try:
         ended = await execute(argv, START_S + CHECK_S + _SRUN_SLACK_S)
     except (Refused, Unanswered) as error:

@@ -67,9 +67,15 @@ class CheckReport(Struct, frozen=True):
 
 
 def check(
-    files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, detection: bool, trust: bool,
+    files: Sequence[Path],
+    settings: Sequence[str],
+    *,
+    task: bool,
+    defaults: bool,
+    detection: bool,
+    trust: bool,
     json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Check a job spec and print the result, the most important part first; nothing is changed.
 
     Args:

@@ -145,14 +145,21 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
         "node": _comment(_smallest(nodes, partition.name, choose_shape(slurm, wanted))),
         "gpus": _comment(gpu_shapes(tuple(one for one in nodes if one.gpus)))[:60],
         "account": _value(account) if account else "",
-        "account_why": _comment("as you requested" if wanted.account else "your only account" if account
-                                else f"one of {', '.join(names)}; without it, your default one" if names else ""),
+        "account_why": _comment(
+            "as you requested"
+            if wanted.account
+            else "your only account"
+            if account
+            else f"one of {', '.join(names)}; without it, your default one"
+            if names
+            else ""
+        ),
         "qos": _value(wanted.qos) if wanted.qos else "",
         "preempted": partition.preempted and config.get("PreemptType", "preempt/none") != "preempt/none",
         "manager_pool": manager == "",
         "manager_partition": _value(manager) if manager not in (None, "", partition.name) else "",
         **_networks(facts),
-    }  # fmt: skip
+    }
 
 
 def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
@@ -211,6 +218,10 @@ def _comment(text: str) -> str:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-    trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
-)  # fmt: skip
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,
+)

@@ -133,8 +133,10 @@ class _Trial:
             return TaskTrial(failed.problem)
         except _DeadlineExceeded as error:
             place = place_of(error, self._folder)
-            text = (f"{self._doing} was not done within {self._deadline_s:g} s ({place}); download and prepare what the"
-                    " task needs before the run, or check the rest of the job with --no-task")  # fmt: skip
+            text = (
+                f"{self._doing} was not done within {self._deadline_s:g} s ({place}); download and prepare what the"
+                " task needs before the run, or check the rest of the job with --no-task"
+            )
             return TaskTrial(TaskProblem(self._source, text))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -282,8 +284,10 @@ class _Trial:
         if not lacking:  # this character occurs only in pieces of several characters
             return str(error)
         named = " ".join(map(repr, lacking))
-        return (f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which is in no piece: add"
-                f" {'it' if len(lacking) == 1 else 'each'} to `pieces` or to `ignore`")  # fmt: skip
+        return (
+            f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which is in no piece: add"
+            f" {'it' if len(lacking) == 1 else 'each'} to `pieces` or to `ignore`"
+        )
 
     def _check_lengths(self, items: list[_Item]) -> None:
         limit = self._job.sampling.max_new_tokens

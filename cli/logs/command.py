@@ -16,9 +16,17 @@ from .printer import Printer
 
 
 def logs(
-    name: str | None, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
-    failed: bool, json: bool, raw: bool,
-) -> int:  # fmt: skip
+    name: str | None,
+    selector: str | None,
+    *,
+    follow: bool,
+    lines: int | None,
+    since: str | None,
+    grep: str | None,
+    failed: bool,
+    json: bool,
+    raw: bool,
+) -> int:
     """Print the logs of a run (by default of the newest run), merged by time.
 
     With ``follow``, new lines are printed too, until the run ends. With ``failed``, only the last lines before each

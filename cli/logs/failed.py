@@ -129,14 +129,16 @@ def _recovery_text(failure: Failure) -> str:
 def _json(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:
     failure, evidence = report
     recovered_at = failure.recovered_at
-    return json_line(FailureRecord(
-        time=stamp(int(failure.recorded_at * 1e6)).decode(),
-        incarnation=None if failure.incarnation is None else str(failure.incarnation),
-        node=failure.node or None,
-        found=evidence,
-        injected=failure.injected,
-        rung=None if failure.rung is None else failure.rung.value,
-        successor=None if recovered_at is None else str(failure.successor),
-        recovered_s=None if recovered_at is None else round(recovered_at - failure.recorded_at, 3),
-        lines=[printer.record(log, line) for log, line in lines],
-    ))  # fmt: skip
+    return json_line(
+        FailureRecord(
+            time=stamp(int(failure.recorded_at * 1e6)).decode(),
+            incarnation=None if failure.incarnation is None else str(failure.incarnation),
+            node=failure.node or None,
+            found=evidence,
+            injected=failure.injected,
+            rung=None if failure.rung is None else failure.rung.value,
+            successor=None if recovered_at is None else str(failure.successor),
+            recovered_s=None if recovered_at is None else round(recovered_at - failure.recorded_at, 3),
+            lines=[printer.record(log, line) for log, line in lines],
+        )
+    )

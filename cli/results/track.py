@@ -75,8 +75,15 @@ def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
     environment = os.environ | {TRACKER_ENV: mark_of(run, tracker)}
     argv = [sys.executable, "-P", "-m", MODULE, str(run.path), tracker, str(os.getpid()), UNTIL_END]
     with log_file(run, tracker).open("ab") as log:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                                start_new_session=True, cwd=run.trackers)  # fmt: skip
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            cwd=run.trackers,
+        )
 
 
 def _failure(run: RunDir, tracker: TrackerName, code: int) -> str:

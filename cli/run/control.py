@@ -58,9 +58,14 @@ def undrain(name: str, node: str, *, wait: bool) -> int:
 
 
 def _await_node_command(
-    run: RunDir, reader: StateReader, command: str, node: NodeName, file_name: str,
-    outcome_text: Callable[[State, NodeName], str], wait: bool,
-) -> int:  # fmt: skip
+    run: RunDir,
+    reader: StateReader,
+    command: str,
+    node: NodeName,
+    file_name: str,
+    outcome_text: Callable[[State, NodeName], str],
+    wait: bool,
+) -> int:
     if not wait:
         print(f"{run.id}: its manager is asked to {command} {node}")
         return 0

@@ -22,9 +22,17 @@ from .json_documents import RequestedFault
 
 
 def inject(
-    name: str, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None,
-    *, wait: bool, json: bool,
-) -> int:  # fmt: skip
+    name: str,
+    kind: str,
+    target: str,
+    at: str | None,
+    seconds: str | None,
+    amount: float,
+    seed: int | None,
+    *,
+    wait: bool,
+    json: bool,
+) -> int:
     """Request a fault from the run's manager.
 
     Returns exit code 0 once the request is written for the manager, or, with ``wait``, once the fault was performed.

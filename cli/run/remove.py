@@ -138,9 +138,10 @@ def _leftovers() -> list[Path]:
     return [
         Path(entry.path)
         for entry in entries
-        if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        if entry.is_dir(follow_symlinks=False)
+        and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
         and ((entry.name.startswith(".") and entry.name.endswith(REMOVED)) or _is_unfinished(entry))
-    ]  # fmt: skip
+    ]
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:

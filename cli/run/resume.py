@@ -18,7 +18,7 @@ from .submit import print_started, watch_until_end
 
 def resume(
     name: str, files: Sequence[Path], settings: Sequence[Setting], *, wait: bool, trust: bool, json: bool
-) -> int:  # fmt: skip
+) -> int:
     """Continue a run that has ended. The exit codes have the same meaning as for ``rrl submit``.
 
     The job comes from ``files``, or from the run if there are none; ``settings`` change it.

@@ -88,9 +88,14 @@ def picture(
     """Return the status view, with the summary once the run has ended."""
     files = RunFiles.read(run, state)
     view = status_view(
-        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing,
-        files.folders, max_listed,
-    )  # fmt: skip
+        state,
+        time.time(),
+        width,
+        (manager_liveness.note, manager_liveness.advice),
+        manager_liveness.standing,
+        files.folders,
+        max_listed,
+    )
     return Group(view, *files.views())
 
 

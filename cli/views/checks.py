@@ -91,8 +91,13 @@ def requests_view(
     for one in requests:
         state = drains.get(one.node, DrainState())
         request_text = f"requested by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
-        table.add_row(Text(one.node, "bold"), Text(one.cause or "person", "red"), f"{span(now - one.at)} ago",
-                      ",".join(one.users), Text(request_text))  # fmt: skip
+        table.add_row(
+            Text(one.node, "bold"),
+            Text(one.cause or "person", "red"),
+            f"{span(now - one.at)} ago",
+            ",".join(one.users),
+            Text(request_text),
+        )
         if state.drained:
             table.add_row("", Text("drained", "yellow"), "", "", Text(drain_text(state)))
         elif state.booted > one.at:

@@ -21,9 +21,14 @@ _GUIDE = "bright_black"
 def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
     """Return a table of episodes, and how many are in each state."""
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
     table.add_column("episode", justify="right", no_wrap=True)
     table.add_column("item", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -31,9 +36,16 @@ def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for one in episodes:
         table.add_row(
-            str(one.episode), str(one.item), Text(one.state, _COLOUR.get(one.state, _GUIDE)), str(one.attempt or "–"),
-            str(len(one.turns)), str(one.branches), str(one.sampled), versions_text(one.versions), number(one.reward),
-        )  # fmt: skip
+            str(one.episode),
+            str(one.item),
+            Text(one.state, _COLOUR.get(one.state, _GUIDE)),
+            str(one.attempt or "–"),
+            str(len(one.turns)),
+            str(one.branches),
+            str(one.sampled),
+            versions_text(one.versions),
+            number(one.reward),
+        )
     counts = Counter(one.state for one in episodes)
     return Group(table, "", Text(", ".join(f"{count} {state}" for state, count in counts.most_common()), _GUIDE))
 

@@ -41,9 +41,12 @@ REPLICA_COLUMNS = ("replica", "#", "node", "doing", "for", "weights", "")
 """Headings of the table of replicas; the last column has remarks."""
 
 _STATUS_COLOUR = {
-    Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
+    Status.WANTED: "yellow",
+    Status.LAUNCHING: "cyan",
+    Status.STARTING: "cyan",
+    Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
-}  # fmt: skip
+}
 _VERDICT_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
 """Word for a replica that has failed, by the cause in the finding; ``failed`` for other causes."""
@@ -134,9 +137,15 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
     If a role has more than ``max_listed`` replicas, only unusual replicas have a row, and the others are counted.
     """
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False, expand=True,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        expand=True,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
     table.add_column("replica", no_wrap=True)
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16 if width >= NARROW_COLUMNS else 10)

@@ -46,15 +46,7 @@ from .pace import (
     progress_figures,
     token_rates,
 )
-from .replicas import (
-    MAX_LISTED,
-    NARROW_COLUMNS,
-    bounded,
-    doing,
-    findings_view,
-    replicas_view,
-    restarts_view,
-)
+from .replicas import MAX_LISTED, NARROW_COLUMNS, bounded, doing, findings_view, replicas_view, restarts_view
 from .summary import MAX_STALE_SHARE, model_folder_rows, unscored_text
 
 MAX_NODES_LEFT = 3
@@ -68,20 +60,27 @@ MAX_GPU_USE_AGE_S = 120.0
 _LABEL_COLUMNS = 12
 """Columns of a row's label, including padding. They are fixed, so that a new row does not move other rows."""
 
-_OUTCOME = {
-    Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",
-}  # fmt: skip
+_OUTCOME = {Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red"}
 _SEPARATE_METRICS = (
-    "reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC, "unscored_groups",
+    "reward",
+    token_ages.P50_METRIC,
+    token_ages.MAX_METRIC,
+    token_ages.RUN_MAX_METRIC,
+    "unscored_groups",
     "unscored_share",
-)  # fmt: skip
+)
 """Metrics that are shown in a separate row."""
 
 
 def status_view(
-    state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = "",
-    folders: ModelFolders = ModelFolders(), max_listed: int = MAX_LISTED,
-) -> RenderableType:  # fmt: skip
+    state: State,
+    now: float,
+    width: int = 100,
+    notes: Sequence[str] = (),
+    known_standing: str = "",
+    folders: ModelFolders = ModelFolders(),
+    max_listed: int = MAX_LISTED,
+) -> RenderableType:
     """Return the status view of a run.
 
     Args:
@@ -102,9 +101,13 @@ def status_view(
 
 
 def facts_view(
-    state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = "",
+    state: State,
+    now: float,
+    width: int = 100,
+    notes: Sequence[str] = (),
+    known_standing: str = "",
     folders: ModelFolders = ModelFolders(),
-) -> RenderableType:  # fmt: skip
+) -> RenderableType:
     """Return the title of the status view and the facts below it; the arguments are those of :func:`status_view`."""
     held = dict(_held_back_nodes(state, now))
     title = Text.assemble(*_title(state, known_until(state, now, notes), width, known_standing))
@@ -220,15 +223,19 @@ def _of_training(state: State, until: float, width: int, frozen: bool) -> Iterat
     ages = [_token_ages(state)] if state.token_ages.steps else []
     yield from packed("eval", evaluation_figures(state.evaluations), free)
     rows = (
-        ("pace", progress_figures(state, until, frozen)), ("time", idle_shares_of_roles(state)),
-        ("tokens", [*token_rates(state), *ages]), ("lengths", length_figures(state.stream_figures)),
+        ("pace", progress_figures(state, until, frozen)),
+        ("time", idle_shares_of_roles(state)),
+        ("tokens", [*token_rates(state), *ages]),
+        ("lengths", length_figures(state.stream_figures)),
         ("agents", agent_figures(state.episode_figures, state.outcome is not None)),
-    )  # fmt: skip
+    )
     for label, parts in rows:
         yield from packed(label, parts, free)
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
-        yield "stale", Text(f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows",
-                            "yellow")  # fmt: skip
+        yield (
+            "stale",
+            Text(f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows", "yellow"),
+        )
     if groups := as_count(state.metrics.get("unscored_groups", 0.0)):
         yield "dropped", bounded(unscored_text(groups, state.metrics.get("unscored_share", 0.0)), "yellow")
 
@@ -370,8 +377,11 @@ def _nodes(state: State) -> Text:
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
     for role in (role for role in state.job.roles if role.warm or role.preload):
-        ready = [r for r in state.replicas.values() if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name
-                 and r.phase == STANDBY and r.is_current]  # fmt: skip
+        ready = [
+            r
+            for r in state.replicas.values()
+            if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name and r.phase == STANDBY and r.is_current
+        ]
         warm_name = f"warm {'standby' if role.standby_shares_node else role.name}"
         for name, preloaded in ((warm_name, False), (f"preloaded {role.name}", True)):
             nodes = {r.node for r in ready if is_preloaded(r.id) is preloaded}

@@ -111,9 +111,7 @@ def unscored_text(groups: int, share: float) -> str:
     return f"{count} dropped ({_share(share)}): an answer could not be scored, see the log of the reward role"
 
 
-def next_steps_view(
-    summary: dict[str, Any], job_steps: int, weights: str, program: str = "rrl"
-) -> RenderableType:  # fmt: skip
+def next_steps_view(summary: dict[str, Any], job_steps: int, weights: str, program: str = "rrl") -> RenderableType:
     """Return a line with the path of the weights, and a line for each command that is useful after a run.
 
     Args:
@@ -148,9 +146,14 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     Each failure is shown with the failed incarnation and, if it has joined, the replacement.
     """
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
     causes = Table.grid(padding=(0, 2), expand=True)
     table.add_column("failure", no_wrap=True)
     for name in _STAGES:
@@ -160,8 +163,9 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     for one in recoveries:
         failed = f"{one.get('replica')}#{one.get('failed', '?')}"
         joined = one.get("start_s") is not None
-        table.add_row(f"{failed} → #{one.get('incarnation')}" if joined else failed,
-                      *(stage(one.get(name)) for name in _STAGES))  # fmt: skip
+        table.add_row(
+            f"{failed} → #{one.get('incarnation')}" if joined else failed, *(stage(one.get(name)) for name in _STAGES)
+        )
         causes.add_row(Text(f"↻ {failed}", "yellow"), Text(_recovery_text(one, joined)))
     return Group(table, Text(), causes)
 
@@ -202,9 +206,14 @@ _STANDING_COLOUR = {
 def runs_view(states: Sequence[RunState], now: float) -> RenderableType:
     """Return a table of runs; ``now`` is the wall clock (s)."""
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
     first, second, *figures = RUN_COLUMNS
     table.add_column(first, no_wrap=True)
     table.add_column(second, no_wrap=True, overflow="ellipsis", max_width=30)

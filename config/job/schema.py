@@ -184,8 +184,10 @@ class TaskTable(Table):
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
         if [self.dataset, self.function, self.file].count(None) != 2:
-            raise ValueError('must have exactly one of: dataset = "<reasoning-gym name>", file = "prompts.jsonl",'
-                             ' function = "module:function"')  # fmt: skip
+            raise ValueError(
+                'must have exactly one of: dataset = "<reasoning-gym name>", file = "prompts.jsonl",'
+                ' function = "module:function"'
+            )
         return self
 
 

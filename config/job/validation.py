@@ -133,8 +133,13 @@ def _same_file(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and normpath(expanduser(one)) == normpath(expanduser(other))
 
 
-_SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),
-                         "size": ("dataset", "function"), "prompt": ("dataset", "file", "function")}  # fmt: skip
+_SOURCES_OF_TASK_KEYS = {
+    "answer_column": ("file",),
+    "reward": ("file",),
+    "args": ("dataset", "function"),
+    "size": ("dataset", "function"),
+    "prompt": ("dataset", "file", "function"),
+}
 """The sources of a task for which each key of [task] is permitted."""
 
 

@@ -14,26 +14,54 @@ from .node_state import HEALTH_RUNS, NodeState
 _REMEDY_CODES: dict[Remedy, tuple[str, ...]] = {
     Remedy.RESET_GPU: ("VOLATILE_DBE", "PENDING_ROW_REMAP", "CORRUPT_INFOROM", "NVSWITCH_DOWN"),
     Remedy.REBOOT: (
-        "NVLINK_DOWN", "UNCONTAINED_ERROR", "POWER_UNREADABLE", "ECC_PENDING", "SXID_ERROR", "FIELD_",
+        "NVLINK_DOWN",
+        "UNCONTAINED_ERROR",
+        "POWER_UNREADABLE",
+        "ECC_PENDING",
+        "SXID_ERROR",
+        "FIELD_",
         "DBE_PENDING_PAGE_RETIREMENTS",
     ),
     Remedy.SUPPORT: (
-        "ROW_REMAP_FAILURE", "RETIRED_PAGES_", "NVLINK_ERROR_CRITICAL", "NVLINK_CRC", "FAULTY_MEMORY",
-        "NVSWITCH_FATAL", "NAN_VALUE",
+        "ROW_REMAP_FAILURE",
+        "RETIRED_PAGES_",
+        "NVLINK_ERROR_CRITICAL",
+        "NVLINK_CRC",
+        "FAULTY_MEMORY",
+        "NVSWITCH_FATAL",
+        "NAN_VALUE",
     ),
-}  # fmt: skip
+}
 """Prefixes of error codes, by remedy. An incident with such a code fails the GPU if its severity is ``fail``."""
 _WARNING_CODES = (
-    "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
-    "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
-)  # fmt: skip
+    "GPU_EXPECTED_NVLINKS_UP",
+    "NVSWITCH_EXPECTED_NVLINKS_UP",
+    "NVSWITCH_NVLINK_DOWN",
+    "FABRIC_MANAGER_TRAINING_ERROR",
+    "CLOCKS_EVENT_THERMAL",
+    "TEMP_VIOLATION",
+    "THERMAL_VIOLATIONS",
+)
 """Prefixes of error codes that give only a WARN. The codes concern the configuration of the fabric manager, or heat.
 Other checks of rrl judge heat."""
 _IGNORED_CODES = (
-    "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
-    "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
-    "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
-)  # fmt: skip
+    "VOLATILE_SBE",
+    "CLOCK_THROTTLE_POWER",
+    "CLOCK_THROTTLE_THERMAL",
+    "CLOCKS_EVENT_POWER",
+    "CLOCKS_POWER",
+    "UNCORRECTABLE_ROW_REMAP",
+    "NVSWITCH_NON_FATAL",
+    "NVLINK_ERROR_THRESHOLD",
+    "PENDING_PAGE_RETIREMENTS",
+    "TEST_SKIPPED",
+    "TEST_DISABLED",
+    "ABORTED",
+    "TARGET_POWER",
+    "XID_ERROR",
+    "ERROR_SENTINEL",
+    "NO_GRAPHICS_CLOCKS",
+)
 """Prefixes of error codes that are ignored: the faults are harmless, or other checks report them in more detail (Xids,
 for example)."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
@@ -118,13 +146,31 @@ def _problems(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Problem]:
 
 
 CHECKS = (
-    Check("dcgm_memory", ("dcgm",), _exporter,
-          "uncorrectable ECC errors and failed row remaps in dcgm-exporter's metrics",
-          "an uncorrectable error: FAIL, reset the GPU; a failed remap: FAIL, support", "gcm, DCGM"),
-    Check("dcgm_health", ("dcgm",), _health, "incidents of dcgmi health, which is run once a minute",
-          "a failure whose code has a remedy, in three runs in a row: FAIL with that remedy; other codes: WARN;"
-          " power, single-bit errors and the like: ignored", "NVSentinel", triggers=(HEALTH_RUNS,)),
-    Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, if the rules enable them",
-          "a failed test: FAIL with the remedy of its code, or exclude if the code is unknown; Denylist and"
-          " Inforom are skipped", "gcm"),
-)  # fmt: skip
+    Check(
+        "dcgm_memory",
+        ("dcgm",),
+        _exporter,
+        "uncorrectable ECC errors and failed row remaps in dcgm-exporter's metrics",
+        "an uncorrectable error: FAIL, reset the GPU; a failed remap: FAIL, support",
+        "gcm, DCGM",
+    ),
+    Check(
+        "dcgm_health",
+        ("dcgm",),
+        _health,
+        "incidents of dcgmi health, which is run once a minute",
+        "a failure whose code has a remedy, in three runs in a row: FAIL with that remedy; other codes: WARN;"
+        " power, single-bit errors and the like: ignored",
+        "NVSentinel",
+        triggers=(HEALTH_RUNS,),
+    ),
+    Check(
+        "dcgm_diag",
+        ("dcgm",),
+        _diag,
+        "tests of dcgmi diag -r 1, if the rules enable them",
+        "a failed test: FAIL with the remedy of its code, or exclude if the code is unknown; Denylist and"
+        " Inforom are skipped",
+        "gcm",
+    ),
+)

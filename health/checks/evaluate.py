@@ -98,33 +98,45 @@ def _stuck_in_driver(state: NodeState) -> str:
     data = state.data("host")
     stuck = data.stuck if isinstance(data, HostData) else ()
     found = (
-        process for process in stuck
+        process
+        for process in stuck
         if process.kernel_function.startswith(_DRIVER_FUNCTIONS)
         or (process.name.startswith(_DRIVER_PROCESSES) and process.uid == _ROOT)
-    )  # fmt: skip
+    )
     if process := next(found, None):
         return f"process {process.pid} ({process.name}) is stuck in the driver"
     since = state.hung_since["nvml"]
     texts = (
-        line.event.text for line in state.log
+        line.event.text
+        for line in state.log
         if line.event.kind == "hung_task" and line.at >= since and line.event.uid == _ROOT
-    )  # fmt: skip
+    )
     names = (match["name"] for text in texts if (match := _HUNG_TASK.search(text)))
     name = next((name for name in names if name.startswith(_DRIVER_PROCESSES)), "")
     return f"the kernel reports {name} as hung" if name else ""
 
 
 _READERS_CHECK = Check(
-    "readers", READERS, _check_readers, "whether each reader of the node answers in time",
+    "readers",
+    READERS,
+    _check_readers,
+    "whether each reader of the node answers in time",
     "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s: WARN, support; DCGM's"
-    " reader does not either, or a process is stuck in the driver: FAIL, reboot", "NVSentinel (probe deadline)",
+    " reader does not either, or a process is stuck in the driver: FAIL, reboot",
+    "NVSentinel (probe deadline)",
     any_reader=True,
-)  # fmt: skip
+)
 
 CHECKS: tuple[Check, ...] = (
-    _READERS_CHECK, *gpu.CHECKS, *gpu_links.CHECKS, *xid.CHECKS, *dcgm.CHECKS,
-    *kernel_log.CHECKS, *fabric.CHECKS, *host.CHECKS,
-)  # fmt: skip
+    _READERS_CHECK,
+    *gpu.CHECKS,
+    *gpu_links.CHECKS,
+    *xid.CHECKS,
+    *dcgm.CHECKS,
+    *kernel_log.CHECKS,
+    *fabric.CHECKS,
+    *host.CHECKS,
+)
 
 
 @dataclass(slots=True)

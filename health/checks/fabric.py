@@ -93,10 +93,12 @@ def _degraded(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
 def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterator[str]:
     """Yield a text for each counter of the port that increases faster than its limit."""
     for counter, limit in (
-        ("symbol_error", limits.symbol_errors), ("port_rcv_errors", limits.receive_errors),
-        ("local_ack_timeout_err", limits.ack_timeouts), ("port_xmit_discards", limits.discards),
+        ("symbol_error", limits.symbol_errors),
+        ("port_rcv_errors", limits.receive_errors),
+        ("local_ack_timeout_err", limits.ack_timeouts),
+        ("port_xmit_discards", limits.discards),
         ("roce_slow_restart", limits.slow_restarts),
-    ):  # fmt: skip
+    ):
         if _increase(state, name, counter, _RATE_WINDOW_S) > limit * _RATE_WINDOW_S:
             yield f"{counter} above {limit:g} a second"
     if _increase(state, name, "link_error_recovery", _MINUTE_S) > limits.recoveries:

@@ -12,9 +12,24 @@ from .base import Check, CheckResult, Passed, Unknown, fail, warn
 from .node_state import NodeState
 
 _SHARED_FILESYSTEMS = (
-    "nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "smb", "cifs", "fuse", "9p", "virtiofs", "pvfs",
-    "afs", "orangefs", "gfs2", "ocfs2",
-)  # fmt: skip
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "panfs",
+    "smb",
+    "cifs",
+    "fuse",
+    "9p",
+    "virtiofs",
+    "pvfs",
+    "afs",
+    "orangefs",
+    "gfs2",
+    "ocfs2",
+)
 """Prefixes of the names of shared file systems. If a shared file system is full, the node is not at fault."""
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
 """Read-only image file systems, from which nodes without a disk boot. They are always full."""
@@ -102,8 +117,9 @@ def _clock(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     elif wanted and source != wanted:
         yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, {wanted} is expected")
     elif not wanted and source in rules.host.clock_sources:
-        yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, which is slow: the kernel rejected a"
-                   " better one")  # fmt: skip
+        yield warn(
+            Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, which is slow: the kernel rejected a better one"
+        )
 
 
 def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:

@@ -154,21 +154,54 @@ def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
 
 _KERNEL = ("kernel",)
 CHECKS = (
-    Check("kernel_io", _KERNEL, _disks, "I/O errors of disks, within a day",
-          "an error: FAIL, exclude (cause storage); a completion that was polled: WARN; a refused discard: ignored",
-          "gcm"),
-    Check("kernel_filesystem", _KERNEL, _filesystems, "messages about file systems within a day",
-          "an error, or a file system that became read-only: FAIL, exclude (cause storage); a server that does"
-          " not answer: WARN", "gcm"),
-    Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
-          "uncorrected, according to the text or the status bit: FAIL, reboot; corrected, or from before this"
-          " boot: WARN",
-          "ByteRobust"),
-    Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
-          "kernel.flaps times on one InfiniBand port: FAIL, support; else: WARN", "gcm"),
-    Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel reports as hung, and soft lockups, within"
-          " kernel.hung_window",
-          "any of them: WARN (cause storage if the message shows that the task waits for storage, else node)", "ours"),
-    Check("oom", ("kernel", "host"), _memory, "processes that the kernel killed because memory ran out",
-          "any such process since monitoring began: WARN (cause user)", "ByteRobust", any_reader=True),
-)  # fmt: skip
+    Check(
+        "kernel_io",
+        _KERNEL,
+        _disks,
+        "I/O errors of disks, within a day",
+        "an error: FAIL, exclude (cause storage); a completion that was polled: WARN; a refused discard: ignored",
+        "gcm",
+    ),
+    Check(
+        "kernel_filesystem",
+        _KERNEL,
+        _filesystems,
+        "messages about file systems within a day",
+        "an error, or a file system that became read-only: FAIL, exclude (cause storage); a server that does"
+        " not answer: WARN",
+        "gcm",
+    ),
+    Check(
+        "kernel_mce",
+        _KERNEL,
+        _machine_checks,
+        "machine checks, within a day",
+        "uncorrected, according to the text or the status bit: FAIL, reboot; corrected, or from before this boot: WARN",
+        "ByteRobust",
+    ),
+    Check(
+        "kernel_nic",
+        _KERNEL,
+        _flaps,
+        "links that went down, within an hour",
+        "kernel.flaps times on one InfiniBand port: FAIL, support; else: WARN",
+        "gcm",
+    ),
+    Check(
+        "kernel_hung",
+        _KERNEL,
+        _hung,
+        "tasks that the kernel reports as hung, and soft lockups, within kernel.hung_window",
+        "any of them: WARN (cause storage if the message shows that the task waits for storage, else node)",
+        "ours",
+    ),
+    Check(
+        "oom",
+        ("kernel", "host"),
+        _memory,
+        "processes that the kernel killed because memory ran out",
+        "any such process since monitoring began: WARN (cause user)",
+        "ByteRobust",
+        any_reader=True,
+    ),
+)

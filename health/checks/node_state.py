@@ -103,10 +103,18 @@ class CounterHistory:
 
 
 PORT_COUNTERS: Final = (
-    "link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err",
-    "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
-    "roce_slow_restart", "carrier_changes",
-)  # fmt: skip
+    "link_downed",
+    "excessive_buffer_overrun_errors",
+    "local_link_integrity_errors",
+    "rnr_nak_retry_err",
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_ack_timeout_err",
+    "port_xmit_discards",
+    "roce_slow_restart",
+    "carrier_changes",
+)
 """Names of the port counters that checks use."""
 HEALTH_RUNS: Final = "dcgmi health"
 """Key of `NodeState.reading_counts` for runs of ``dcgmi health``."""
@@ -310,9 +318,7 @@ class NodeState:
         for counter in PORT_COUNTERS:
             self._count("port", name, counter, port.counters.get(counter), at)
 
-    def _add_xid(
-        self, gpu: str, code: int, at: float, text: str, source: str, pci_exists: bool | None = None
-    ) -> None:  # fmt: skip
+    def _add_xid(self, gpu: str, code: int, at: float, text: str, source: str, pci_exists: bool | None = None) -> None:
         before_start = self._is_before_start(at)
         tenant = None if before_start else self._tenants.get(self.xids.uuid_of(gpu))
         event = XidEvent(

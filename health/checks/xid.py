@@ -30,8 +30,11 @@ from .xid_events import FATAL_CLASSES, RECOVERY_ACTION_XID, Xid, XidEvent, is_fa
 _MAX_EVIDENCE_LINES = 5
 """Maximum number of evidence lines in one finding."""
 _LASTING_FIELDS = {
-    48: "ecc_volatile_uncorrected", 95: "ecc_volatile_uncorrected", 140: "ecc_volatile_uncorrected", 64: "remap_failed",
-}  # fmt: skip
+    48: "ecc_volatile_uncorrected",
+    95: "ecc_volatile_uncorrected",
+    140: "ecc_volatile_uncorrected",
+    64: "remap_failed",
+}
 """NVML's field that stays set until the GPU is reset, by Xid code."""
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
@@ -213,8 +216,14 @@ def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
         return None
     repeated_code = next((x.code for _, x in found if _occurrences(found, x.code) >= gpu.rules.xid.repeats), None)
     if any(e.fatal for e, _ in found):
-        return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, "an NVLink error that the driver calls fatal", found),
-                    component=gpu.name, failures_to_raise=1, at=found[0][0].at)  # fmt: skip
+        return fail(
+            Cause.GPU,
+            Remedy.EXCLUDE,
+            *_evidence(gpu, "an NVLink error that the driver calls fatal", found),
+            component=gpu.name,
+            failures_to_raise=1,
+            at=found[0][0].at,
+        )
     if repeated_code is not None:
         why = f"repeated NVLink errors within a day (Xid {repeated_code})"
         return fail(
@@ -316,8 +325,14 @@ def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 _RULES: tuple[Callable[[_Gpu, list[_Gpu]], Problem | None], ...] = (
-    _driver_action, _fatal, _nvlink, _rare, _application, _doubtful, _remaining,
-)  # fmt: skip
+    _driver_action,
+    _fatal,
+    _nvlink,
+    _rare,
+    _application,
+    _doubtful,
+    _remaining,
+)
 
 
 def _occurrences(events: list[tuple[XidEvent, Xid]], code: int) -> int:

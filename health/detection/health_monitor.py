@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ...core.launch import ExitReason
 from ...core.phases import STOPPING
 from ...core.run_spec import Limits
-from ...core.types import (  # fmt: skip
+from ...core.types import (
     STORE,
     DataReport,
     Incarnation,
@@ -171,9 +171,14 @@ class HealthMonitor:
             self._progress.begin_phase(view, phase, now)
 
     def on_heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float,
+        self,
+        incarnation: Incarnation,
+        phase: str,
+        done: int,
+        waits_for: ReplicaId | None,
+        now: float,
         data: DataReport = _NO_REPORT,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a heartbeat, in which ``data`` is a report of the store.
 
         If the message that announced its phase was lost, the phase begins now.
@@ -221,9 +226,14 @@ class HealthMonitor:
 
     # ── reports about replicas ───────────────────────────────────────────────────────────────────────────────────────
     def on_load(
-        self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None,
+        self,
+        incarnation: Incarnation,
+        cpu: float,
+        gpu: float | None,
+        now: float,
+        tensor: float | None = None,
         stopped: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record the load that the node's agent measured.
 
         Args:
@@ -267,9 +277,16 @@ class HealthMonitor:
                 self.dirty.add(view.node)
 
     def on_step_ended(
-        self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
-        last_line: str = "", detail: str = "", exception: RaisedException | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        incarnation: Incarnation,
+        code: int | None,
+        signal: int | None,
+        reason: ExitReason,
+        now: float,
+        last_line: str = "",
+        detail: str = "",
+        exception: RaisedException | None = None,
+    ) -> None:
         """Record the exit record of a step; only the first record of an incarnation counts.
 
         The record of a step that was not admitted or was fenced is ignored, because it may come from a second step with

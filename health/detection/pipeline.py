@@ -190,12 +190,17 @@ def correlate(findings: Sequence[Finding], context: PublicationContext) -> Publi
 
 # ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
 DETECTION_STAGES: tuple[Callable[[Sequence[Finding], HealthMonitor], list[Finding]], ...] = (
-    blame_gang_members, blame_trainer_for_untaken_data, blame_ends_of_wait_chains, suppress_on_failed_nodes,
-)  # fmt: skip
+    blame_gang_members,
+    blame_trainer_for_untaken_data,
+    blame_ends_of_wait_chains,
+    suppress_on_failed_nodes,
+)
 """Stages over the findings of the manager's detectors, after :func:`first_match`."""
 PUBLICATION_STAGES: tuple[Callable[[Sequence[Finding], PublicationContext], Published], ...] = (
-    await_stacks, apply_settings, correlate,
-)  # fmt: skip
+    await_stacks,
+    apply_settings,
+    correlate,
+)
 """Stages over all findings, before they are recorded."""
 PIPELINE: tuple[Callable[..., object], ...] = (first_match, *DETECTION_STAGES, *PUBLICATION_STAGES)
 """All stages in the order in which a finding passes them."""

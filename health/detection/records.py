@@ -19,7 +19,7 @@ from msgspec import Struct
 from ...core.launch import ExitReason
 from ...core.phases import Phase
 from ...core.run_spec import Limits
-from ...core.types import (  # fmt: skip
+from ...core.types import (
     AGENT,
     STANDBY_ROLE,
     Incarnation,
@@ -93,9 +93,14 @@ class LoadHistory:
     """Time of the newest load that shows working tensor cores."""
 
     def add(
-        self, cpu: float, gpu: float | None, now: float, tensor: float | None = None, needs_tensor_cores: bool = False,
+        self,
+        cpu: float,
+        gpu: float | None,
+        now: float,
+        tensor: float | None = None,
+        needs_tensor_cores: bool = False,
         stopped: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add one load, measured since the previous one.
 
         Args:

@@ -18,16 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from .records import (
-    MAX_LINE_BYTES,
-    SCHEMA,
-    Record,
-    SourcedRecord,
-    encode_line,
-    file_schema,
-    is_attributable,
-    read_line,
-)
+from .records import MAX_LINE_BYTES, SCHEMA, Record, SourcedRecord, encode_line, file_schema, is_attributable, read_line
 from .user_files import (
     MAX_USER_RECORDS,
     Allowance,

@@ -104,8 +104,9 @@ def changes(
         if key in raised:
             continue
         if one.detector in judged:
-            records.append(FindingRecord(at, node, one.detector, Verdict.OK, one.cause, Remedy.NONE, at,
-                                         component=one.component))  # fmt: skip
+            records.append(
+                FindingRecord(at, node, one.detector, Verdict.OK, one.cause, Remedy.NONE, at, component=one.component)
+            )
         else:
             after.append(one)
     return records, tuple(after)
@@ -125,9 +126,21 @@ def _record(finding: Finding, verdict: Verdict, node: NodeName, at: float, count
         for line in finding.evidence[:MAX_EVIDENCE_LINES]
     )
     return FindingRecord(
-        at, node, finding.detector, verdict, finding.cause, finding.remedy, finding.since, "",
-        clipped(finding.component), finding.proof, count, evidence, False, finding.flags,
-    )  # fmt: skip
+        at,
+        node,
+        finding.detector,
+        verdict,
+        finding.cause,
+        finding.remedy,
+        finding.since,
+        "",
+        clipped(finding.component),
+        finding.proof,
+        count,
+        evidence,
+        False,
+        finding.flags,
+    )
 
 
 def _read_standing(history: Path, node: NodeName) -> tuple[Standing, ...]:

@@ -211,9 +211,11 @@ def incidents(histories: list[RunHistory]) -> list[Incident]:
             if raised.critical and raised.finding.cause in HARDWARE_CAUSES:
                 against[raised.finding.node].append(raised)
     single = [
-        incident for history in histories for failed, cost in costs(history)
+        incident
+        for history in histories
+        for failed, cost in costs(history)
         if (incident := _attributed(history, failed, cost, against.get(failed.node, []))) is not None
-    ]  # fmt: skip
+    ]
     return _related(_merged(sorted(single, key=lambda incident: incident.at)))
 
 
@@ -268,10 +270,22 @@ def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[
         cause = failed.cause if failed.cause not in HARDWARE_CAUSES else Cause.PROCESS.value
         detector, remedy = failed.detector, failed.remedy
     return Incident(
-        failed.at, failed.node, owner, cause, detector, remedy, (history.run,), (history.user,),
-        (failed.incarnation,) if failed.incarnation else (), cost, failed.injected,
-        failed.node_lost or not failed.incarnation, evidence=failed.evidence, witnesses=witnesses, trusted=trusted,
-    )  # fmt: skip
+        failed.at,
+        failed.node,
+        owner,
+        cause,
+        detector,
+        remedy,
+        (history.run,),
+        (history.user,),
+        (failed.incarnation,) if failed.incarnation else (),
+        cost,
+        failed.injected,
+        failed.node_lost or not failed.incarnation,
+        evidence=failed.evidence,
+        witnesses=witnesses,
+        trusted=trusted,
+    )
 
 
 def _merged(single: list[Incident]) -> list[Incident]:

@@ -31,8 +31,12 @@ a node late, when the next run may already hold the node."""
 ROUNDING_FACTOR = 1.01
 """Factor by which GPU-hours may exceed what the nodes could provide."""
 MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {
-    FindingRecord: 5000, Failed: 2000, RecoveryDone: 2000, ActionTaken: 2000, NodeAcquired: 20_000,
-}  # fmt: skip
+    FindingRecord: 5000,
+    Failed: 2000,
+    RecoveryDone: 2000,
+    ActionTaken: 2000,
+    NodeAcquired: 20_000,
+}
 """Maximum number of records of each kind that a report uses from one user; the newest records are used. Repeated
 findings with the same verdict do not count. The duration of a report grows with the product of the numbers of failures
 and findings: a user who reaches these limits adds 5.5 s (measured)."""

@@ -114,11 +114,7 @@ def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[P
     with os.scandir(folder.path) as entries:
         found = list(islice(entries, MAX_USER_ENTRIES + 1))
     if len(found) > MAX_USER_ENTRIES:
-        rejections.add(
-            folder.user,
-            folder.path,
-            f"more than {MAX_USER_ENTRIES} files: the others are not examined",
-        )
+        rejections.add(folder.user, folder.path, f"more than {MAX_USER_ENTRIES} files: the others are not examined")
     dated = []
     for entry in found[:MAX_USER_ENTRIES]:
         if (named := parse_file_name(entry.name)) is None:

@@ -84,10 +84,15 @@ def _port(root: str, device: str, port: int) -> FabricPort:
         counters["carrier_changes"] = changes
     rate = _text(f"{folder}/rate", "rate", unread)
     return FabricPort(
-        device=device, port=port, state=_state_name(_text(f"{folder}/state", "state", unread)),
-        physical=_state_name(_text(f"{folder}/phys_state", "physical", unread)), rate=_rate(rate, unread),
-        link_layer=_text(f"{folder}/link_layer", "link_layer", unread) or "", counters=counters, unread=unread,
-    )  # fmt: skip
+        device=device,
+        port=port,
+        state=_state_name(_text(f"{folder}/state", "state", unread)),
+        physical=_state_name(_text(f"{folder}/phys_state", "physical", unread)),
+        rate=_rate(rate, unread),
+        link_layer=_text(f"{folder}/link_layer", "link_layer", unread) or "",
+        counters=counters,
+        unread=unread,
+    )
 
 
 def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | None:

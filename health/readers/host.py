@@ -60,12 +60,18 @@ class HostReader:
         cpu = f"{self._sysfs}/devices/system/cpu"
         clock = f"{self._sysfs}/devices/system/clocksource/clocksource0/current_clocksource"
         return HostData(
-            mounts=mounts, stuck=stuck, zombies=zombies,
-            memory_total=_kib(memory.get("MemTotal")), memory_available=_kib(memory.get("MemAvailable")),
-            load=float(load.split()[0]) if load else None, cpus=os.cpu_count(),
+            mounts=mounts,
+            stuck=stuck,
+            zombies=zombies,
+            memory_total=_kib(memory.get("MemTotal")),
+            memory_available=_kib(memory.get("MemAvailable")),
+            load=float(load.split()[0]) if load else None,
+            cpus=os.cpu_count(),
             governor=self._text(f"{cpu}/cpu0/cpufreq/scaling_governor", "governor", unread),
-            clock_source=self._text(clock, "clock_source", unread), oom_kills=vmstat.get("oom_kill"), unread=unread,
-        )  # fmt: skip
+            clock_source=self._text(clock, "clock_source", unread),
+            oom_kills=vmstat.get("oom_kill"),
+            unread=unread,
+        )
 
     def close(self) -> None:
         """Kill the probes of mounts that are still running."""

@@ -63,7 +63,7 @@ _BEGINS_WITH_A_NAME = re.compile(
     rb"|: attempt to access beyond )"
     # a fragment of an interrupted line of the first kind (``NAME[77] bad frame in ...``)
     rb"| in "
-)  # fmt: skip
+)
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
 """Part of each message of a packet filter (linux net/netfilter/nf_log_syslog.c). Before this part is a prefix of up to
 127 bytes that the filter rule sets."""
@@ -93,8 +93,11 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("oom", rb"(?:Memory cgroup o|O)ut of memory(?: \([^)]*\))?: Kill(?:ed)? process (?P<pid>\d+)"),
     # linux drivers/net/ethernet/mellanox/mlx5/core/health.c: ``mlx5_core 0000:65:00.0: poll_health:...: Fatal error
     # 1 detected``, ``device's health compromised``, ``health recovery failed``
-    ("nic", rb"(?P<device>mlx[45]_core " + _BUS + rb")\b.*(?:Fatal error|health compromised"
-            rb"|recovery (?:flow )?fail)"),
+    (
+        "nic",
+        rb"(?P<device>mlx[45]_core " + _BUS + rb")\b.*(?:Fatal error|health compromised"
+        rb"|recovery (?:flow )?fail)",
+    ),
     ("nic", rb"(?P<device>mlx5_core " + _BUS + rb")\b.*(?:cmd_work_handler|wait_func).*timeout"),
     # ``mlx5_core 0000:65:00.0 ens1f0np0: Link down``; Intel and Broadcom drivers: ``ixgbe 0000:01:00.0 eth0: NIC Link
     # is Down``; ``eth0: NIC Link is Down``; ``igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down``
@@ -114,13 +117,19 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, since 6.8 ``I/O tag 12 (100c)
     # opcode 0x2 (Read) QID 4 timeout, ...``, ``controller is down; will reset``, ``Device not ready; aborting reset``,
     # ``Removing after probe failure``
-    ("io", rb"nvme (?P<device>nvme\d+): (?:I/O (?:tag )?\d+ .*timeout|controller is down|Device not ready"
-           rb"|Removing after)"),
+    (
+        "io",
+        rb"nvme (?P<device>nvme\d+): (?:I/O (?:tag )?\d+ .*timeout|controller is down|Device not ready"
+        rb"|Removing after)",
+    ),
     # linux fs/ext4/super.c, fs/xfs, fs/btrfs
     ("filesystem", rb"EXT4-fs error \(device (?P<device>[\w-]+)\)"),
     ("filesystem", rb"EXT4-fs \((?P<device>[\w-]+)\): Remounting filesystem read-only"),
-    ("filesystem", rb"XFS \((?P<device>[\w-]+)\): (?:[\w() ./-]*[Cc]orruption|(?:[Mm]etadata|[Ll]og) I/O [Ee]rror"
-                   rb"|.*(?:been shut down|Shutting down filesystem))"),
+    (
+        "filesystem",
+        rb"XFS \((?P<device>[\w-]+)\): (?:[\w() ./-]*[Cc]orruption|(?:[Mm]etadata|[Ll]og) I/O [Ee]rror"
+        rb"|.*(?:been shut down|Shutting down filesystem))",
+    ),
     # ``BTRFS: error (device sda1) in btrfs_commit_transaction:2323: errno=-5 IO failure``, ``BTRFS error (device ...``
     ("filesystem", rb"BTRFS:? (?:error|critical) \(device (?P<device>[\w-]+)"),
     ("filesystem", rb"BTRFS \w+ \(device (?P<device>[\w-]+)[^)]*\): forced readonly"),
@@ -128,8 +137,11 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("filesystem", rb"nfs: server (?P<device>\S+) not responding"),
     # lustre ptlrpc/import.c: ``LustreError: 167-0: fs-OST0001-osc-...: This client was evicted by fs-OST0001``,
     # ``Lustre: fs-OST0001-osc-...: Connection to fs-OST0001 (at 10.0.0.1@o2ib) was lost``
-    ("filesystem", rb"Lustre(?:Error)?: .*?(?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: (?:This client was evicted"
-                   rb"|Connection to \S+ \(at \S+\) was lost)"),
+    (
+        "filesystem",
+        rb"Lustre(?:Error)?: .*?(?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: (?:This client was evicted"
+        rb"|Connection to \S+ \(at \S+\) was lost)",
+    ),
     # net/sunrpc/clnt.c and ptlrpc/import.c, when the server answers again: ``nfs: server filer OK``, ``Lustre:
     # fs-OST0001-osc-...: Connection restored to fs-OST0001 (at 10.0.0.1@o2ib)``
     ("filesystem_back", rb"nfs: server (?P<device>\S+) OK" + _END),
@@ -137,7 +149,7 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # linux kernel/hung_task.c: ``INFO: task python:1234 blocked for more than 120 seconds.``; kernel/watchdog.c
     ("hung_task", rb"INFO: task .*:(?P<pid>\d+) blocked (?:in I/O wait )?for more than \d+ seconds"),
     ("hung_task", rb"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),
-)  # fmt: skip
+)
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
 _PREFILTER = re.compile(
     rb"Xid|off the bus|Hardware Error|Machine check|EDAC MC|Memory failure|ut of memory|mlx|[Ll]ink |arrier|WATCHDOG"
@@ -159,11 +171,14 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
         if (match := pattern.match(line)) is not None:
             found = match.groupdict()
             return KernelEvent(
-                kind=kind, text=line.decode(errors="replace")[:MAX_TEXT_CHARS], age=age,
+                kind=kind,
+                text=line.decode(errors="replace")[:MAX_TEXT_CHARS],
+                age=age,
                 xid=int(found["xid"]) if found.get("xid") else OFF_THE_BUS if kind == "xid" else None,
                 pid=int(found["pid"]) if found.get("pid") else None,
-                pci=_pci(found.get("pci")), device=(found.get("device") or b"").decode(errors="replace"),
-            )  # fmt: skip
+                pci=_pci(found.get("pci")),
+                device=(found.get("device") or b"").decode(errors="replace"),
+            )
     return None
 
 

@@ -124,8 +124,13 @@ class Mounts:
     def _mount(self, path: str, answer: _MountAnswer | None, now: float) -> Mount:
         if answer is None:
             begins = [look.began for look in self._probes.values() if look.needed and look.path == path]
-            return Mount(path=path, answers=False, why=f"did not answer within {self._timeout_s:g} s",
-                         attempts=len(begins), hung_for=now - min(begins, default=now))  # fmt: skip
+            return Mount(
+                path=path,
+                answers=False,
+                why=f"did not answer within {self._timeout_s:g} s",
+                attempts=len(begins),
+                hung_for=now - min(begins, default=now),
+            )
         if answer.why:
             return Mount(path=path, answers=False, why=answer.why)
         if answer.device not in self._types:

@@ -15,9 +15,12 @@ _ROOT = 0
 _LISTEN_STATE = "0A"
 """State of a listening socket (linux include/net/tcp_states.h: TCP_LISTEN), in hexadecimal."""
 _LOOPBACK = (
-    "00000000", "0100007F",  # 0.0.0.0, 127.0.0.1
-    "0" * 32, "0000000000000000FFFF000000000000", "0000000000000000FFFF00000100007F",  # ::, and both as IPv6
-)  # fmt: skip
+    "00000000",
+    "0100007F",  # 0.0.0.0, 127.0.0.1
+    "0" * 32,
+    "0000000000000000FFFF000000000000",
+    "0000000000000000FFFF00000100007F",  # ::, and both as IPv6
+)
 """Local addresses of sockets that accept a connection to 127.0.0.1, as /proc/net/tcp and tcp6 of a little-endian
 machine write them."""
 
@@ -46,8 +49,10 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
     if not owners:
         raise NotTrusted(f"no process listens on port {port} of 127.0.0.1")
     if strangers := owners - set(trusted):
-        raise NotTrusted(f"port {port} of 127.0.0.1 is ignored, because it belongs to uid {min(strangers)}; it must"
-                         " belong to root or readers.dcgm_user")  # fmt: skip
+        raise NotTrusted(
+            f"port {port} of 127.0.0.1 is ignored, because it belongs to uid {min(strangers)}; it must"
+            " belong to root or readers.dcgm_user"
+        )
 
 
 def check_program(path: str, trusted: Collection[int]) -> None:
@@ -59,8 +64,10 @@ def check_program(path: str, trusted: Collection[int]) -> None:
         while True:
             status = os.stat(place)
             if status.st_uid not in trusted:
-                raise NotTrusted(f"{path} is not run, because {place} belongs to uid {status.st_uid}; it must belong to"
-                                 " root or readers.dcgm_user")  # fmt: skip
+                raise NotTrusted(
+                    f"{path} is not run, because {place} belongs to uid {status.st_uid}; it must belong to"
+                    " root or readers.dcgm_user"
+                )
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
                 raise NotTrusted(f"{place} is writable by every user: {path} is not run")
             if place == os.sep:

@@ -127,7 +127,15 @@ def _combine(node: str, requests: list[_OpenRequest]) -> DrainRequest:
     reason = act.reason if marked else f"{RUN_PREFIX}{newest.run}: {act.reason or act.cause}"
     users_with_cause = {request.user for request in requests if request.act.cause == act.cause}
     return DrainRequest(
-        node, reason[:MAX_REASON_CHARS], act.cause, act.evidence, act.at, tuple(sorted(users)),
-        tuple(sorted({request.run for request in requests})), act.by, act.rejection, newest.run,
+        node,
+        reason[:MAX_REASON_CHARS],
+        act.cause,
+        act.evidence,
+        act.at,
+        tuple(sorted(users)),
+        tuple(sorted({request.run for request in requests})),
+        act.by,
+        act.rejection,
+        newest.run,
         len(users_with_cause) >= MIN_WITNESSES or any(request.trusted for request in requests),
-    )  # fmt: skip
+    )

@@ -216,9 +216,13 @@ def _drained_already(advice: str) -> str:
 
 
 def _scontrol(
-    name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[RaisedFinding],
+    name: str,
+    verdict: str,
+    lemon: lemons.Lemon,
+    drain: DrainState,
+    shown: list[RaisedFinding],
     acts: list[tuple[RunHistory, ActionTaken]],
-) -> str:  # fmt: skip
+) -> str:
     """Return the command to drain the node; empty if the node is drained or need not be drained.
 
     ``shown`` is the evidence for the drain.
@@ -245,9 +249,7 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
     why = act.reason or (act.evidence[0] if act.evidence else "")
     rejection_text = f" (not drained: {act.rejection})" if act.rejection else ""
     return ReportLine(
-        act.at,
-        f"{history.user}/{history.run}",
-        f"{action}{by}: {why}{rejection_text}" if why else f"{action}{by}",
+        act.at, f"{history.user}/{history.run}", f"{action}{by}: {why}{rejection_text}" if why else f"{action}{by}"
     )
 
 

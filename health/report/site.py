@@ -19,9 +19,12 @@ from .node import node_report
 
 
 def report(
-    records: Iterable[SourcedRecord], since: float, now: float, drains: Mapping[str, DrainState] | None = None,
+    records: Iterable[SourcedRecord],
+    since: float,
+    now: float,
+    drains: Mapping[str, DrainState] | None = None,
     only: frozenset[str] | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Return the report.
 
     Args:
@@ -105,11 +108,15 @@ def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str
 def _correlated(histories: Sequence[RunHistory], since: float) -> list[ReportLine]:
     """Return the newest findings on many nodes at the same time."""
     lines = [
-        ReportLine(record.at, f"{history.user}/{history.run}", record.evidence[0].text) for history in histories
+        ReportLine(record.at, f"{history.user}/{history.run}", record.evidence[0].text)
+        for history in histories
         for record in history.records
         if isinstance(record, FindingRecord)
-        and not record.node and not record.incarnation and record.evidence and record.at >= since
-    ]  # fmt: skip
+        and not record.node
+        and not record.incarnation
+        and record.evidence
+        and record.at >= since
+    ]
     return sorted(lines, key=lambda line: line.at)[-MAX_EVIDENCE_LINES:]
 
 

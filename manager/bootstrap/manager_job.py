@@ -176,8 +176,10 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
                 continue
             _log.warning(
                 "cannot queue the next manager's job: %s; if this manager ends before the run, start the next one with"
-                " rrl manage %s", error, run.id,
-            )  # fmt: skip
+                " rrl manage %s",
+                error,
+                run.id,
+            )
             return
 
 

@@ -35,8 +35,10 @@ between the managers add up to 15 s, so that a short disturbance does not releas
 LOGGER = "rrl.pool_supervisor"
 """Logger name of this process. Its log lines go to the same file as the output of the managers that it starts."""
 _log = logging.getLogger(LOGGER)
-MANAGER_PROGRAM = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
-          "from rrl.manager.bootstrap.start import run_manager; run_manager(RunDir(Path(sys.argv[1])))"  # fmt: skip
+MANAGER_PROGRAM = (
+    "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; "
+    "from rrl.manager.bootstrap.start import run_manager; run_manager(RunDir(Path(sys.argv[1])))"
+)
 """Python program that runs one manager; its argument is the run directory."""
 
 

@@ -36,12 +36,21 @@ from . import manager_job
 _RUN_ID = "trial"
 _SLURM_LIMITS = SlurmLimits()
 _KEYS = (
-    (r"unrecognized option '--([a-z-]+)", ""), (r"[Ii]nvalid --([a-z-]+) specification", ""),
-    (r"account", "account"), (r"partition", "partition"), (r"qos", "qos"), (r"feature|constraint", "constraint"),
-    (r"reservation", "reservation"), (r"license", "licenses"), (r"cluster", "clusters"), (r"gres|generic res", "gpus"),
-    (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
+    (r"unrecognized option '--([a-z-]+)", ""),
+    (r"[Ii]nvalid --([a-z-]+) specification", ""),
+    (r"account", "account"),
+    (r"partition", "partition"),
+    (r"qos", "qos"),
+    (r"feature|constraint", "constraint"),
+    (r"reservation", "reservation"),
+    (r"license", "licenses"),
+    (r"cluster", "clusters"),
+    (r"gres|generic res", "gpus"),
+    (r"time limit", "walltime"),
+    (r"memory", "mem"),
+    (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
-)  # fmt: skip
+)
 """Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If a
 pattern has an empty text instead, the pattern captures the name of the option."""
 _UNAVAILABLE = re.compile(r"node configuration (is )?not available", re.IGNORECASE)

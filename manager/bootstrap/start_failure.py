@@ -106,8 +106,11 @@ def _last_line(run: RunDir, ids: list[str]) -> str:
 
     If no manager logged anything, return a line of Slurm or submitit; if all logs are empty, return "".
     """
-    logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
-            run.submit / manager_job.POOL_LOG, run.controller_log]  # fmt: skip
+    logs = [
+        *(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
+        run.submit / manager_job.POOL_LOG,
+        run.controller_log,
+    ]
     lines = [line for log in logs for line in reversed(_tail(log))]
     chosen = (line for others in _FOREIGN_LINES for line in lines if not others.match(line))
     return next(chosen, lines[0] if lines else "")

@@ -34,7 +34,7 @@ from ...core.processes import (
 )
 from ...core.run_dir import OwnPath, RunDir, write_atomically
 from ...core.types import NodeName
-from .base import (  # fmt: skip
+from .base import (
     STOP_MARGIN_S,
     AllocationNotRunning,
     AllocationRequest,
@@ -211,12 +211,16 @@ class LocalCluster:
         names = {node for allocation in allocations.values() for node in allocation.nodes} | down
         names |= {NodeName(f"local{n}") for n in range(1, (self._limit or 0) + 1)}
         return ClusterSnapshot(
-            nodes={node: NodeStatus(NodeState.DOWN, "marked down") if node in down else NodeStatus(NodeState.UP)
-                   for node in sorted(names)},
-            allocations={tag: AllocationStatus(AllocationState.RUNNING, tag, allocation.nodes)
-                         for tag, allocation in allocations.items()},
+            nodes={
+                node: NodeStatus(NodeState.DOWN, "marked down") if node in down else NodeStatus(NodeState.UP)
+                for node in sorted(names)
+            },
+            allocations={
+                tag: AllocationStatus(AllocationState.RUNNING, tag, allocation.nodes)
+                for tag, allocation in allocations.items()
+            },
             steps=steps,
-        )  # fmt: skip
+        )
 
     async def close(self) -> None:
         """Release the pidfds of the child processes, which keep running."""
@@ -267,9 +271,14 @@ class LocalCluster:
         with open(os.open(step.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             # -P: do not search the working directory for modules
             child = subprocess.Popen(
-                [self._python, "-P", "-m", module, str(step.launch_file)], env=env, cwd=self._run.path,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [self._python, "-P", "-m", module, str(step.launch_file)],
+                env=env,
+                cwd=self._run.path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         fd, loop = os.pidfd_open(child.pid), asyncio.get_running_loop()
         self._children[fd] = child, loop
         loop.add_reader(fd, self._reap, fd)
@@ -290,8 +299,14 @@ class LocalCluster:
         if launched.pid:
             process = read_process(launched.pid)
             return process if process is not None and process.started == launched.started else None
-        return next((process for process in processes(str(self._run.steps))
-                     if process.launch == launched.launch_file and process.module), None)  # fmt: skip
+        return next(
+            (
+                process
+                for process in processes(str(self._run.steps))
+                if process.launch == launched.launch_file and process.module
+            ),
+            None,
+        )
 
 
 def _is_in_force(mark: Path) -> bool:
@@ -317,8 +332,11 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
         Refused: a record cannot be read, so the state of the cluster is not known completely.
     """
     try:
-        return {path.stem: msgspec.json.decode(path.read_bytes(), type=kind)
-                for path in sorted(folder.iterdir()) if path.suffix == ".json" and path.name[0] != "."}  # fmt: skip
+        return {
+            path.stem: msgspec.json.decode(path.read_bytes(), type=kind)
+            for path in sorted(folder.iterdir())
+            if path.suffix == ".json" and path.name[0] != "."
+        }
     except (OSError, msgspec.DecodeError) as error:
         raise Refused(f"{folder}: {error}") from error
 

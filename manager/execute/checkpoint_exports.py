@@ -113,9 +113,16 @@ class CheckpointExports:
         """Run the child process to its end; return why it failed, in one line (empty if it succeeded)."""
         try:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", PROGRAM, *arguments, stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
+                sys.executable,
+                "-P",
+                "-m",
+                PROGRAM,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
         except OSError as error:
             return f"{sys.executable}: {error.strerror}"
         assert child.stderr is not None

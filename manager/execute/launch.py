@@ -80,9 +80,13 @@ def pyxis(role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str) 
     """
     listed = ",".join(":".join(filter(None, mount)) for mount in mounts(container, run_dir, job_dir))
     return (
-        f"--container-image={_image(role, job_dir)}", f"--container-mounts={listed}", f"--container-workdir={job_dir}",
-        "--no-container-mount-home", "--no-container-remap-root", "--no-container-entrypoint",
-    )  # fmt: skip
+        f"--container-image={_image(role, job_dir)}",
+        f"--container-mounts={listed}",
+        f"--container-workdir={job_dir}",
+        "--no-container-mount-home",
+        "--no-container-remap-root",
+        "--no-container-entrypoint",
+    )
 
 
 def _image(role: RoleSpec, job_dir: str) -> str:

@@ -101,10 +101,13 @@ class GpuRegistry:
         return [
             other.incarnation
             for other in state.replicas.values()
-            if other.is_current and other.node == node and other.id != incarnation.replica
-            and _owns_gpus(state.job, other.id) and other.incarnation not in self._reported
+            if other.is_current
+            and other.node == node
+            and other.id != incarnation.replica
+            and _owns_gpus(state.job, other.id)
+            and other.incarnation not in self._reported
             and not _gets_gpus_from_manager(state.job, other.promoted_from, standbys)
-        ]  # fmt: skip
+        ]
 
     def assign(
         self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State

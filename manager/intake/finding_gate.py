@@ -206,9 +206,12 @@ class FindingGate:
         self._correlation_state = restore_state(recorded.values(), self._context.now())
 
     def on_detected(
-        self, findings: Sequence[Finding], silent: Mapping[Incarnation, tuple[NodeName, float]],
-        absent: Mapping[NodeName, float] = {}, stacks: Mapping[str, HangStacks] = {},
-    ) -> float:  # fmt: skip
+        self,
+        findings: Sequence[Finding],
+        silent: Mapping[Incarnation, tuple[NodeName, float]],
+        absent: Mapping[NodeName, float] = {},
+        stacks: Mapping[str, HangStacks] = {},
+    ) -> float:
         """Take the current findings of the manager's detectors, and record what changed.
 
         Args:

@@ -26,25 +26,8 @@ from typing import Any
 
 from ...core.launch import tag_of
 from ...core.run_dir import write_atomically
-from ...core.types import (
-    AGENT,
-    STACKS,
-    Cause,
-    Evidence,
-    Finding,
-    Incarnation,
-    ReplicaId,
-    Verdict,
-    gang_of,
-    replica_id,
-)
-from ...health.detection.attribution.stack_groups import (
-    GroupedStacks,
-    group,
-    main_threads_only,
-    sample,
-    summary_lines,
-)
+from ...core.types import AGENT, STACKS, Cause, Evidence, Finding, Incarnation, ReplicaId, Verdict, gang_of, replica_id
+from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, sample, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
 from ...health.detection.detectors.stack_samples import due_stack_samples
@@ -245,9 +228,11 @@ class HangInvestigator:
                 yield peer, agent.id, replica.incarnation, replica.step
 
     async def _request_stacks(
-        self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
+        self,
+        collection: _StackCollection,
+        requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
         timeout_s: float,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Request the stacks of a collection, and return whether all replies came within ``timeout_s``.
 
         Later replies are ignored.

@@ -124,8 +124,7 @@ class MessageHandler:
                 await self._context.send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
         elif isinstance(message, msg.FindingReport):
             _log.warning(
-                "ignored a finding from %s: the process has not registered on this connection",
-                message.incarnation,
+                "ignored a finding from %s: the process has not registered on this connection", message.incarnation
             )
 
     async def close(self) -> None:
@@ -233,9 +232,11 @@ class MessageHandler:
             ),
             incarnation,
         )
-        self._context.record(ev.FaultInjected(
-            fault.id, incarnation, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
-        ))  # fmt: skip
+        self._context.record(
+            ev.FaultInjected(
+                fault.id, incarnation, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
+            )
+        )
 
     def _step_exit(self, message: msg.StepExit) -> None:
         self._peers.steps.pop(message.tag, None)
@@ -287,9 +288,15 @@ class MessageHandler:
     def _report_end(self, event: ev.StepEnded) -> None:
         """Report the end of a step to the health monitor."""
         self._context.monitor.on_step_ended(
-            event.incarnation, event.code, event.signal, event.reason, self._context.now(), event.last_line,
-            event.detail, event.exception,
-        )  # fmt: skip
+            event.incarnation,
+            event.code,
+            event.signal,
+            event.reason,
+            self._context.now(),
+            event.last_line,
+            event.detail,
+            event.exception,
+        )
 
     def start_reading_exit_records(self) -> None:
         """Read exit records in a task of their own, so that hung storage does not delay messages.
@@ -368,8 +375,11 @@ class MessageHandler:
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         announced = (message.listen_address, message.weight_address, message.pid, message.node)
         if replica.status is not Status.JOINED or announced != (
-            replica.listen_address, replica.weight_address, replica.pid, replica.node
-        ):  # fmt: skip
+            replica.listen_address,
+            replica.weight_address,
+            replica.pid,
+            replica.node,
+        ):
             self._context.record(
                 ev.Joined(
                     incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address
@@ -478,6 +488,12 @@ def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
 def _step_ended(incarnation: Incarnation, record: ExitRecord | msg.StepExit) -> ev.StepEnded:
     """Return the event for the end of this incarnation's step, from its exit record or from the StepExit message."""
     return ev.StepEnded(
-        incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail,
+        incarnation,
+        record.tag,
+        record.code,
+        record.signal,
+        record.reason,
+        record.last_line,
+        record.detail,
         record.exception,
-    )  # fmt: skip
+    )

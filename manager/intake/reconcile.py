@@ -189,9 +189,13 @@ def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:
 
 
 def _reconcile_allocation(
-    allocation: Allocation, status: AllocationStatus, nodes: dict[NodeName, NodeStatus] | None,
-    absences: AbsenceCounter, now: float, min_absence_s: float,
-) -> AllocationStatus:  # fmt: skip
+    allocation: Allocation,
+    status: AllocationStatus,
+    nodes: dict[NodeName, NodeStatus] | None,
+    absences: AbsenceCounter,
+    now: float,
+    min_absence_s: float,
+) -> AllocationStatus:
     """Return the status to accept for an allocation.
 
     The cluster's answer may be old or incomplete if a running allocation is pending again, or has lost a node that is

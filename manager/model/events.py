@@ -338,12 +338,39 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 
 Event = (
-    RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
-    | ClusterUnknown | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | OutsideWaitChanged |
-    FirstWorkDone | VersionAvailable | StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested
-    | Resumed | TokensCounted | StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged |
-    GpuUseRecorded | RunEnded
-)  # fmt: skip
+    RunStarted
+    | ManagerStarted
+    | ManagerStopped
+    | Intended
+    | IntentSettled
+    | Decided
+    | AllocationChanged
+    | NodeChanged
+    | ClusterUnknown
+    | AgentJoined
+    | Admitted
+    | Joined
+    | StepEnded
+    | PhaseEntered
+    | NoteChanged
+    | OutsideWaitChanged
+    | FirstWorkDone
+    | VersionAvailable
+    | StepCommitted
+    | FindingChanged
+    | FaultInjected
+    | CommandReceived
+    | FaultRequested
+    | Resumed
+    | TokensCounted
+    | StacksCollected
+    | BaselinesLearned
+    | ClocksRecorded
+    | Evaluated
+    | ValuesLogged
+    | GpuUseRecorded
+    | RunEnded
+)
 
 
 class Stamped(Struct, frozen=True):

@@ -171,8 +171,11 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
 
     The trainer's step is the newest step that it has committed or published. Returns None if no rollout has weights.
     """
-    held = {replica.id: replica.weight_version.step for replica in workers(state)
-            if replica.is_current and replica.weight_version is not None}  # fmt: skip
+    held = {
+        replica.id: replica.weight_version.step
+        for replica in workers(state)
+        if replica.is_current and replica.weight_version is not None
+    }
     trainer = max(state.step, held.get(TRAINER, 0))
     lags = [max(0, trainer - step) for id, step in held.items() if role_of(id) == _ROLLOUT]
     return (min(lags), max(lags)) if lags else None

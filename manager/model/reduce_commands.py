@@ -55,8 +55,10 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     for id, replica in state.replicas.items():
         if is_support(replica.id):
             replicas[id] = Replica(id, Status.RETIRED, replica.incarnation_number, since=at)
-    allocations = {tag: allocation if _matches_job(event.job, allocation) else replace(allocation, orphan=True)
-                   for tag, allocation in state.allocations.items()}  # fmt: skip
+    allocations = {
+        tag: allocation if _matches_job(event.job, allocation) else replace(allocation, orphan=True)
+        for tag, allocation in state.allocations.items()
+    }
     nodes = {name: _reset_probe(node) for name, node in state.nodes.items()}
     for tag, allocation in allocations.items():
         nodes = without_departed(nodes, tag, ()) if allocation.orphan else nodes
@@ -64,13 +66,36 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     has_nodes = any(allocation.running for allocation in allocations.values())
     paused_s = state.paused_s + (0.0 if state.ended is None else at - state.ended)
     return replace(
-        state, job=event.job, replicas=replicas, past_incarnations={id: n for id, n in numbers.items() if id not in
-        replicas}, launched=False, ended=None, paused_s=paused_s, outcome=None, finish=None, why="", cancelled_by="",
-        keep_allocations=False, requested_since=None, running_since=at if has_nodes else None, nodes=nodes,
-        allocations=allocations, findings={}, intents={}, rejected_requests=(), reclaimed={}, external_cancellations=(),
-        orphan_steps={}, requested_faults=(), requested_restarts={}, node_commands={}, full_restarts=(), baselines={},
-        training_time=training_time.resumed(state.training_time, at), gpu_use={},
-    )  # fmt: skip
+        state,
+        job=event.job,
+        replicas=replicas,
+        past_incarnations={id: n for id, n in numbers.items() if id not in replicas},
+        launched=False,
+        ended=None,
+        paused_s=paused_s,
+        outcome=None,
+        finish=None,
+        why="",
+        cancelled_by="",
+        keep_allocations=False,
+        requested_since=None,
+        running_since=at if has_nodes else None,
+        nodes=nodes,
+        allocations=allocations,
+        findings={},
+        intents={},
+        rejected_requests=(),
+        reclaimed={},
+        external_cancellations=(),
+        orphan_steps={},
+        requested_faults=(),
+        requested_restarts={},
+        node_commands={},
+        full_restarts=(),
+        baselines={},
+        training_time=training_time.resumed(state.training_time, at),
+        gpu_use={},
+    )
 
 
 def _matches_job(job: RunSpec, allocation: Allocation) -> bool:
@@ -92,8 +117,10 @@ def members_of(job: RunSpec) -> list[ReplicaId]:
     """Return the ids of all members of all roles, in the order of the job."""
     return [
         member_id(replica_id(role.name, index), rank)
-        for role in job.roles for index in range(role.replicas) for rank in range(role.ranks)
-    ]  # fmt: skip
+        for role in job.roles
+        for index in range(role.replicas)
+        for rank in range(role.ranks)
+    ]
 
 
 def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> Replica:

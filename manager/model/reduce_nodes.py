@@ -150,8 +150,11 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             node = replace(node, allocation=event.tag, status=None, release_result=None)
         nodes[name] = replace(node, node_group=allocation.request.node_group)
     began = at if state.running_since is None and allocation.running else state.running_since
-    orphan_steps = {tag: orphan for tag, orphan in state.orphan_steps.items()
-                 if orphan.allocation != event.tag or orphan.node in event.status.nodes}  # fmt: skip
+    orphan_steps = {
+        tag: orphan
+        for tag, orphan in state.orphan_steps.items()
+        if orphan.allocation != event.tag or orphan.node in event.status.nodes
+    }
     return replace(
         state,
         allocations={**state.allocations, event.tag: allocation},
@@ -309,10 +312,17 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
         for replica in state.replicas.values()
     )
     node = replace(
-        node, excluded=why, excluded_at=at, exclusions=node.exclusions + 1, cause=action.cause, proved=action.proof,
+        node,
+        excluded=why,
+        excluded_at=at,
+        exclusions=node.exclusions + 1,
+        cause=action.cause,
+        proved=action.proof,
         lost_spare=not occupied and not action.by,
-        drain_requested_by=action.by, drain_error="", release_result=None,
-    )  # fmt: skip
+        drain_requested_by=action.by,
+        drain_error="",
+        release_result=None,
+    )
     return replace(_without_command(state, node.name), nodes={**state.nodes, node.name: node})
 
 
@@ -324,17 +334,26 @@ def on_readmit(state: State, at: float, action: Readmit) -> State:
     """
     command, _ = state.node_commands.get(action.node, ("", ""))
     findings = {
-        key: finding for key, finding in state.findings.items()
+        key: finding
+        for key, finding in state.findings.items()
         if finding.node != action.node or finding.verdict is not Verdict.FAIL or (finding.proof and command != UNDRAIN)
-    }  # fmt: skip
+    }
     state = replace(state, findings=findings)
     node = state.nodes.get(action.node)
     released = node is not None and node.release_result is ReleaseResult.RELEASED
     state = _with_node(
-        state, action.node, excluded=None, cause=None, proved=False, lost_spare=False, drain_requested_by="",
-        drain_requested_at=0.0, drain_error="", probe_error=None,
+        state,
+        action.node,
+        excluded=None,
+        cause=None,
+        proved=False,
+        lost_spare=False,
+        drain_requested_by="",
+        drain_requested_at=0.0,
+        drain_error="",
+        probe_error=None,
         release_result=ReleaseResult.RELEASED if released else None,
-    )  # fmt: skip
+    )
     return state if node is not None and node.drain_reason else _without_command(state, action.node)
 
 

@@ -43,18 +43,49 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
         if replica.incarnation == standby and replica.step == action.step:
             admitted, pid, host = replica.admitted_process, replica.pid, replica.host
             state = with_replica(
-                state, standby.replica, status=Status.WANTED, since=at, step=None, admitted_process=None, pid=None,
-                host="", phase="", past_phases=(), note="", listen_address=None, weight_address=None,
+                state,
+                standby.replica,
+                status=Status.WANTED,
+                since=at,
+                step=None,
+                admitted_process=None,
+                pid=None,
+                host="",
+                phase="",
+                past_phases=(),
+                note="",
+                listen_address=None,
+                weight_address=None,
                 preferred_node=None,
-            )  # fmt: skip
+            )
             state = _drop_findings(state, standby)
     return with_replica(
-        state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number,
-        since=at, node=action.node, allocation=action.allocation, step=action.step, admitted_process=admitted, pid=pid,
-        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", outside=None,
-        listen_address=None, weight_address=None, weight_version=None, advanced=False, preferred_node=None,
-        promoted_from=standby, commits=0, fault="",
-    )  # fmt: skip
+        state,
+        action.incarnation.replica,
+        status=Status.LAUNCHING,
+        incarnation_number=action.incarnation.number,
+        since=at,
+        node=action.node,
+        allocation=action.allocation,
+        step=action.step,
+        admitted_process=admitted,
+        pid=pid,
+        host=host,
+        phase="",
+        phase_since=at,
+        past_phases=(),
+        waits_for=None,
+        note="",
+        outside=None,
+        listen_address=None,
+        weight_address=None,
+        weight_version=None,
+        advanced=False,
+        preferred_node=None,
+        promoted_from=standby,
+        commits=0,
+        fault="",
+    )
 
 
 def on_launch_rejected(state: State, at: float, action: Launch, event: ev.IntentSettled) -> State:
@@ -115,16 +146,28 @@ def on_stop_rejected(state: State, at: float, action: StopStep) -> State:
 
 # ── failures and fences ───────────────────────────────────────────────────────────────────────────────────────────────
 def count_failure(
-    state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False,
-    not_started: str | None = None, detector: str = "",
-) -> State:  # fmt: skip
+    state: State,
+    at: float,
+    id: ReplicaId,
+    status: Status,
+    why: str,
+    refused: bool = False,
+    not_started: str | None = None,
+    detector: str = "",
+) -> State:
     """Count one more failure of the replica and delay its next launch. The delay doubles with each recent failure."""
     replica, recovery = state.replica(id), state.job.recovery
     failure = FailedIncarnation(
-        at, replica.node or NodeName(""), why, refused, reached_step(state),
-        injected=bool(replica.fault) and not refused, joined=replica.status is Status.JOINED,
-        not_started=not_started, detector=detector,
-    )  # fmt: skip
+        at,
+        replica.node or NodeName(""),
+        why,
+        refused,
+        reached_step(state),
+        injected=bool(replica.fault) and not refused,
+        joined=replica.status is Status.JOINED,
+        not_started=not_started,
+        detector=detector,
+    )
     failures = (*(failed for failed in replica.failures if at - failed.at < recovery.window), failure)
     longest = max(MAX_RESTART_BACKOFF_S, recovery.backoff)
     pause = min(longest, recovery.backoff * 2.0 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
@@ -287,9 +330,15 @@ def on_agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
         node = replace(node, probe_error=event.probe_error, snapshot_address=event.snapshot_address)
         state = replace(state, nodes={**state.nodes, node.name: node})
     return with_replica(
-        state, event.incarnation.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve",
+        state,
+        event.incarnation.replica,
+        status=Status.JOINED,
+        since=at,
+        host=event.host,
+        pid=event.pid,
+        phase="serve",
         ever_joined=True,
-    )  # fmt: skip
+    )
 
 
 def on_joined(state: State, at: float, event: ev.Joined) -> State:
@@ -298,9 +347,18 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
     state = settle_launch(state, replica.step or "")  # the admission may have been lost with an earlier manager
     since = replica.since if replica.status is Status.JOINED else at
     return with_replica(
-        state, replica.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
-        listen_address=event.listen_address, weight_address=event.weight_address, ever_joined=True, returned=False,
-    )  # fmt: skip
+        state,
+        replica.id,
+        status=Status.JOINED,
+        since=since,
+        node=event.node,
+        host=event.host,
+        pid=event.pid,
+        listen_address=event.listen_address,
+        weight_address=event.weight_address,
+        ever_joined=True,
+        returned=False,
+    )
 
 
 def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:

@@ -95,8 +95,10 @@ def conditions(state: State, now: float, stalled_s: float | None) -> list[Condit
 def _end(state: State, now: float) -> Iterator[Condition]:
     """Yield the end of a run, unless the run was cancelled or ended longer ago than :data:`LIMIT_S`."""
     kinds: dict[Outcome, NotificationKind] = {
-        Outcome.COMPLETED: "completed", Outcome.FAILED: "failed", Outcome.REJECTED: "failed"
-    }  # fmt: skip
+        Outcome.COMPLETED: "completed",
+        Outcome.FAILED: "failed",
+        Outcome.REJECTED: "failed",
+    }
     if state.outcome in kinds and state.ended is not None and now - state.ended < LIMIT_S:
         yield Condition(kinds[state.outcome], f"ended {state.ended:.3f}", state.why or state.outcome.value)
 

@@ -53,9 +53,13 @@ class Notifier:
     """
 
     def __init__(
-        self, run: RunDir, state: Callable[[], State | None], durable_seq: Callable[[], int], now: Callable[[], float],
+        self,
+        run: RunDir,
+        state: Callable[[], State | None],
+        durable_seq: Callable[[], int],
+        now: Callable[[], float],
         check_interval_s: float = CHECK_INTERVAL_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run, self._state, self._durable_seq, self._now = run, state, durable_seq, now
         self._interval_s = check_interval_s
         self._claims = Claims(run.notifications)

@@ -61,8 +61,11 @@ def build_directory(state: State) -> PeerDirectory:
     serving = [r for r in current if r.status is Status.JOINED and r.weight_address]
     newest = max((r.weight_version for r in serving if r.weight_version is not None), default=None)
     servers = sorted(serving, key=lambda r: (r.role != _PUBLISHER, natural_sort_key(r.id)))
-    sources = tuple(WeightSource(r.incarnation, r.weight_address, r.weight_version) for r in servers
-                    if r.weight_address and (r.weight_version is not None or r.role != _PUBLISHER))  # fmt: skip
+    sources = tuple(
+        WeightSource(r.incarnation, r.weight_address, r.weight_version)
+        for r in servers
+        if r.weight_address and (r.weight_version is not None or r.role != _PUBLISHER)
+    )
     return PeerDirectory(peers, newest, sources, _snapshot_servers(state), state.evaluated)
 
 
@@ -91,5 +94,8 @@ def _snapshot_servers(state: State) -> dict[NodeName, str]:
         or (replica.role == STANDBY_ROLE and replica.is_current and standby_role_of(replica.id) in trainers)
     }
     candidates = (state.nodes[node] for node in nodes if node in state.nodes)
-    return {node.name: node.snapshot_address for node in sorted(candidates, key=lambda node: node.name)
-            if node.snapshot_address and node.excluded is None}  # fmt: skip
+    return {
+        node.name: node.snapshot_address
+        for node in sorted(candidates, key=lambda node: node.name)
+        if node.snapshot_address and node.excluded is None
+    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...core.types import AGENT, STANDBY_ROLE, Outcome, gang_of, role_of
-from ..model.actions import (  # fmt: skip
+from ..model.actions import (
     Action,
     Drain,
     ExternalAction,
@@ -116,8 +116,11 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
     later.
     """
     unsettled = open_requests(state)
-    releasable = [a for a in state.allocations.values()
-            if not a.releasing and a.tag not in unsettled and not _left_to_user(state, a)]  # fmt: skip
+    releasable = [
+        a
+        for a in state.allocations.values()
+        if not a.releasing and a.tag not in unsettled and not _left_to_user(state, a)
+    ]
     later = [a.not_before for a in releasable if a.not_before > now]
     return [a.tag for a in releasable if a.not_before <= now], min(later, default=NEVER)
 
@@ -183,10 +186,12 @@ def _stop_deadline(state: State, stage: _Stage) -> float:
     Only steps on nodes that may still answer count.
     """
     stopped_since = [
-        orphan.since for orphan in state.orphan_steps.values()
+        orphan.since
+        for orphan in state.orphan_steps.values()
         if _shutdown_stage(state, role_of(orphan.incarnation.replica)) is stage
-        and (node := state.nodes.get(orphan.node)) is not None and node.excluded is None
-    ]  # fmt: skip
+        and (node := state.nodes.get(orphan.node)) is not None
+        and node.excluded is None
+    ]
     return max(stopped_since) + 2 * _stage_grace(state, stage) if stopped_since else 0.0
 
 

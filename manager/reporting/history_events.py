@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.types import Cause, Finding, NodeName, Verdict, gang_of, is_support
-from ...health.history.records import (  # fmt: skip
+from ...health.history.records import (
     MAX_EVIDENCE_LINES,
     ActionTaken,
     EvidenceLine,
@@ -38,9 +38,16 @@ class HistoryEvents:
     """
 
     def __init__(
-        self, run: str, user: str, cluster: str, job: str, epoch: int, at: float, state: State | None,
+        self,
+        run: str,
+        user: str,
+        cluster: str,
+        job: str,
+        epoch: int,
+        at: float,
+        state: State | None,
         timeline: FailureTimeline,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.initial_records: list[Record] = [RunStarted(at, run, user, cluster, job, epoch)]
         """Records that begin each file, so that a file can be read without the other files."""
         self._timeline = timeline
@@ -103,10 +110,21 @@ class HistoryEvents:
         evidence_lines = tuple(EvidenceLine(line.at, clipped(line.source), clipped(line.text)) for line in evidence)
         injected = finding.node is not None and self._timeline.fault_on(finding.node, at) is not None
         return FindingRecord(
-            at, node, finding.detector, finding.verdict, finding.cause, finding.remedy, finding.since,
-            str(incarnation) if incarnation is not None else "", clipped(finding.component), finding.proof, count,
-            evidence_lines, injected, finding.flags,
-        )  # fmt: skip
+            at,
+            node,
+            finding.detector,
+            finding.verdict,
+            finding.cause,
+            finding.remedy,
+            finding.since,
+            str(incarnation) if incarnation is not None else "",
+            clipped(finding.component),
+            finding.proof,
+            count,
+            evidence_lines,
+            injected,
+            finding.flags,
+        )
 
     def _decided(self, before: State, event: ev.Decided, at: float) -> list[Record]:
         action = event.action
@@ -140,12 +158,20 @@ class HistoryEvents:
         failure = self._timeline.failures[fence.incarnation]
         finding = failure.diagnosis.finding
         return Failed(
-            at, failure.node, str(fence.incarnation), stalled,
+            at,
+            failure.node,
+            str(fence.incarnation),
+            stalled,
             finding.cause.value if finding is not None else Cause.PROCESS.value,
-            finding.detector if finding is not None else "", finding.remedy.value if finding is not None else "",
-            failure.diagnosis.symptom_at, finding is not None and finding.proof, failure.injected,
-            bool(failure.node) and _lost(state, failure.node), fence.rung.value, _lines(fence.why.evidence),
-        )  # fmt: skip
+            finding.detector if finding is not None else "",
+            finding.remedy.value if finding is not None else "",
+            failure.diagnosis.symptom_at,
+            finding is not None and finding.proof,
+            failure.injected,
+            bool(failure.node) and _lost(state, failure.node),
+            fence.rung.value,
+            _lines(fence.why.evidence),
+        )
 
     def _excluded(self, before: State, action: Exclude, at: float) -> list[Record]:
         """Return the record of an exclusion and, unless a user excluded the node, the record of its failure."""
@@ -157,11 +183,17 @@ class HistoryEvents:
         diagnosis = self._timeline.diagnose_node(action.node, at)
         finding = diagnosis.finding
         failed = Failed(
-            at, action.node, cause=cause or (finding.cause.value if finding is not None else Cause.NODE.value),
+            at,
+            action.node,
+            cause=cause or (finding.cause.value if finding is not None else Cause.NODE.value),
             detector=finding.detector if finding is not None else "",
-            remedy=finding.remedy.value if finding is not None else "", since=diagnosis.symptom_at, proof=action.proof,
-            injected=diagnosis.fault_at is not None, node_lost=_lost(before, action.node), evidence=lines,
-        )  # fmt: skip
+            remedy=finding.remedy.value if finding is not None else "",
+            since=diagnosis.symptom_at,
+            proof=action.proof,
+            injected=diagnosis.fault_at is not None,
+            node_lost=_lost(before, action.node),
+            evidence=lines,
+        )
         return [acted, failed]
 
 
@@ -184,8 +216,10 @@ def _lost(state: State, name: NodeName) -> bool:
     """Return whether a node is lost: the cluster lists it as DOWN, or a FAIL finding with cause NODE is about it."""
     node = state.nodes.get(name)
     down = node is not None and node.status is not None and node.status.state is NodeState.DOWN
-    silent = any(finding.node == name and finding.verdict is Verdict.FAIL and finding.cause is Cause.NODE
-                 for finding in state.findings.values())  # fmt: skip
+    silent = any(
+        finding.node == name and finding.verdict is Verdict.FAIL and finding.cause is Cause.NODE
+        for finding in state.findings.values()
+    )
     return down or silent
 
 

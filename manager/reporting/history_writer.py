@@ -51,9 +51,15 @@ class HistoryWriter:
     """
 
     def __init__(
-        self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None,
+        self,
+        folder: str,
+        run: str,
+        epoch: int,
+        spec: RunSpec,
+        at: float,
+        state: State | None,
         timeline: FailureTimeline,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lost = 0
         """Number of records that could not be written."""
         self._loss_logged = False

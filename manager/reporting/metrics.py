@@ -113,50 +113,82 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     info = (state.run, state.job.name, state.job.cluster)
     yield _labelled("rrl_run_info", "The run that this manager manages.", ("run", "job", "cluster"), {info: 1.0})
     now = _run_state(state)
-    yield _labelled("rrl_run_state", "1 for the state that the run is in.", ("state",),
-                    {(name,): float(name == now) for name in RUN_STATES})  # fmt: skip
+    yield _labelled(
+        "rrl_run_state",
+        "1 for the state that the run is in.",
+        ("state",),
+        {(name,): float(name == now) for name in RUN_STATES},
+    )
     yield _gauge("rrl_run_start_time_seconds", "Start of the run, in seconds since 1970.", state.started)
     yield _gauge("rrl_steps_completed", "Newest committed training step.", state.step)
     yield _gauge("rrl_steps_wanted", "Steps after which the run is complete; 0 if it has no trainer.", state.job.steps)
     yield _counter("rrl_steps", "Training steps committed under this manager.", counters.steps)
-    yield _gauge("rrl_token_age_median", "Median age of the tokens of the newest steps, in training steps.",
-                 state.token_ages.p50)  # fmt: skip
-    yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in training steps.",
-                 state.token_ages.max)  # fmt: skip
-    yield _gauge("rrl_unscored_groups", "Groups dropped because an answer could not be scored, as of the newest step.",
-                 state.metrics.get("unscored_groups", 0.0))  # fmt: skip
+    yield _gauge(
+        "rrl_token_age_median", "Median age of the tokens of the newest steps, in training steps.", state.token_ages.p50
+    )
+    yield _gauge(
+        "rrl_token_age_max", "Age of the oldest token of the newest steps, in training steps.", state.token_ages.max
+    )
+    yield _gauge(
+        "rrl_unscored_groups",
+        "Groups dropped because an answer could not be scored, as of the newest step.",
+        state.metrics.get("unscored_groups", 0.0),
+    )
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
     spent, effective = max(0.0, facts.now - counters.began), counters.effective.until(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)
     yield _counter(
         "rrl_effective_seconds", "Effective training time within rrl_managed_seconds (RobustRL's ETTR).", effective
     )
-    yield _gauge("rrl_effective_time_ratio", "Share of the time so far that was effective training (RobustRL's ETTR).",
-                 effective / spent if spent else 0.0)  # fmt: skip
-    yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, until they work again.",
-                   counters.timeline.gpu_seconds_until(facts.now))  # fmt: skip
+    yield _gauge(
+        "rrl_effective_time_ratio",
+        "Share of the time so far that was effective training (RobustRL's ETTR).",
+        effective / spent if spent else 0.0,
+    )
+    yield _counter(
+        "rrl_gpu_seconds_lost",
+        "GPU time lost while replicas were down, until they work again.",
+        counters.timeline.gpu_seconds_until(facts.now),
+    )
 
 
 def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
     replicas = workers(state)
     counted = Counter((replica.role, replica.status.value) for replica in replicas)
     all_pairs = [(role.name, status.value) for role in state.job.roles for status in Status]
-    yield _labelled("rrl_replicas", "Processes by role and status.", ("role", "status"),
-                    {pair: float(counted[pair]) for pair in all_pairs})  # fmt: skip
-    yield _labelled("rrl_replicas_wanted", "Processes that the job wants, by role.", ("role",),
-                    {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles})  # fmt: skip
-    yield _counted("rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"),
-                   counters.restarts)  # fmt: skip
+    yield _labelled(
+        "rrl_replicas",
+        "Processes by role and status.",
+        ("role", "status"),
+        {pair: float(counted[pair]) for pair in all_pairs},
+    )
+    yield _labelled(
+        "rrl_replicas_wanted",
+        "Processes that the job wants, by role.",
+        ("role",),
+        {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles},
+    )
+    yield _counted(
+        "rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"), counters.restarts
+    )
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
     yield from _of_stream(state.stream_figures)
     if state.episode_figures != EpisodeFigures():
         yield from _of_episodes(state.episode_figures)
     if (lag := weights_lag_steps(state)) is not None:
-        yield _labelled("rrl_weights_lag_steps", "Training steps by which weights of rollouts are behind the trainer.",
-                        ("rollout",), {("first",): float(lag[0]), ("last",): float(lag[1])})  # fmt: skip
-    yield _labelled("rrl_replicas_down", "Replicas that are down after a failure, by role.", ("role",),
-                    {(role.name,): float(down[role.name]) for role in state.job.roles})  # fmt: skip
+        yield _labelled(
+            "rrl_weights_lag_steps",
+            "Training steps by which weights of rollouts are behind the trainer.",
+            ("rollout",),
+            {("first",): float(lag[0]), ("last",): float(lag[1])},
+        )
+    yield _labelled(
+        "rrl_replicas_down",
+        "Replicas that are down after a failure, by role.",
+        ("role",),
+        {(role.name,): float(down[role.name]) for role in state.job.roles},
+    )
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
@@ -165,13 +197,21 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
     seconds: dict[tuple[str, ...], float] = {
         (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
     }
-    yield _counted("rrl_process_seconds", "Run time of processes, by role and by what they waited for (none: at work).",
-                   ("role", "cause"), seconds)  # fmt: skip
+    yield _counted(
+        "rrl_process_seconds",
+        "Run time of processes, by role and by what they waited for (none: at work).",
+        ("role", "cause"),
+        seconds,
+    )
     shares: dict[tuple[str, ...], float] = {
         (role, cause): share for role in now.roles for cause, share in idle_shares(now, before, role).items()
     }
-    yield _labelled("rrl_idle_ratio", "Share of the last minutes that a role was idle, by what it waited for.",
-                    ("role", "cause"), shares)  # fmt: skip
+    yield _labelled(
+        "rrl_idle_ratio",
+        "Share of the last minutes that a role was idle, by what it waited for.",
+        ("role", "cause"),
+        shares,
+    )
     yield _counter("rrl_tokens_trained", "Tokens that the committed steps trained on.", times.trained_tokens)
 
 
@@ -179,34 +219,57 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
     """Yield the metrics of :class:`StreamFigures`; values that no step has reported are left out."""
     if figures.steps:
         yield _gauge("rrl_parts_per_step", "Mean number of parts of a training step.", figures.parts / figures.steps)
-    yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
-                   {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
+    yield _counted(
+        "rrl_tokens_trained_by_age",
+        "Trained tokens by age in training steps (15: 15 or more).",
+        ("age",),
+        {(str(age),): float(tokens) for age, tokens in figures.ages.items()},
+    )
     if figures.length_bias is not None:
-        yield _gauge("rrl_length_bias",
-                     "Mean length of trained answers divided by the mean length of all finished answers.",
-                     figures.length_bias)  # fmt: skip
+        yield _gauge(
+            "rrl_length_bias",
+            "Mean length of trained answers divided by the mean length of all finished answers.",
+            figures.length_bias,
+        )
     if figures.recall20 is not None:
-        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
-                     figures.recall20)  # fmt: skip
-    yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
-                 figures.long_groups)  # fmt: skip
+        yield _gauge(
+            "rrl_length_recall",
+            "Share of the longest fifth of recent groups that was expected to be long.",
+            figures.recall20,
+        )
+    yield _gauge(
+        "rrl_long_groups", "Groups that are expected to be more than twice as long as usual.", figures.long_groups
+    )
 
 
 def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
     """Yield the numbers of episodes and turns of a run with agents."""
     yield _gauge("rrl_episodes_at_work", "Episodes with an attempt in progress at the newest commit.", figures.at_work)
-    ends = {"finished": figures.finished, "retried": figures.retried, "replayed": figures.replayed,
-            "dropped": figures.dropped}  # fmt: skip
-    yield _counted("rrl_episodes", "Episodes that finished or were dropped; attempts that were retried or replayed.",
-                   ("what",), {(what,): float(count) for what, count in ends.items()})  # fmt: skip
+    ends = {
+        "finished": figures.finished,
+        "retried": figures.retried,
+        "replayed": figures.replayed,
+        "dropped": figures.dropped,
+    }
+    yield _counted(
+        "rrl_episodes",
+        "Episodes that finished or were dropped; attempts that were retried or replayed.",
+        ("what",),
+        {(what,): float(count) for what, count in ends.items()},
+    )
     yield _counter("rrl_turns", "Turns of finished episodes.", figures.turns)
     yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
-    yield _counter("rrl_given_tokens", "Given tokens (not sampled) in the turns of finished episodes.",
-                   figures.given_tokens)  # fmt: skip
-    yield _counter("rrl_untrained_turns", "Turns that are not trained: of another policy, or not used.",
-                   figures.untrained_turns)  # fmt: skip
-    yield _counter("rrl_token_drift", "Tokens trained in another context than they were sampled in; must be 0.",
-                   figures.token_drift)  # fmt: skip
+    yield _counter(
+        "rrl_given_tokens", "Given tokens (not sampled) in the turns of finished episodes.", figures.given_tokens
+    )
+    yield _counter(
+        "rrl_untrained_turns", "Turns that are not trained: of another policy, or not used.", figures.untrained_turns
+    )
+    yield _counter(
+        "rrl_token_drift",
+        "Tokens trained in another context than they were sampled in; must be 0.",
+        figures.token_drift,
+    )
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
@@ -214,14 +277,27 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
         "excluded" if node.excluded is not None else node.status.state.value if node.status is not None else "unknown"
         for node in state.nodes.values()
     )
-    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded nodes.", ("state",),
-                    {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
-    yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
-                    _findings(state))  # fmt: skip
-    yield _counted("rrl_failures_found", "Findings that became FAIL, by detector and cause.", ("detector", "cause"),
-                   counters.failures)  # fmt: skip
-    yield _counted("rrl_exclusions", "Nodes excluded, by cause.", ("cause",),
-                   {(cause,): number for cause, number in counters.exclusions.items()})  # fmt: skip
+    yield _labelled(
+        "rrl_nodes",
+        "Nodes of the run by state; the run no longer uses excluded nodes.",
+        ("state",),
+        {(name,): float(nodes[name]) for name in (*NodeState, "excluded")},
+    )
+    yield _labelled(
+        "rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"), _findings(state)
+    )
+    yield _counted(
+        "rrl_failures_found",
+        "Findings that became FAIL, by detector and cause.",
+        ("detector", "cause"),
+        counters.failures,
+    )
+    yield _counted(
+        "rrl_exclusions",
+        "Nodes excluded, by cause.",
+        ("cause",),
+        {(cause,): number for cause, number in counters.exclusions.items()},
+    )
     drain_requests = sum(bool(node.drain_error) for node in state.nodes.values())
     yield _gauge(
         "rrl_drain_requests", "Nodes that administrators should drain because the run may not.", drain_requests
@@ -230,8 +306,11 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
 
 def _of_manager(state: State, facts: Facts) -> Iterator[Metric]:
     yield _gauge("rrl_manager_epoch", "Managers that the run has had.", state.epoch)
-    yield _gauge("rrl_manager_lease_age_seconds", "Time since this manager last confirmed that it has no successor.",
-                 facts.lease_age)  # fmt: skip
+    yield _gauge(
+        "rrl_manager_lease_age_seconds",
+        "Time since this manager last confirmed that it has no successor.",
+        facts.lease_age,
+    )
     yield _gauge("rrl_journal_unwritten_records", "Records that are not durable yet.", facts.unwritten)
     yield _gauge("rrl_journal_lag_seconds", "Age of the oldest record that is not durable yet.", facts.journal_lag)
     yield _counter(

@@ -32,9 +32,14 @@ class EventObservers:
     """
 
     def __init__(
-        self, run: RunDir, spec: RunSpec, lease: Lease, journal: Journal, now: Callable[[], float],
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        lease: Lease,
+        journal: Journal,
+        now: Callable[[], float],
         tokens: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         state, health = journal.state, spec.health
         self._timeline = FailureTimeline(state)
         self._history = HistoryWriter(health.history, run.id, lease.epoch, spec, now(), state, self._timeline)

@@ -178,11 +178,17 @@ class StepRows:
         metrics, left = event.metrics, max(event.step, event.commit) - event.step + 1
         logged, marks = self._take_events()
         return StepRow(
-            event.step, at, str(event.incarnation),
-            None if self._previous_at is None else (at - self._previous_at) / left, _tokens(metrics),
-            token_age_p50=metrics.get(P50_METRIC), token_age_max=metrics.get(MAX_METRIC),
-            metrics=metrics, logged=logged, marks=marks,
-        )  # fmt: skip
+            event.step,
+            at,
+            str(event.incarnation),
+            None if self._previous_at is None else (at - self._previous_at) / left,
+            _tokens(metrics),
+            token_age_p50=metrics.get(P50_METRIC),
+            token_age_max=metrics.get(MAX_METRIC),
+            metrics=metrics,
+            logged=logged,
+            marks=marks,
+        )
 
     def _take_events(self) -> tuple[dict[str, dict[str, float]], tuple[Mark, ...]]:
         taken = self._logged, tuple(self._marks)
@@ -335,9 +341,14 @@ def _failure(failure: Failure, at: float) -> Mark:
     evidence = fence.why.evidence if fence is not None else found
     about = str(failure.incarnation) if failure.incarnation is not None else failure.node
     return Mark(
-        at, MarkKind.FAILURE, about, "; ".join(evidence), cause=finding.cause.value if finding is not None else "",
-        rung=failure.rung.value if failure.rung is not None else "", injected=failure.injected,
-    )  # fmt: skip
+        at,
+        MarkKind.FAILURE,
+        about,
+        "; ".join(evidence),
+        cause=finding.cause.value if finding is not None else "",
+        rung=failure.rung.value if failure.rung is not None else "",
+        injected=failure.injected,
+    )
 
 
 def step_rows(events: Iterable[ev.Stamped]) -> Iterator[StepRow]:

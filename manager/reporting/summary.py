@@ -152,9 +152,14 @@ def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
         {role: _rounded(idle_shares(times.now, times.before, role)) for role in roles},
         {role: _seconds_by_phase(times, role) for role in roles},
         round(figures.parts / figures.steps, 2) if figures.steps else None,
-        figures.most_parts, figures.ages, max(figures.ages, default=None), _round(figures.length_bias),
-        _round(figures.recall20), figures.long_groups, figures.longest_expected,
-    )  # fmt: skip
+        figures.most_parts,
+        figures.ages,
+        max(figures.ages, default=None),
+        _round(figures.length_bias),
+        _round(figures.recall20),
+        figures.long_groups,
+        figures.longest_expected,
+    )
 
 
 class EpisodeCounts(Struct, frozen=True):

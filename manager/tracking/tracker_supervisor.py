@@ -74,8 +74,12 @@ class TrackerSupervisor:
             progress = await asyncio.to_thread(read_progress, self._run, name)
             if progress.step != step:  # the process has sent steps since the last failure
                 delay_s, step = RESTART_DELAY_S, progress.step
-                _log.warning("tracker %s: %s; the run goes on, and its steps after %d are sent later",
-                             name, progress.error or reason, step)  # fmt: skip
+                _log.warning(
+                    "tracker %s: %s; the run goes on, and its steps after %d are sent later",
+                    name,
+                    progress.error or reason,
+                    step,
+                )
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
 
@@ -83,10 +87,21 @@ class TrackerSupervisor:
         environment = await asyncio.to_thread(self._prepare, name)
         with log_file(self._run, name).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", MODULE, str(self._run.path), name, str(os.getpid()), mode,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment,
+                sys.executable,
+                "-P",
+                "-m",
+                MODULE,
+                str(self._run.path),
+                name,
+                str(os.getpid()),
+                mode,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
                 cwd=self._run.trackers,
-            )  # fmt: skip
+            )
         self._processes[name] = process
         return process
 
@@ -127,8 +142,11 @@ class TrackerSupervisor:
         if ended and not progress.finished:
             _log.warning(
                 "tracker %s has the steps up to %d only; to send the others: rrl track %s --to %s",
-                name, progress.step, self._run.id, name,
-            )  # fmt: skip
+                name,
+                progress.step,
+                self._run.id,
+                name,
+            )
 
 
 def _reason(code: int) -> str:

@@ -45,9 +45,15 @@ class WandbRun:
             silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
         )
         self._run = wandb.init(
-            project=run.project, id=run.id, name=run.id, dir=str(run.folder), config=run.job, resume="allow",
-            allow_val_change=True, settings=settings,
-        )  # fmt: skip
+            project=run.project,
+            id=run.id,
+            name=run.id,
+            dir=str(run.folder),
+            config=run.job,
+            resume="allow",
+            allow_val_change=True,
+            settings=settings,
+        )
         if self._run.offline:
             self.newest_step, self.place = written, f"wandb sync --id {run.id} {run.folder}/wandb/offline-run-*"
         else:
@@ -86,8 +92,10 @@ def history(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         record = Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
-            yield record.history.step.num, {item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                                            for item in items}  # fmt: skip
+            yield (
+                record.history.step.num,
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items},
+            )
 
 
 def _records(data: bytes) -> Iterator[bytes]:

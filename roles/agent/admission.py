@@ -109,8 +109,10 @@ async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, wit
 def resource_limits() -> tuple[int, int, tuple[str, ...]]:
     """Return a role's limits of locked memory (bytes) and open files (-1: no limit), and the node's RDMA devices."""
     return (
-        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
-    )  # fmt: skip
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        rdma_devices(),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -48,8 +48,14 @@ def find_target(launch_file: str) -> Target:
     step = next((process for process in marked if process.module == STEP_MODULE), None)
     if step is None:
         raise NotPerformed(f"step {tag} is not running on this node")
-    command = next((process for process in marked if process.step == step.name and process.group == process.pid
-                    and process.parent == step.pid), None)  # fmt: skip
+    command = next(
+        (
+            process
+            for process in marked
+            if process.step == step.name and process.group == process.pid and process.parent == step.pid
+        ),
+        None,
+    )
     if command is None:
         raise NotPerformed(f"step {tag} has not started its command")
     return Target(step, command)
@@ -186,10 +192,18 @@ class Injector:
         """
         mark = [] if path is None else [path + PAUSED_SUFFIX]
         helper = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "rrl.roles.agent.pause_helper", process.name, str(fault.amount),
-            str(fault.seconds), *mark, env=os.environ | {LAUNCH_ENV: self._supervisor.launch_file},
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "rrl.roles.agent.pause_helper",
+            process.name,
+            str(fault.amount),
+            str(fault.seconds),
+            *mark,
+            env=os.environ | {LAUNCH_ENV: self._supervisor.launch_file},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
         assert helper.stdout is not None
         start_report = (await helper.stdout.readline()).decode().strip()
         if start_report:

@@ -40,9 +40,12 @@ class StepLoadSampler:
         return self._sampled_at is None or now - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(
-        self, processes: Iterable[Process], gpus: Sequence[Gpu] | None, now: float,
+        self,
+        processes: Iterable[Process],
+        gpus: Sequence[Gpu] | None,
+        now: float,
         tensor: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[Load, ...]:  # fmt: skip
+    ) -> tuple[Load, ...]:
         """Return the load of each step since the last sample, except for steps that are sampled for the first time.
 
         Args:

@@ -303,10 +303,18 @@ class _Agent:
         launch = self._supervisor.launch
         findings = self._monitor.findings if self._monitor is not None else ()
         hello = AgentHello(
-            launch.incarnation, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(),
-            self._probe_failure, *resource_limits(),
-            snapshot_address=self._snapshot_server.address, findings=findings, now=time.monotonic(),
-        )  # fmt: skip
+            launch.incarnation,
+            launch.tag,
+            launch.node,
+            socket.gethostname(),
+            os.getpid(),
+            boot_id(),
+            self._probe_failure,
+            *resource_limits(),
+            snapshot_address=self._snapshot_server.address,
+            findings=findings,
+            now=time.monotonic(),
+        )
         return [hello, *self._vanished.values()]
 
     def _on_message(self, message: Any) -> None:

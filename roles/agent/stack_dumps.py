@@ -108,9 +108,10 @@ def _largest_processes(launch_file: str) -> list[Process]:
     """
     steps = os.path.dirname(launch_file)
     of_step = [
-        process for process in processes(steps)
+        process
+        for process in processes(steps)
         if process.launch == launch_file and process.module not in (STEP_MODULE, AGENT_MODULE)
-    ]  # fmt: skip
+    ]
     python = [process for process in of_step if _is_python(process.pid)]
     largest = sorted(python or of_step, key=lambda process: -_resident(process.pid))[:MAX_PROCESSES]
     return sorted(largest, key=lambda process: (process.started, process.pid))

@@ -190,8 +190,11 @@ class Attempts:
             self._reported.add(kind)
             _log.warning(
                 "attempt %d at an episode of item %d failed: %s; further failures of this kind are not logged",
-                item.attempt, item.item, why, exc_info=None if isinstance(error, ProgramFailed) else error,
-            )  # fmt: skip
+                item.attempt,
+                item.item,
+                why,
+                exc_info=None if isinstance(error, ProgramFailed) else error,
+            )
         return _Failure(why)
 
 

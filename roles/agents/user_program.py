@@ -81,9 +81,14 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
 def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            command, cwd=folder, env=os.environ | given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=os.environ | given,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
     except (OSError, ValueError) as error:
         environmental = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError)
         raise ProgramFailed(f"{command[0]} cannot be started: {error}", environmental) from None

@@ -22,13 +22,29 @@ MAX_FILE_BYTES = 5 * 10**9
 """Size of a file in bytes above which the next tensor begins another file. It is the default of save_pretrained in
 version 4 of transformers; version 5 has 50 GB."""
 _FORMAT_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 _ITEMSIZES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
     "bool": 1,
-}  # fmt: skip
+}
 _ALIGNMENT_BYTES = 8
 """Alignment of the first tensor in bytes, as in the safetensors library."""
 
@@ -81,8 +97,9 @@ def _outputs(tensors: Iterable[StoredTensor], dtype: str) -> list[_Output]:
     outputs = [_Output(one, dtype if "float" in one.dtype else one.dtype) for one in tensors]
     for one in outputs:
         if one.dtype != one.stored.dtype and (one.stored.dtype, one.dtype) != ("float32", "bfloat16"):
-            raise UnreadableTensors(f"{one.stored.name} is stored as {one.stored.dtype}, which rrl cannot convert to"
-                                    f" {one.dtype}")  # fmt: skip
+            raise UnreadableTensors(
+                f"{one.stored.name} is stored as {one.stored.dtype}, which rrl cannot convert to {one.dtype}"
+            )
     return outputs
 
 
@@ -104,8 +121,10 @@ def _write(path: Path, outputs: Sequence[_Output], source: Path) -> Path:
     for one in outputs:
         begin, end = end, end + one.nbytes
         header[one.stored.name] = {
-            "dtype": _FORMAT_DTYPES[one.dtype], "shape": list(one.stored.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
+            "dtype": _FORMAT_DTYPES[one.dtype],
+            "shape": list(one.stored.shape),
+            "data_offsets": [begin, end],
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
     with path.open("xb") as file:

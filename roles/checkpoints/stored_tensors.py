@@ -126,9 +126,7 @@ def _size(dimensions: tuple[int, ...] = ()) -> tuple[int, ...]:
 
 
 _CLASSES = {"TensorProperties": _TensorProperties, "Size": _size}
-_DTYPES = frozenset({
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
-})  # fmt: skip
+_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 
 
 class _Unpickler(pickle.Unpickler):

@@ -115,9 +115,13 @@ class Endpoint:
     """
 
     def __init__(
-        self, run: ServedRun, chat: ModelChat, turns: TrajectoryClient, on_change: Callable[[], None] = lambda: None,
+        self,
+        run: ServedRun,
+        chat: ModelChat,
+        turns: TrajectoryClient,
+        on_change: Callable[[], None] = lambda: None,
         routes: Sequence[Route] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run, self._chat, self._turns = run, chat, turns
         self._on_change = on_change
         policy = structs.replace(run.policy, max_length=run.max_length)
@@ -224,11 +228,19 @@ class Endpoint:
         names = _names(call, number)
         opened = [
             await self._turns.open_turn(
-                key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new,
-                context.messages, answer_format(call).encode(), call.sampling,
+                key.episode,
+                key.attempt,
+                name,
+                context.parent,
+                context.offset,
+                context.given,
+                max_new,
+                context.messages,
+                answer_format(call).encode(),
+                call.sampling,
             )
             for name in names
-        ]  # fmt: skip
+        ]
         return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
 
     def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:

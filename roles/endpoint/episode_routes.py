@@ -79,14 +79,20 @@ class EpisodeRoutes(Struct, frozen=True):
                     continue
                 key = encode_key(EpisodeKey(self.run, item.episode, item.attempt), self.secret)
                 opened = {
-                    "episode": item.episode, "attempt": item.attempt, "item": text, "api_key": key,
+                    "episode": item.episode,
+                    "attempt": item.attempt,
+                    "item": text,
+                    "api_key": key,
                     "base_url": f"{request.url.scheme}://{request.headers.get('host', '')}/v1",
-                }  # fmt: skip
+                }
                 return JSONResponse(opened)
         raise ApiError(
-            503, f"the run had no free episode within {OPEN_TIMEOUT_S:g} s; repeat the request", "server_error",
-            "no_episode", retry_after=_RETRY_AFTER_S,
-        )  # fmt: skip
+            503,
+            f"the run had no free episode within {OPEN_TIMEOUT_S:g} s; repeat the request",
+            "server_error",
+            "no_episode",
+            retry_after=_RETRY_AFTER_S,
+        )
 
     async def _finish(self, request: Request) -> Response:
         key, given = await self._read(request, {"reward", "later"})

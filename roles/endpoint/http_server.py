@@ -77,12 +77,21 @@ class EndpointServer:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs its own errors
         self._server = uvicorn.Server(
             uvicorn.Config(
-                application, log_config=None, access_log=False, lifespan="off", ws="none", http=_BoundedProtocol,
-                loop="asyncio", proxy_headers=False, server_header=False, limit_concurrency=_MAX_CONNECTIONS,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=int(IDLE_S),
+                application,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http=_BoundedProtocol,
+                loop="asyncio",
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                timeout_keep_alive=int(IDLE_S),
                 timeout_graceful_shutdown=1,
             )
-        )  # fmt: skip
+        )
         self._thread: threading.Thread | None = None
 
     def start(self, me: Probed | None = None, ready: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -33,10 +33,16 @@ class LoopbackEndpoint:
     """
 
     def __init__(
-        self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore,
-        on_change: Callable[[int, int], None], me: Probed | None = None,
+        self,
+        job: RunSpec,
+        run: str,
+        secret: bytes,
+        chat: ModelChat,
+        ask: AskStore,
+        on_change: Callable[[int, int], None],
+        me: Probed | None = None,
         ready: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run, self._secret, self._on_change = run, secret, on_change
         self._endpoint = Endpoint(served_run(job, run, secret), chat, store_requests(ask), self._changed)
         self._server, self._me, self._ready = EndpointServer(self._endpoint.application), me, ready

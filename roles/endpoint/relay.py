@@ -60,10 +60,25 @@ LOOK_INTERVAL_S = 1.0
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 _EPISODES = "/rrl/v1/episodes"
 _RETRY_HEADER = "x-stainless-retry-count"
-_NOT_PASSED = frozenset({
-    "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
-    "proxy-connection", "server", "te", "trailer", "transfer-encoding", "upgrade", "accept-encoding",
-})  # fmt: skip
+_NOT_PASSED = frozenset(
+    {
+        "connection",
+        "content-length",
+        "date",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "server",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "accept-encoding",
+    }
+)
 """Headers that the relay does not pass on, because they concern a single connection, or would request compressed
 answers."""
 _EVENT_STREAM = "text/event-stream"
@@ -105,8 +120,9 @@ class _Memory:
         def take(count: int) -> None:
             nonlocal mine
             if self._taken + count > MAX_MEMORY_BYTES:
-                raise ApiError(503, "the relay has no memory left for this call; repeat it later",
-                               "server_error", "relay_busy")  # fmt: skip
+                raise ApiError(
+                    503, "the relay has no memory left for this call; repeat it later", "server_error", "relay_busy"
+                )
             mine += count
             self._taken += count
 
@@ -203,8 +219,7 @@ class Relay:
         self._memory = _Memory()
         self._client = httpx2.AsyncClient(limits=httpx2.Limits(), trust_env=False)
         self.application = Starlette(
-            routes=[Mount("/", app=self._serve)],
-            exception_handlers=EXCEPTION_HANDLERS | {Exception: _unexpected},
+            routes=[Mount("/", app=self._serve)], exception_handlers=EXCEPTION_HANDLERS | {Exception: _unexpected}
         )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,8 +303,10 @@ class Relay:
                             if event.startswith(_DONE):
                                 return
                 if begun and call.position is None:
-                    raise Abandoned("the endpoint did not report how much of its answer the agent has received, so"
-                                    " another replica cannot continue the answer")  # fmt: skip
+                    raise Abandoned(
+                        "the endpoint did not report how much of its answer the agent has received, so"
+                        " another replica cannot continue the answer"
+                    )
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
             yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
@@ -325,8 +342,9 @@ class Relay:
         Raises:
             ApiError: The run has ended.
         """
-        timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=SILENCE_S if call.is_completion else OPENING_SILENCE_S,
-                                 write=SILENCE_S, pool=None)  # fmt: skip
+        timeout = httpx2.Timeout(
+            CONNECT_TIMEOUT_S, read=SILENCE_S if call.is_completion else OPENING_SILENCE_S, write=SILENCE_S, pool=None
+        )
         while True:
             for root in await self._roots(call.owner):
                 request = self._client.build_request(

@@ -37,11 +37,18 @@ _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Names of the folders that contain installed packages."""
 _DETERMINISTIC_OS_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 """OS errors whose usual cause is a mistake in the user's code, not storage or the network."""
-_ENVIRONMENTAL_ERRORS = frozenset({
-    "torch.OutOfMemoryError", "torch.AcceleratorError", "torch.distributed.DistError", "zmq.error.ZMQError",
-    "http.client.HTTPException", "urllib3.exceptions.HTTPError", "aiohttp.client_exceptions.ClientError",
-    "httpx.TransportError",
-})  # fmt: skip
+_ENVIRONMENTAL_ERRORS = frozenset(
+    {
+        "torch.OutOfMemoryError",
+        "torch.AcceleratorError",
+        "torch.distributed.DistError",
+        "zmq.error.ZMQError",
+        "http.client.HTTPException",
+        "urllib3.exceptions.HTTPError",
+        "aiohttp.client_exceptions.ClientError",
+        "httpx.TransportError",
+    }
+)
 """Names of further error classes whose cause may be memory, a GPU or the network. The classes are compared by name, so
 that this module need not import their packages."""
 _MARK = "_rrl_environmental"

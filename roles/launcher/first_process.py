@@ -73,9 +73,10 @@ class StepSupervisor:
             self.keys = RunKeys.load(self.run.keys)
         except OSError as error:
             reason, detail = ExitReason.NOT_STARTED, str(error)
-            _write_record(launch, ExitRecord(
-                launch.tag, launch.incarnation, self.node, None, None, reason, time.time(), detail=detail
-            ))  # fmt: skip
+            _write_record(
+                launch,
+                ExitRecord(launch.tag, launch.incarnation, self.node, None, None, reason, time.time(), detail=detail),
+            )
             raise
         self.dialer = Dialer(self.keys, FromManager, self._find_manager, self._hello)
 
@@ -130,9 +131,14 @@ class StepSupervisor:
             await self.wakeup.wait()
 
     async def finish(
-        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", last_line: str = "",
+        self,
+        code: int | None,
+        number: int | None,
+        reason: ExitReason,
+        detail: str = "",
+        last_line: str = "",
         exception: RaisedException | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the exit record, then send it to the manager if one connects within ``EXIT_REPORT_TIMEOUT_S``.
 
         Args:
@@ -149,10 +155,21 @@ class StepSupervisor:
                 "this process exits (%s), and the other process with the same tag continues", exit_text(reason, detail)
             )
             return
-        unwritten = _write_record(launch, ExitRecord(
-            launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,
-            exception,
-        ))  # fmt: skip
+        unwritten = _write_record(
+            launch,
+            ExitRecord(
+                launch.tag,
+                launch.incarnation,
+                self.node,
+                code,
+                number,
+                reason,
+                time.time(),
+                last_line,
+                detail,
+                exception,
+            ),
+        )
         if code and unwritten:  # a full disk also ends programs that do not name it, such as a torch.save
             last_line = f"{last_line} ({unwritten})".lstrip()
         self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail, exception)

@@ -88,12 +88,20 @@ class ProcessGroup:
         Raises:
             OSError: the command cannot be started.
         """
-        return cls(subprocess.Popen(
-            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            pass_fds=pass_fds,
-            # preexec_fn is safe here: it only calls prctl, and the only other threads are those of libzmq
-            preexec_fn=_set_parent_death_signal(os.getpid()),
-        ))  # fmt: skip
+        return cls(
+            subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                # preexec_fn is safe here: it only calls prctl, and the only other threads are those of libzmq
+                preexec_fn=_set_parent_death_signal(os.getpid()),
+            )
+        )
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal the whole group, which may be empty. Do not call this after :meth:`reap`."""

@@ -15,15 +15,7 @@ import sys
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
-from ...core.launch import (
-    INVALID_CONFIG_CODE,
-    ExitReason,
-    InvalidConfig,
-    Launch,
-    Raised,
-    read_end_report,
-    read_launch,
-)
+from ...core.launch import INVALID_CONFIG_CODE, ExitReason, InvalidConfig, Launch, Raised, read_end_report, read_launch
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
 from ...core.run_dir import OwnPath
 from ...core.text import exit_invalid_config

@@ -104,8 +104,9 @@ class PieceChat:
             return (*self._answer_begins, *self.tokenizer.encode(message.content), *self._answer_ends)
         piece = self._pieces.get(message.role) or (self._pieces.get(SYSTEM) if message.role == DEVELOPER else None)
         if piece is None:
-            raise UnknownRole(f"[model.tokenizer] chat has no piece for role {message.role!r}; it has"
-                              f" {', '.join(self._pieces)}")  # fmt: skip
+            raise UnknownRole(
+                f"[model.tokenizer] chat has no piece for role {message.role!r}; it has {', '.join(self._pieces)}"
+            )
         return self.tokenizer.encode(piece.replace(CONTENT, message.content))
 
 

@@ -33,9 +33,16 @@ class FileTask:
     """
 
     def __init__(
-        self, rows: Rows, seed: int | None, *, prompt: str, answer_column: str, reward: Reward | None,
-        partial_credit: float, split: Callable[[str], Sequence[object]],
-    ) -> None:  # fmt: skip
+        self,
+        rows: Rows,
+        seed: int | None,
+        *,
+        prompt: str,
+        answer_column: str,
+        reward: Reward | None,
+        partial_credit: float,
+        split: Callable[[str], Sequence[object]],
+    ) -> None:
         self._rows, self._seed = rows, seed
         self._prompt, self._answer_column, self._reward = prompt, answer_column, reward
         self._partial_credit, self._split = partial_credit, split

@@ -27,9 +27,19 @@ from ...core.run_spec import ModelSpec, TokenizerSpec
 from .tokenizer import EOS, PAD, VocabularyTokenizer
 
 _COPIED = (
-    GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "chat_template.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "LICENSE*", "NOTICE*",
-)  # fmt: skip
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "LICENSE*",
+    "NOTICE*",
+)
 """Patterns of the files that are copied from the folder of ``[model] path``, besides config.json."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json that name the dtype of the weights: in transformers 5, and in earlier versions."""
@@ -97,9 +107,12 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
     assert spec.tokenizer is not None
     pad, eos = _unused("<pad>", spec.tokenizer), _unused("<eos>", spec.tokenizer)
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": eos,
-        "model_max_length": max_length(None, spec.max_length), "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "eos_token": eos,
+        "model_max_length": max_length(None, spec.max_length),
+        "clean_up_tokenization_spaces": False,
+    }
     return [
         _write_json(folder / TOKENIZER, _tokenizer(spec.tokenizer, pad, eos)),
         _write_json(folder / TOKENIZER_CONFIG, settings),
@@ -131,13 +144,15 @@ def _tokenizer(spec: TokenizerSpec, pad: str, eos: str) -> dict[str, Any]:
         "added_tokens": [{"id": ids[name], "content": name, **special} for name in (pad, eos)],
         "normalizer": {"type": "Replace", "pattern": {"Regex": ignored}, "content": ""} if ignored else None,
         "pre_tokenizer": {
-            "type": "Split", "pattern": {"Regex": "|".join(map(re.escape, longest_first))}, "behavior": "Isolated",
+            "type": "Split",
+            "pattern": {"Regex": "|".join(map(re.escape, longest_first))},
+            "behavior": "Isolated",
             "invert": False,
         },
         "post_processor": None,
         "decoder": None if spec.join else {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": ids, "unk_token": ""},
-    }  # fmt: skip
+    }
 
 
 def _write_json(path: Path, document: Any) -> Path:

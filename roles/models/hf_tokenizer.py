@@ -54,8 +54,10 @@ class FolderTokenizer:
         own_eos = self._id("eos_token")
         self._stop_tokens = _stop_tokens(folder, own_eos)
         if not self._stop_tokens:
-            raise ValueError(f"[model] path: {folder} defines no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
-                             " generation_config.json and config.json have no eos_token_id")  # fmt: skip
+            raise ValueError(
+                f"[model] path: {folder} defines no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
+                " generation_config.json and config.json have no eos_token_id"
+            )
         self._eos = min(self._stop_tokens) if own_eos is None else own_eos
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
@@ -185,10 +187,12 @@ def bytes_per_token(document: dict[str, Any]) -> float:
     steps = [*_steps(document["normalizer"]), *_steps(document["pre_tokenizer"])]
     kinds = {step["type"] for step in steps}
     if (
-        model["type"] != "BPE" or not {"ByteLevel"} <= kinds <= _KEPT or not model["vocab"].keys() >= _BYTES
+        model["type"] != "BPE"
+        or not {"ByteLevel"} <= kinds <= _KEPT
+        or not model["vocab"].keys() >= _BYTES
         or any(step.get("behavior") == "Removed" for step in steps)
         or any(token["lstrip"] or token["rstrip"] for token in added)  # such a token takes the spaces around it
-    ):  # fmt: skip
+    ):
         return math.inf
     longest = max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added))
     return longest * (_COMPOSED if "NFC" in kinds else 1)

@@ -82,8 +82,11 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 def _non_persistent_buffers(module: nn.Module) -> list[str]:
     """Return the names of the module's own buffers that a state dict does not contain."""
-    return [name for name, buffer in module._buffers.items()
-            if buffer is not None and name in module._non_persistent_buffers_set]  # fmt: skip
+    return [
+        name
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    ]
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:

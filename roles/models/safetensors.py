@@ -25,7 +25,7 @@ _MAX_NAMES_SHOWN = 4
 
 def copy_into(
     tensors: Mapping[str, Tensor], folder: Path, *, tied: Collection[str] = (), ignored: Sequence[str] = ()
-) -> None:  # fmt: skip
+) -> None:
     """Fill ``tensors`` by name from the folder; values are converted to the dtype of the tensor.
 
     Args:
@@ -56,8 +56,10 @@ def copy_into(
             if missing
             else f"has {extra[:_MAX_NAMES_SHOWN]}, which the model of config.json does not have"
         )
-        raise ValueError(f"[model] path: {folder} {problem}; rrl supports only checkpoints whose tensors have the same"
-                         " names as in transformers' model")  # fmt: skip
+        raise ValueError(
+            f"[model] path: {folder} {problem}; rrl supports only checkpoints whose tensors have the same"
+            " names as in transformers' model"
+        )
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
         by_file.setdefault(files[stored], []).append(name)

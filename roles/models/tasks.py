@@ -151,9 +151,14 @@ def _open_file(
         except FunctionMissing as error:
             raise TaskError("reward", error.problem, error.missing_package) from error.__cause__
     return FileTask(
-        rows, seed, prompt=spec.prompt, answer_column=spec.answer_column, reward=reward,
-        partial_credit=spec.partial_credit, split=split,
-    )  # fmt: skip
+        rows,
+        seed,
+        prompt=spec.prompt,
+        answer_column=spec.answer_column,
+        reward=reward,
+        partial_credit=spec.partial_credit,
+        split=split,
+    )
 
 
 def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:

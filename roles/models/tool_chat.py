@@ -85,8 +85,10 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
             _log.info("tools are offered in the format of the model family %s", name)
             return FamilyTools(tokenizer, renderer)
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
-    raise ToolsUnsupported(f"no parser for tool calls is known for the chat template of this model; set [model]"
-                           f" tool_parser ({names}), or call without tools")  # fmt: skip
+    raise ToolsUnsupported(
+        f"no parser for tool calls is known for the chat template of this model; set [model]"
+        f" tool_parser ({names}), or call without tools"
+    )
 
 
 def _candidates(tokenizer: TemplateTokenizer) -> Iterator[str]:
@@ -106,8 +108,10 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
     for changes in ({}, *thinking):
         try:
             renderer = renderers.create_renderer(given, type(config)(**changes))
-            if all(FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
-                   for probe in _PROBES):  # fmt: skip
+            if all(
+                FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
+                for probe in _PROBES
+            ):
                 return renderer
         except Exception:  # the model is of another family: tokens are missing, or a conversation is refused
             _log.debug("tools are not in the format of the model family %s", name, exc_info=True)
@@ -189,8 +193,10 @@ class TemplateTools:
         asked = as_template_messages([Message("user", "a")], tokenizer)
         shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
         if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
-            raise ToolsUnsupported("[model] tool_parser: the chat template of the folder does not show tools to the"
-                                   " model; add a chat_template.jinja that does, or remove the key")  # fmt: skip
+            raise ToolsUnsupported(
+                "[model] tool_parser: the chat template of the folder does not show tools to the"
+                " model; add a chat_template.jinja that does, or remove the key"
+            )
 
     def bind(self, tools: str) -> Chat:
         """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
@@ -236,8 +242,9 @@ def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
 
     With None, the agent gets the answer as text, so that it sees what the model wrote.
     """
-    if not all(attempt.name and isinstance(attempt.name, str) and isinstance(attempt.arguments, dict)
-               for attempt in attempts):  # fmt: skip
+    if not all(
+        attempt.name and isinstance(attempt.name, str) and isinstance(attempt.arguments, dict) for attempt in attempts
+    ):
         return None
     return tuple((attempt.name, msgspec.json.encode(attempt.arguments).decode()) for attempt in attempts)
 

@@ -25,9 +25,13 @@ def seed_at(seed: int, position: int) -> int:
 
 
 def next_token(
-    logits: Tensor, sampling: Sampling, temperature: float, prompt: Sequence[int], sampled: Sequence[int],
+    logits: Tensor,
+    sampling: Sampling,
+    temperature: float,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
     generator: torch.Generator,
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float]:
     """Sample the next token of a turn.
 
     Args:

@@ -246,10 +246,14 @@ def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenize
     try:
         config = vllm_config.configure(
             vllm_config.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
-            dtype=spec.dtype, max_length=max_length(spec.path, spec.max_length),
+            dtype=spec.dtype,
+            max_length=max_length(spec.path, spec.max_length),
             seed=seed_of(me.job.seed, me.launch.incarnation) % _VLLM_SEED_LIMIT,
-            lease=settings.lease, memory=memory, gpus=me.launch.gpus, given=settings.vllm,
-        )  # fmt: skip
+            lease=settings.lease,
+            memory=memory,
+            gpus=me.launch.gpus,
+            given=settings.vllm,
+        )
     except vllm_config.InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
 

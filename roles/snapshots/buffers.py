@@ -158,9 +158,12 @@ class DoubleBuffer:
         for buffer in filter(None, self.buffers):
             if not buffer.writing and (head := buffer.head) is not None:
                 member = self.member
-                yield SnapshotInfo(
-                    member.gang, member.rank, head.step, head.incarnation, head.nbytes, head.digest, self.own
-                ), buffer  # fmt: skip
+                yield (
+                    SnapshotInfo(
+                        member.gang, member.rank, head.step, head.incarnation, head.nbytes, head.digest, self.own
+                    ),
+                    buffer,
+                )
 
     def close(self) -> None:
         """Close both buffers and the pidfd."""
@@ -309,11 +312,14 @@ class SnapshotBuffers:
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
         """Drop snapshots of earlier incarnations of this member's rank. Called once the member has complete ones."""
-        self._drop([
-            pair for pair in self._all()
-            if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)
-            and pair.member.incarnation < member.incarnation
-        ])  # fmt: skip
+        self._drop(
+            [
+                pair
+                for pair in self._all()
+                if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)
+                and pair.member.incarnation < member.incarnation
+            ]
+        )
 
     def close(self) -> None:
         """Close all buffers."""

@@ -43,9 +43,15 @@ class SnapshotClient:
     """
 
     def __init__(
-        self, run: str, node: NodeName, keys: RunKeys, gang: ReplicaId, rank: int, incarnation: int,
+        self,
+        run: str,
+        node: NodeName,
+        keys: RunKeys,
+        gang: ReplicaId,
+        rank: int,
+        incarnation: int,
         pinning: Pinning | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._secret, self._pinning = keys.secret, pinning
         self._agent = LocalAgentClient(run, node, keys)
         self._attached_generation = 0

@@ -92,11 +92,19 @@ class AsyncSaver:
     """
 
     def __init__(
-        self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers,
-        publisher: Publisher, max_uncommitted: int, *, uncommitted: UncommittedSteps | None = None,
+        self,
+        me: rrl.Worker,
+        gang: Gang,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        buffers: HostBuffers,
+        publisher: Publisher,
+        max_uncommitted: int,
+        *,
+        uncommitted: UncommittedSteps | None = None,
         is_checkpoint_step: Callable[[int], bool] = lambda step: True,
         fail: Callable[[BaseException], None] = partial(end_process, "a checkpoint could not be saved"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._me, self._gang, self._learner = me, gang, learner
         self._checkpoints, self._buffers, self._publisher = checkpoints, buffers, publisher
         self._max_uncommitted = min(max_uncommitted, MAX_UNCOMMITTED)

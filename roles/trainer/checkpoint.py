@@ -23,14 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir, attempt_of, full_storage_error
-from ..checkpoints.folders import (
-    DamagedCheckpoint,
-    Digest,
-    StoredFiles,
-    digest_of,
-    make_durable,
-    verified,
-)
+from ..checkpoints.folders import DamagedCheckpoint, Digest, StoredFiles, digest_of, make_durable, verified
 from ..checkpoints.stored_tensors import METADATA
 from ..models.policy import weights
 from . import exchange

@@ -170,9 +170,12 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
         ]
         write_weights(weights, source, folder, spec.model.dtype)
         note = {
-            "run": run.id, "step": commit.number, "trainer": str(commit.incarnation), "batch": commit.digest,
+            "run": run.id,
+            "step": commit.number,
+            "trainer": str(commit.incarnation),
+            "batch": commit.digest,
             "checkpoint": commit.manifest,
-        }  # fmt: skip
+        }
         (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         if spec.model.path is not None:
             check_input(run, Path(spec.model.path))

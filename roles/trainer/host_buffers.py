@@ -46,9 +46,13 @@ class HostBuffers:
     """
 
     def __init__(
-        self, client: SnapshotClient | None = None, own: int = 1, buddy: Callable[[], str | None] = lambda: None,
-        others: Callable[[], Collection[str]] = tuple, pinning: Pinning | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        client: SnapshotClient | None = None,
+        own: int = 1,
+        buddy: Callable[[], str | None] = lambda: None,
+        others: Callable[[], Collection[str]] = tuple,
+        pinning: Pinning | None = None,
+    ) -> None:
         self._client, self._buddy, self._others, self._pinning = client, buddy, others, pinning
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
@@ -188,8 +192,10 @@ class PinnedMemory:
                 self._failed = True
                 _log.warning(
                     "CUDA cannot page-lock %.0f MB of host memory (cudaHostRegister: error %d): steps wait longer for"
-                    " the copy of their state", memory.nbytes / 1e6, code,
-                )  # fmt: skip
+                    " the copy of their state",
+                    memory.nbytes / 1e6,
+                    code,
+                )
 
     def unpin(self, memory: memoryview) -> None:
         """Make memory pageable again, before it is unmapped."""

@@ -108,10 +108,16 @@ def main() -> None:
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
         buffers = _buffers(me, gang, client, pinning)
         saver = AsyncSaver(
-            me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted,
+            me,
+            gang,
+            learner,
+            checkpoints,
+            buffers,
+            publisher,
+            me.job.trainer.uncommitted,
             uncommitted=me.uncommitted if gang.rank == 0 else None,
             is_checkpoint_step=lambda step: me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step,
-        )  # fmt: skip
+        )
         if restore_point.fresh:
             learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
@@ -151,9 +157,13 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
 
 
 def _train(
-    me: rrl.Worker, gang: Gang, learner: Learner, saver: AsyncSaver, publisher: Publisher,
+    me: rrl.Worker,
+    gang: Gang,
+    learner: Learner,
+    saver: AsyncSaver,
+    publisher: Publisher,
     restore_point: restore.RestorePoint,
-) -> None:  # fmt: skip
+) -> None:
     """Train from the learner's state to the end of the run."""
     learner.check_weights()
     publisher.publish_live(learner.number)
@@ -193,13 +203,7 @@ def _train(
 
 
 def _learner(me: rrl.Worker, model: nn.Module, gang: Gang) -> Learner:
-    return Learner(
-        model,
-        me.job.trainer,
-        steps=me.job.steps,
-        temperature=me.job.sampling.temperature,
-        gang=gang,
-    )
+    return Learner(model, me.job.trainer, steps=me.job.steps, temperature=me.job.sampling.temperature, gang=gang)
 
 
 def _snapshots(me: rrl.Worker, pinning: PinnedMemory | None) -> SnapshotClient | None:
@@ -211,9 +215,7 @@ def _snapshots(me: rrl.Worker, pinning: PinnedMemory | None) -> SnapshotClient |
     )
 
 
-def _buffers(
-    me: rrl.Worker, gang: Gang, client: SnapshotClient | None, pinning: PinnedMemory | None
-) -> HostBuffers:  # fmt: skip
+def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None, pinning: PinnedMemory | None) -> HostBuffers:
     nodes = gang.gather(me.node, NodeName)
 
     def buddy() -> str | None:

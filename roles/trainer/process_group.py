@@ -86,10 +86,16 @@ class Gang:
     """
 
     def __init__(
-        self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
-        control_group: dist.ProcessGroup | None = None, file_group: dist.ProcessGroup | None = None,
+        self,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        control_group: dist.ProcessGroup | None = None,
+        file_group: dist.ProcessGroup | None = None,
         publish_group: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
         self.control_group, self.file_group, self.publish_group = control_group, file_group, publish_group
@@ -108,8 +114,9 @@ class Gang:
         """
         if self._mesh is None:
             if any(parameter.dtype != compute_dtype for parameter in model.parameters()):
-                raise ValueError(f"without a process group every parameter must have the dtype {compute_dtype}, because"
-                                 " none is cast")  # fmt: skip
+                raise ValueError(
+                    f"without a process group every parameter must have the dtype {compute_dtype}, because none is cast"
+                )
             return model
         policy = MixedPrecisionPolicy()
         if compute_dtype != torch.float32:
@@ -174,9 +181,14 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
         mesh = init_device_mesh(device.type, (me.world,))
         dist.barrier(group=control_group)
     return Gang(
-        me.rank, me.world, device, mesh=mesh, control_group=control_group, file_group=file_group,
+        me.rank,
+        me.world,
+        device,
+        mesh=mesh,
+        control_group=control_group,
+        file_group=file_group,
         publish_group=publish_group,
-    )  # fmt: skip
+    )
 
 
 def is_lost_member(error: BaseException) -> bool:

@@ -134,9 +134,14 @@ class Publisher:
     """
 
     def __init__(
-        self, me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype, *,
+        self,
+        me: rrl.Worker,
+        gang: Gang,
+        learner: Learner,
+        dtype: torch.dtype,
+        *,
         fail: Callable[[BaseException], None] = partial(end_process, "a weight version could not be published"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._me, self._gang = me, gang
         self._max_behind = me.job.sampling.staleness
         self._live = learner.weights()
@@ -272,10 +277,14 @@ class Publisher:
     def _publish(self, copy: _HostCopy) -> None:
         if self._gang.rank == _RANK0:
             described = [
-                (name, str(self._dtypes[name]).removeprefix("torch."), tuple(tensor.shape),
-                 tensor.numel() * self._dtypes[name].itemsize)
+                (
+                    name,
+                    str(self._dtypes[name]).removeprefix("torch."),
+                    tuple(tensor.shape),
+                    tensor.numel() * self._dtypes[name].itemsize,
+                )
                 for name, tensor in self._live.items()
-            ]  # fmt: skip
+            ]
             writes = (partial(self._write, name, tensor) for name, tensor in copy.tensors.items())
             self._me.publish_written(copy.number, described, writes)
         else:

@@ -67,9 +67,17 @@ class _OwnWriter(FileSystemWriter):
             for chunk in tensor.chunks:
                 position = positions[MetadataIndex(name, chunk.offsets)]
                 self.pieces.append(
-                    Piece(name, dtype, tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes),
-                          position.relative_path, position.offset, position.length)
-                )  # fmt: skip
+                    Piece(
+                        name,
+                        dtype,
+                        tuple(tensor.size),
+                        tuple(chunk.offsets),
+                        tuple(chunk.sizes),
+                        position.relative_path,
+                        position.offset,
+                        position.length,
+                    )
+                )
 
 
 def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[Piece]:

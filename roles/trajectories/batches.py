@@ -61,9 +61,16 @@ def decode_part(part: PackedPart) -> Part:
     """Unpack a part for reading, as :func:`decode` does with a batch."""
     trajectories = _decode_all(part)
     return Part(
-        part.number, part.index, part.groups, part.digest, trajectories, part.last, part.stale, part.max_age,
+        part.number,
+        part.index,
+        part.groups,
+        part.digest,
+        trajectories,
+        part.last,
+        part.stale,
+        part.max_age,
         part.unscored,
-    )  # fmt: skip
+    )
 
 
 def _decode_all(packed: PackedBatch | PackedPart) -> tuple[Trajectory, ...]:
@@ -90,9 +97,17 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
 def whole_part(batch: PackedBatch) -> PackedPart:
     """Return a batch as the only part of its step."""
     return PackedPart(
-        batch.number, 0, batch.groups, batch.digest, batch.prompts, batch.trajectories, True,
-        batch.stale, batch.max_age, batch.unscored,
-    )  # fmt: skip
+        batch.number,
+        0,
+        batch.groups,
+        batch.digest,
+        batch.prompts,
+        batch.trajectories,
+        True,
+        batch.stale,
+        batch.max_age,
+        batch.unscored,
+    )
 
 
 def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:

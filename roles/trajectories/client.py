@@ -130,9 +130,14 @@ class TrajectoryClient:
     """
 
     def __init__(
-        self, keys: RunKeys, incarnation: Incarnation, find_store: Callable[[], Address | None], *,
-        timeout: float = 600.0, weights: Callable[[], int | None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        keys: RunKeys,
+        incarnation: Incarnation,
+        find_store: Callable[[], Address | None],
+        *,
+        timeout: float = 600.0,
+        weights: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._incarnation = incarnation
         self._weights = weights
         self._timeout = timeout
@@ -253,9 +258,13 @@ class TrajectoryClient:
         return answer.part if isinstance(answer, PartBound) else None
 
     async def commit(
-        self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None,
+        self,
+        number: int,
+        manifest: dict[str, Any],
+        digest: str,
+        metrics: dict[str, float] | None = None,
         earlier: Sequence[TrainedStep] = (),
-    ) -> tuple[StepMetrics, ...]:  # fmt: skip
+    ) -> tuple[StepMetrics, ...]:
         """Commit step ``number`` and the ``earlier`` steps since the last commit; durable on return.
 
         ``manifest`` names the files of the checkpoint, and ``digest`` identifies the batch of step ``number``. Returns
@@ -310,17 +319,37 @@ class TrajectoryClient:
         return answer.items if isinstance(answer, LeasedEpisodes) else ()
 
     async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: Sequence[int],
-        max_new: int, messages: Sequence[str] = (), options: str = "", sampling: Sampling | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        episode: int,
+        attempt: int,
+        request: str,
+        parent: int | None,
+        offset: int,
+        given: Sequence[int],
+        max_new: int,
+        messages: Sequence[str] = (),
+        options: str = "",
+        sampling: Sampling | None = None,
+    ) -> int:
         """Durably open a turn or take over a recorded turn, and return its number.
 
         The arguments are the fields of :class:`.episodes.requests.OpenTurn`.
         """
         opened = await self._decide(
-            OpenTurn(self._incarnation, episode, attempt, request, parent, offset, tuple(given), max_new,
-                     tuple(messages), options, sampling)
-        )  # fmt: skip
+            OpenTurn(
+                self._incarnation,
+                episode,
+                attempt,
+                request,
+                parent,
+                offset,
+                tuple(given),
+                max_new,
+                tuple(messages),
+                options,
+                sampling,
+            )
+        )
         assert isinstance(opened, TurnOpened), opened
         return opened.turn
 

@@ -86,12 +86,16 @@ class ItemPrompts:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         self._failures_in_a_row += 1
         if self._failures_in_a_row == MAX_ITEMS_WITHOUT_PROMPT:
-            raise ValueError(f"{MAX_ITEMS_WITHOUT_PROMPT} consecutive items of [task], up to item {item}, have no"
-                             f" prompt; the last error: {reason}") from error  # fmt: skip
+            raise ValueError(
+                f"{MAX_ITEMS_WITHOUT_PROMPT} consecutive items of [task], up to item {item}, have no"
+                f" prompt; the last error: {reason}"
+            ) from error
         if not self._reported:
             self._reported = True
-            self._warning = (f"warning: item {item} of [task] is dropped: {reason}; further items without a prompt"
-                             " are dropped without a message, and counted in the audit")  # fmt: skip
+            self._warning = (
+                f"warning: item {item} of [task] is dropped: {reason}; further items without a prompt"
+                " are dropped without a message, and counted in the audit"
+            )
 
 
 class GroupMaker:
@@ -190,8 +194,10 @@ def prompt_encoder(job: RunSpec, tokenizer: Tokenizer) -> Callable[[int, str], P
         if not tokens:
             raise UnfitPrompt(f"the prompt of item {item} of [task] has no tokens")
         if len(tokens) + max_new_tokens > longest:
-            raise UnfitPrompt(f"the prompt of item {item} of [task] has {len(tokens)} tokens; with max_new_tokens"
-                             f" = {max_new_tokens} this exceeds max_length = {longest:g} of the model")  # fmt: skip
+            raise UnfitPrompt(
+                f"the prompt of item {item} of [task] has {len(tokens)} tokens; with max_new_tokens"
+                f" = {max_new_tokens} this exceeds max_length = {longest:g} of the model"
+            )
         return Prompt(item, tokens)
 
     return encode

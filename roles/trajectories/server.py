@@ -150,10 +150,14 @@ class Server:
     """
 
     def __init__(
-        self, store: Store, listener: Listener, on_served: Callable[[int], None] = lambda _: None,
-        note: Callable[[str], None] = lambda _: None, on_durable: Callable[[CommitStatus], None] = lambda _: None,
+        self,
+        store: Store,
+        listener: Listener,
+        on_served: Callable[[int], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
+        on_durable: Callable[[CommitStatus], None] = lambda _: None,
         idle: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._listener = listener
         self._on_served = on_served
@@ -275,7 +279,7 @@ class Server:
 
     def _answer(
         self, parked: _Parked, encoded: dict[tuple[int, int | None], msgspec.Raw | Denied], now: float
-    ) -> Answer | msgspec.Raw:  # fmt: skip
+    ) -> Answer | msgspec.Raw:
         """Return the answer to a request.
 
         Each member of a gang requests the batch or part, so it is built and encoded only once per round.
@@ -359,9 +363,11 @@ def _encoded(batch: Answer) -> msgspec.Raw | Denied:
     if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
     name, remedy = ("part", "lower") if isinstance(batch, PartBound) else ("batch", "lower prompts_per_step,")
-    return Denied(f"the {name} has {len(data) >> 20} MiB, but a message has at most"
-                  f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
-                  f"{', or train in parts (stream = true)' if name == 'batch' else ''}")  # fmt: skip
+    return Denied(
+        f"the {name} has {len(data) >> 20} MiB, but a message has at most"
+        f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
+        f"{', or train in parts (stream = true)' if name == 'batch' else ''}"
+    )
 
 
 def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
@@ -437,9 +443,11 @@ def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
     if settings is None:
         return None
     episodes = EpisodeSettings(
-        settings.retries, "replay" if job.agents is None else job.agents.on_death, settings.timeout,
+        settings.retries,
+        "replay" if job.agents is None else job.agents.on_death,
+        settings.timeout,
         job.agents is not None,
-    )  # fmt: skip
+    )
     if settings.reward_timeout is None:
         return episodes
     return msgspec.structs.replace(episodes, reward_timeout=settings.reward_timeout)

@@ -18,15 +18,7 @@ from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
 from .durable.log import DurableState
-from .durable.records import (
-    DropCause,
-    Fence,
-    GroupDropped,
-    PackedSegment,
-    ScoresRecorded,
-    SegmentsAppended,
-    pack,
-)
+from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
@@ -125,10 +117,14 @@ class Store:
         )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
         self._bindings = Bindings(
-            self._durable, self._staleness, groups_per_batch=groups_per_batch, groups_per_part=groups_per_part,
-            max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
+            self._durable,
+            self._staleness,
+            groups_per_batch=groups_per_batch,
+            groups_per_part=groups_per_part,
+            max_part_bytes=max_part_bytes,
+            keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
             checkpoint_every=checkpoint_every,
-        )  # fmt: skip
+        )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
@@ -210,9 +206,14 @@ class Store:
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
-        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] | None = (), weights: int | None = None,
-        now: float | None = None, open_until: float = -math.inf,
-    ) -> Leased | Denied | NotReady:  # fmt: skip
+        self,
+        incarnation: Incarnation,
+        at_most: int,
+        holding: Sequence[int] | None = (),
+        weights: int | None = None,
+        now: float | None = None,
+        open_until: float = -math.inf,
+    ) -> Leased | Denied | NotReady:
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
         Answers of an evaluation come before all trajectories, and are never leased together with them.
@@ -288,9 +289,13 @@ class Store:
         return True
 
     def append(
-        self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = (),
-        handed_over: Sequence[int] = (), now: float | None = None,
-    ) -> Done | Denied | NotReady:  # fmt: skip
+        self,
+        incarnation: Incarnation,
+        segments: Sequence[Segment],
+        finished: Sequence[int] = (),
+        handed_over: Sequence[int] = (),
+        now: float | None = None,
+    ) -> Done | Denied | NotReady:
         """Append all segments, or none; repeating the request changes nothing.
 
         The rollout gives up its leases of the trajectories ``handed_over``. The answer names the trajectories that
@@ -360,9 +365,12 @@ class Store:
         return Scoring((*evaluated, *map(as_to_score, tracks)))
 
     def post_scores(
-        self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
+        self,
+        incarnation: Incarnation,
+        scores: Sequence[Score],
+        failed: Mapping[int, str] | None = None,
         faulty: Sequence[int] = (),
-    ) -> Done | Denied | NotReady:  # fmt: skip
+    ) -> Done | Denied | NotReady:
         """Record scores, all of which must be finite. Ignore second scores, and scores of dropped trajectories."""
         if rejection := self.check_worker(incarnation):
             return rejection
@@ -526,9 +534,14 @@ class Store:
         return not waits and self._bindings.has_data()
 
     def commit(
-        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
-        metrics: dict[str, float] | None = None, earlier: Iterable[TrainedStep] = (),
-    ) -> Done | Denied:  # fmt: skip
+        self,
+        incarnation: Incarnation,
+        number: int,
+        manifest: dict[str, Any],
+        digest: str,
+        metrics: dict[str, float] | None = None,
+        earlier: Iterable[TrainedStep] = (),
+    ) -> Done | Denied:
         """Commit steps up to ``number`` for a gang (:meth:`.steps.bindings.Bindings.commit`); may be repeated."""
         if rejection := self._check_trainer(incarnation):
             return rejection

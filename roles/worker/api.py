@@ -309,9 +309,12 @@ class Worker:
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
     def commit(
-        self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
+        self,
+        number: int,
+        files: Sequence[Path],
+        metrics: dict[str, float] | None = None,
         digests: Mapping[str, Digest] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Commit a step: one record makes its checkpoint valid, and marks the batches up to this step as consumed.
 
         Steps must be committed in order, at least every ``checkpoint_every``-th step (job.toml). For a step without a
@@ -366,9 +369,11 @@ class Worker:
         publication.publish(self._connection, self.job.transport.chunk, number, described, publication.copies(contents))
 
     def publish_written(
-        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]],
+        self,
+        number: int,
+        described: Sequence[tuple[str, str, tuple[int, ...], int]],
         writes: Iterable[Callable[[memoryview], None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Serve weights like :meth:`publish_each` without copying them.
 
         ``writes`` has, for each tensor in the same order, a function that writes the tensor into the given memory.

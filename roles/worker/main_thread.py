@@ -39,9 +39,12 @@ class SelfFaults:
     """
 
     def __init__(
-        self, launch: Launch, node: NodeName, send: Callable[[Injected], None],
+        self,
+        launch: Launch,
+        node: NodeName,
+        send: Callable[[Injected], None],
         call_later: Callable[[float, Callable[[], object]], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.launch, self._node, self._send, self._call_later = launch, node, send, call_later
         self._pending: Fault | None = None
 

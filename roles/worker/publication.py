@@ -24,9 +24,12 @@ up to 1.4 s, during which all threads were blocked."""
 
 
 def publish(
-    connection: ManagerConnection, chunk_bytes: int, number: int, described: Sequence[TensorDescription],
+    connection: ManagerConnection,
+    chunk_bytes: int,
+    number: int,
+    described: Sequence[TensorDescription],
     writes: Iterable[Write],
-) -> None:  # fmt: skip
+) -> None:
     """Serve weights as the version of step ``number``. May be called in any thread, but only in one at a time.
 
     Args:

@@ -197,9 +197,13 @@ class PendingAppend:
     """
 
     def __init__(
-        self, connection: ManagerConnection, leased: LeasedTrajectories, segments: Sequence[Segment],
-        finished: Sequence[int], at_most: int,
-    ) -> None:  # fmt: skip
+        self,
+        connection: ManagerConnection,
+        leased: LeasedTrajectories,
+        segments: Sequence[Segment],
+        finished: Sequence[int],
+        at_most: int,
+    ) -> None:
         leased.check(segments, finished)
         leased.appended(segments, finished, ())
         self._connection, self._leased = connection, leased

@@ -55,9 +55,7 @@ def test_third_party_agent_runs_unchanged_and_its_turns_are_trained(folder: Path
     assert max(turns.values()) > 1, "the agent made no second call"
 
 
-def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
-    folder: Path,
-) -> None:
+def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(folder: Path) -> None:
     from rrl.benchmarks import _agents_drift
 
     # more than three steps: rollouts may sample three steps before the first new weights arrive

@@ -46,9 +46,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert not shared.has_work
 
 
-def test_logprobs_match_the_sampled_distribution_across_an_update(
-    engine: Engine,
-) -> None:
+def test_logprobs_match_the_sampled_distribution_across_an_update(engine: Engine) -> None:
     for step, model in enumerate((_A, _B, _A)):
         engines.load(engine, step, model)
         engine.probe()

@@ -66,9 +66,7 @@ def test_installed_vllm_arguments_are_read_without_importing_it() -> None:
     assert RESERVED_ARGUMENTS.keys() <= installed_arguments()
 
 
-def test_workers_are_spawned_and_use_loopback_in_any_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_are_spawned_and_use_loopback_in_any_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     for name in right:
         monkeypatch.setenv(name, "fork" if name.startswith("VLLM") else "ib0")

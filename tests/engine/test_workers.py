@@ -108,9 +108,7 @@ def test_workers_survive_a_sigterm_to_their_whole_process_group(engine: Engine) 
     assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
 
 
-def test_forked_worker_ignores_sigterm_and_the_role_still_handles_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_forked_worker_ignores_sigterm_and_the_role_still_handles_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightTransferEngine, "__init__", lambda self: None)
     before = signal.getsignal(signal.SIGTERM)
     RrlWeightTransferEngine()

@@ -99,9 +99,11 @@ def test_new_weights_while_the_engine_generates_change_the_following_segments_on
 
     learners = {Version(step, 1): learner(device, seed=step + 1) for step in range(3)}
     engine = TorchEngine(
-        build_model(harness.SMALL, 13, seed=77).to(device), stop_tokens=frozenset({13}), seed=3,
+        build_model(harness.SMALL, 13, seed=77).to(device),
+        stop_tokens=frozenset({13}),
+        seed=3,
         sampling=Sampling(segment_tokens=4),
-    )  # fmt: skip
+    )
     items = [Item(n, n, tuple(2 + (n + place) % 10 for place in range(3 + n % 4)), max_new=12) for n in range(8)]
     segments: dict[int, list[Segment]] = {item.trajectory: [] for item in items}
     for version, student in learners.items():

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
-MODEL = {
-    "hidden_size": 64, "intermediate_size": 128, "tokenizer": {"pieces": "0123456789="}, "dtype": "bfloat16",
-}  # fmt: skip
+MODEL = {"hidden_size": 64, "intermediate_size": 128, "tokenizer": {"pieces": "0123456789="}, "dtype": "bfloat16"}
 STEPS = 4
 
 

@@ -61,8 +61,12 @@ def test_looks_track_and_slurm_reads_report_the_agreed_figures() -> None:
     assert set(looks.FIGURES) >= {"status_s", "explain_s"}
     assert {*itertools.chain(*track.FIGURES.values())} >= {"steps", "missing", "doubled", "step_time_ratio"}
     assert set(slurm_reads.figures_of(blocks, 0.1)) >= {
-        "commands_cpu_ms", "pyslurm_cpu_ms", "commands_ms", "pyslurm_ms", "loop_gap_s",
-    }  # fmt: skip
+        "commands_cpu_ms",
+        "pyslurm_cpu_ms",
+        "commands_ms",
+        "pyslurm_ms",
+        "loop_gap_s",
+    }
 
 
 @pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--no-such-option", 2)])
@@ -112,9 +116,12 @@ def test_all_needs_are_checked_before_the_first_benchmark(
     assert _requirements.main() == 2
     lines = capsys.readouterr().err.splitlines()
     assert {line.split()[0] for line in lines if "needs Slurm" in line} == {
-        "benchmarks/ettr.py", "benchmarks/manager_away.py", "benchmarks/restart.py", "benchmarks/slurm_reads.py",
+        "benchmarks/ettr.py",
+        "benchmarks/manager_away.py",
+        "benchmarks/restart.py",
+        "benchmarks/slurm_reads.py",
         "benchmarks/takeover.py",
-    }  # fmt: skip
+    }
 
 
 def test_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

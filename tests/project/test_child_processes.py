@@ -12,10 +12,17 @@ from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
-STARTS = frozenset({
-    "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "subprocess.Popen", "subprocess.call",
-    "subprocess.check_call", "subprocess.check_output", "subprocess.run",
-})  # fmt: skip
+STARTS = frozenset(
+    {
+        "asyncio.create_subprocess_exec",
+        "asyncio.create_subprocess_shell",
+        "subprocess.Popen",
+        "subprocess.call",
+        "subprocess.check_call",
+        "subprocess.check_output",
+        "subprocess.run",
+    }
+)
 STARTERS = {
     "cli/results/track.py": "the process of a tracker, which the command waits for",
     "core/command_runner.py": "commands with a deadline",

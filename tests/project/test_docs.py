@@ -102,8 +102,11 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
     links = [page.parent / target for target in _LINK.findall(text)]
-    named = [ROOT / name for name in _INLINE.findall(_FENCED.sub("", text))
-             if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", name) and name.partition("/")[0] in folders]  # fmt: skip
+    named = [
+        ROOT / name
+        for name in _INLINE.findall(_FENCED.sub("", text))
+        if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", name) and name.partition("/")[0] in folders
+    ]
     assert not [path for path in links + named if not path.exists()]
 
 
@@ -126,8 +129,12 @@ def test_every_markdown_page_that_a_file_cites_is_in_the_repository() -> None:
 def test_every_name_of_the_glossary_is_in_the_file_that_it_names() -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
     cells = [row.strip("| ").split(" | ")[-1] for row in rows]
-    named = [(name, file) for cell in cells for names, file in re.findall(r"((?:`[^`]+`,? ?)+)in `([^`]+)`", cell)
-             for name in _INLINE.findall(names)]  # fmt: skip
+    named = [
+        (name, file)
+        for cell in cells
+        for names, file in re.findall(r"((?:`[^`]+`,? ?)+)in `([^`]+)`", cell)
+        for name in _INLINE.findall(names)
+    ]
     assert len(named) > 50
     assert not [(name, file) for name, file in named if not _defines(ROOT / file, name.rpartition(".")[2])]
 
@@ -182,8 +189,10 @@ def _programs(page: str = "README.md") -> list[str]:
 
 _API_PROGRAMS = [
     pytest.param(program, id=f"{page} {next(one for one in ('parts', 'commit', 'append') if f'.{one}(' in program)}")
-    for page in ("README.md", "docs/bring-your-own.md") for program in _programs(page) if "me.phase" in program
-]  # fmt: skip
+    for page in ("README.md", "docs/bring-your-own.md")
+    for program in _programs(page)
+    if "me.phase" in program
+]
 """The programs of the README, and of the complete example in docs/bring-your-own.md."""
 
 

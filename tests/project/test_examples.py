@@ -16,8 +16,10 @@ from rrl.tests.support.roles import model_folders
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")
-PARTITIONS = "".join(rf"\036{name}\03716\03796\0371031000\037gpu:8\037idle\037infinite\0371-infinite\n"
-                     for name in ("cpu", "train", "rollout"))  # fmt: skip
+PARTITIONS = "".join(
+    rf"\036{name}\03716\03796\0371031000\037gpu:8\037idle\037infinite\0371-infinite\n"
+    for name in ("cpu", "train", "rollout")
+)
 SLURM = {
     "sinfo": f"printf '{PARTITIONS}'",
     "sbatch": "exit 0",
@@ -110,9 +112,9 @@ def test_weights_with_another_digest_than_the_tested_one_are_refused(
 
 # ── the task of the job for a cluster ──────────────────────────────────────────────────────────────────────────────
 def _row(problem: str, answer: str) -> str:
-    return json.dumps({
-        "prompt": [{"role": "user", "content": problem}], "reward_model": {"ground_truth": answer, "style": "rule"}
-    })  # fmt: skip
+    return json.dumps(
+        {"prompt": [{"role": "user", "content": problem}], "reward_model": {"ground_truth": answer, "style": "rule"}}
+    )
 
 
 @pytest.fixture

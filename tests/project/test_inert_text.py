@@ -17,10 +17,28 @@ from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles")
-TEXTS = frozenset({
-    "because", "detail", "details", "err", "evidence", "message", "last_line", "out", "output", "reason", "reasons",
-    "rejection", "said", "stderr", "stdout", "text", "told", "why",
-})  # fmt: skip
+TEXTS = frozenset(
+    {
+        "because",
+        "detail",
+        "details",
+        "err",
+        "evidence",
+        "message",
+        "last_line",
+        "out",
+        "output",
+        "reason",
+        "reasons",
+        "rejection",
+        "said",
+        "stderr",
+        "stdout",
+        "text",
+        "told",
+        "why",
+    }
+)
 """Names of variables and attributes that hold text for people, and last words of such names (as in ``srun_output``)."""
 ONE_TEXT = frozenset({"detail", "reason", "why"})
 """Names that always hold a single text and never a collection, so that any ``in`` searches the text."""
@@ -160,8 +178,11 @@ def modules() -> Iterator[Path]:
 
 
 def test_no_decision_matches_text_for_people() -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}: {code}; use {_instead(code)}"
-             for path in modules() for line, code in hits(path.read_text(), _package(path))]  # fmt: skip
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {code}; use {_instead(code)}"
+        for path in modules()
+        for line, code in hits(path.read_text(), _package(path))
+    ]
     assert not found, "\n".join((f"{len(found)} decisions by text:", *found))
 
 

@@ -20,17 +20,17 @@ def lint(root: Path, source: Path | None = None) -> subprocess.CompletedProcess[
     if source is not None:
         env["PYTHONPATH"] = str(source)
     return subprocess.run(
-        [LINT, "--config", ROOT / "pyproject.toml", "--no-cache"], cwd=root, env=env, capture_output=True, text=True,
+        [LINT, "--config", ROOT / "pyproject.toml", "--no-cache"],
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 PLANTED = (
-    (
-        "manager/intake/reconcile.py",
-        "import rrl.roles.launcher.step",
-        "rrl.manager is not allowed to import rrl.roles",
-    ),
+    ("manager/intake/reconcile.py", "import rrl.roles.launcher.step", "rrl.manager is not allowed to import rrl.roles"),
     ("core/types.py", "import rrl.manager.model.state", "rrl.core is not allowed to import rrl.manager"),
     (
         "health/detection/attribution/wait_chains.py",

@@ -19,9 +19,10 @@ def test_the_wheel_has_every_folder_with_python_in_it() -> None:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("*.py")}
     shipped = [
-        folder for folder in folders
+        folder
+        for folder in folders
         if not any(part.startswith(".") for part in folder.parts) and not NOT_SHIPPED & set(folder.parts[:1])
-    ]  # fmt: skip
+    ]
     assert sorted(listed) == sorted(".".join(("rrl", *folder.parts)) for folder in shipped)
 
 

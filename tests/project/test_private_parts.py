@@ -44,30 +44,56 @@ def names(*attributes: str) -> Callable[[Any], bool]:
 
 
 PARTS = (
-    Part("submitit.slurm.slurm:SlurmExecutor._submitit_command_str", "manager/bootstrap/manager_job.py",
-         lambda found: isinstance(found, property)),
-    Part("submitit.local.local:LocalExecutor._submitit_command_str", "manager/bootstrap/start.py",
-         lambda found: isinstance(found, property)),
+    Part(
+        "submitit.slurm.slurm:SlurmExecutor._submitit_command_str",
+        "manager/bootstrap/manager_job.py",
+        lambda found: isinstance(found, property),
+    ),
+    Part(
+        "submitit.local.local:LocalExecutor._submitit_command_str",
+        "manager/bootstrap/start.py",
+        lambda found: isinstance(found, property),
+    ),
     Part("submitit.local._local", "manager/bootstrap/start_failure.py", inspect.ismodule),
     Part("ucxx._lib.libucxx:UCXContext", "transport/weights/ucx.py", names("info")),
-    Part("ucxx._lib.libucxx:UCXWorker", "transport/weights/ucx.py",
-         names("set_progress_thread_start_callback", "start_progress_thread", "stop_progress_thread",
-               "stop_request_notifier_thread")),
-    Part("ucxx._lib.libucxx:UCXAddress", "transport/weights/ucx.py",
-         names("create_from_worker", "create_from_buffer", "tobytes")),
-    Part("ucxx._lib.libucxx:UCXEndpoint", "transport/weights/ucx.py",
-         names("create_from_worker_address", "tag_send", "tag_recv", "raise_on_error")),
+    Part(
+        "ucxx._lib.libucxx:UCXWorker",
+        "transport/weights/ucx.py",
+        names(
+            "set_progress_thread_start_callback",
+            "start_progress_thread",
+            "stop_progress_thread",
+            "stop_request_notifier_thread",
+        ),
+    ),
+    Part(
+        "ucxx._lib.libucxx:UCXAddress",
+        "transport/weights/ucx.py",
+        names("create_from_worker", "create_from_buffer", "tobytes"),
+    ),
+    Part(
+        "ucxx._lib.libucxx:UCXEndpoint",
+        "transport/weights/ucx.py",
+        names("create_from_worker_address", "tag_send", "tag_recv", "raise_on_error"),
+    ),
     Part("ucxx._lib.arr:Array", "transport/weights/ucx.py"),
     Part("ucxx._lib_async.continuous_ucx_progress:_create_context", "transport/weights/ucx.py", takes()),
-    Part("ucxx._lib_async.notifier_thread:_notifierThread", "transport/weights/ucx.py",
-         takes("event_loop", "worker", "q")),
-    Part("torch.distributed.checkpoint.filesystem:_StorageInfo", "roles/trainer/shards.py",
-         names("__dataclass_fields__")),
+    Part(
+        "ucxx._lib_async.notifier_thread:_notifierThread",
+        "transport/weights/ucx.py",
+        takes("event_loop", "worker", "q"),
+    ),
+    Part(
+        "torch.distributed.checkpoint.filesystem:_StorageInfo", "roles/trainer/shards.py", names("__dataclass_fields__")
+    ),
     Part("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "roles/models/safetensors.py"),
     Part("transformers.models.qwen3.modeling_qwen3:Qwen3ForCausalLM._from_config", "roles/models/policy.py"),
-    Part("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry",
-         "roles/rollout/vllm/weight_transfer.py", lambda found: isinstance(found, dict)),
-)  # fmt: skip
+    Part(
+        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry",
+        "roles/rollout/vllm/weight_transfer.py",
+        lambda found: isinstance(found, dict),
+    ),
+)
 INSTALLED = tuple(part for part in PARTS if find_spec(re.split(r"[.:]", part.name)[0]) is not None)
 """The parts whose packages are installed in this environment. vLLM has an environment of its own."""
 

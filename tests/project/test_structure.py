@@ -142,11 +142,15 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
     found = []
     for members in _strongly_connected({key for key in imports if key[0] != key[1]}):
         inside = [one for (a, b), those in imports.items() if a != b and {a, b} <= members for one in those]
-        found.append("\n".join((
-            f"circle of {', '.join(sorted(members))}: move what both sides need to a module below them, or a function"
-            " to the side that uses it; these imports are in it:",
-            *sorted(product.place(one) for one in inside),
-        )))  # fmt: skip
+        found.append(
+            "\n".join(
+                (
+                    f"circle of {', '.join(sorted(members))}: move what both sides need to a module below them, or a"
+                    " function to the side that uses it; these imports are in it:",
+                    *sorted(product.place(one) for one in inside),
+                )
+            )
+        )
     return found
 
 
@@ -156,8 +160,10 @@ def _strongly_connected(edges: set[tuple[str, str]]) -> list[set[str]]:
     for start, end in edges:
         after[start].add(end)
     reached = {node: _reached(node, after) for node in list(after)}
-    groups = {frozenset({node} | {other for other in those if node in reached.get(other, ())})
-              for node, those in reached.items()}  # fmt: skip
+    groups = {
+        frozenset({node} | {other for other in those if node in reached.get(other, ())})
+        for node, those in reached.items()
+    }
     return sorted((set(group) for group in groups if len(group) > 1), key=sorted)
 
 
@@ -244,8 +250,11 @@ def misleading_names(product: Product) -> list[str]:
         for name, those in paths.items()
         if len(those) > 1 and name not in REPEATED_NAMES
     ]
-    return twice + [f"{name} in REPEATED_NAMES is not repeated any more: remove it from REPEATED_NAMES"
-                    for name in REPEATED_NAMES if len(paths[name]) < 2]  # fmt: skip
+    return twice + [
+        f"{name} in REPEATED_NAMES is not repeated any more: remove it from REPEATED_NAMES"
+        for name in REPEATED_NAMES
+        if len(paths[name]) < 2
+    ]
 
 
 # ── the product ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -317,8 +326,12 @@ def test_an_import_for_type_checkers_makes_no_circle(tmp_path: Path) -> None:
 
 
 def test_a_circle_of_sub_packages_is_found_without_one_of_modules(tmp_path: Path) -> None:
-    files = {"health/x/a.py": "from ..y.b import f", "health/y/b.py": "", "health/y/c.py": "from ...health.x import d",
-             "health/x/d.py": ""}  # fmt: skip
+    files = {
+        "health/x/a.py": "from ..y.b import f",
+        "health/y/b.py": "",
+        "health/y/c.py": "from ...health.x import d",
+        "health/x/d.py": "",
+    }
     product = planted(tmp_path, files)
     assert module_circles(product) == []
     [found] = package_circles(product)
@@ -335,8 +348,16 @@ def test_a_file_that_is_one_line_too_long_is_found(tmp_path: Path) -> None:
 def test_short_file_is_found_if_one_in_ten_is_short_not_counting_empty_ones(tmp_path: Path) -> None:
     files = {f"core/m{number}.py": "pass\n" * SHORT_LINES for number in range(10)}
     assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n"})) != []
-    assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n" * SHORT_LINES, "core/m1.py": "pass\n",
-                                                  "core/m10.py": "pass\n" * SHORT_LINES})) == []  # fmt: skip
+    assert (
+        short_files(
+            planted(
+                tmp_path,
+                files
+                | {"core/m0.py": "pass\n" * SHORT_LINES, "core/m1.py": "pass\n", "core/m10.py": "pass\n" * SHORT_LINES},
+            )
+        )
+        == []
+    )
 
 
 def test_a_name_of_two_modules_without_a_reason_is_found(tmp_path: Path) -> None:

@@ -82,8 +82,12 @@ class Victim:
         connection.connect(self.port)
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
-            + self.key(episode).encode() + b"\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-        )  # fmt: skip
+            + self.key(episode).encode()
+            + b"\r\ncontent-length: "
+            + str(len(body)).encode()
+            + b"\r\n\r\n"
+            + body
+        )
         return connection
 
     def cpu_ticks(self) -> int:
@@ -125,17 +129,22 @@ def requests_of_strangers(seed: int) -> Iterator[bytes]:
     chance = random.Random(seed)
     line = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
     while True:
-        yield chance.choice([
-            line, line + b"content-length: 99999999999\r\n\r\n" + bytes(4096),
-            line + b"transfer-encoding: chunked\r\n\r\n" + b"ffffffff\r\n" + bytes(4096),
-            line + b"transfer-encoding: chunked\r\n\r\nnonsense\r\n", line + b"x: " + b"a" * 200_000 + b"\r\n\r\n",
-            line + b"authorization: Bearer " + b"rrl-" + b"A" * chance.randrange(5000) + b"\r\n\r\n",
-            line + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
-            b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 50,
-            b"POST /rrl/v1/episodes HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
-            chance.randbytes(chance.randrange(1, 5000)),
-        ])  # fmt: skip
+        yield chance.choice(
+            [
+                line,
+                line + b"content-length: 99999999999\r\n\r\n" + bytes(4096),
+                line + b"transfer-encoding: chunked\r\n\r\n" + b"ffffffff\r\n" + bytes(4096),
+                line + b"transfer-encoding: chunked\r\n\r\nnonsense\r\n",
+                line + b"x: " + b"a" * 200_000 + b"\r\n\r\n",
+                line + b"authorization: Bearer " + b"rrl-" + b"A" * chance.randrange(5000) + b"\r\n\r\n",
+                line + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+                b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 50,
+                b"POST /rrl/v1/episodes HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                b"GET / HTTP/1.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+                chance.randbytes(chance.randrange(1, 5000)),
+            ]
+        )
 
 
 def attack(victim: Victim, seed: int) -> None:
@@ -228,10 +237,20 @@ HUGE = {
     "empty messages": (conversation(*[""] * 350_000), "chat/completions"),
     "token ids": (json.dumps({"model": "any", "prompt": [200] * 2_000_000}).encode(), "completions"),
     "objects": (b'{"messages": [' + b",".join([b"{}"] * 4_000_000) + b"]}", "chat/completions"),
-    "tools": (json.dumps({"model": "any", "messages": USER, "tools": [
-        {"type": "function", "function": {"name": f"f{number}", "description": "d" * 100_000}} for number in range(100)
-    ]}).encode(), "chat/completions"),
-}  # fmt: skip
+    "tools": (
+        json.dumps(
+            {
+                "model": "any",
+                "messages": USER,
+                "tools": [
+                    {"type": "function", "function": {"name": f"f{number}", "description": "d" * 100_000}}
+                    for number in range(100)
+                ],
+            }
+        ).encode(),
+        "chat/completions",
+    ),
+}
 """Bodies of 9 to 15 MB with their paths."""
 LONG_WORK = ("one text", "empty messages", "tools", "all")
 """The attacks that keep a process busy until its time is over."""
@@ -278,8 +297,10 @@ def test_huge_bodies_delay_no_call_of_another_episode(folder_victim: Victim, nam
         before_first += not replies
     for kind, usual, now in zip(("short", "long"), zip(*alone, strict=True), zip(*beside, strict=True), strict=True):
         more = statistics.median(now) - statistics.median(usual)
-        print(f"{name}: {len(now)} {kind} calls took {more:+.3f} s more (median); the longest {max(now):.3f} s, and"
-              f" {max(usual):.3f} s of {len(usual)} without an attack")  # fmt: skip
+        print(
+            f"{name}: {len(now)} {kind} calls took {more:+.3f} s more (median); the longest {max(now):.3f} s, and"
+            f" {max(usual):.3f} s of {len(usual)} without an attack"
+        )
         assert more < MOST_MORE_S
     assert {status for status, _ in replies} <= {400, 413}, [reply[:200] for _, reply in replies]
     assert before_first >= (3 if name in LONG_WORK else 0)

@@ -29,12 +29,29 @@ from rrl.transport.keys import RunKeys
 TIMEOUT_S = 120.0
 OWN, PLANTED = "mine-1", "planted-1"
 LOOKING = (
-    ["status"], ["logs"], ["logs", "--failed"], ["explain"], ["report"], ["metrics"], ["episodes"], ["status", "--json"]
-)  # fmt: skip
+    ["status"],
+    ["logs"],
+    ["logs", "--failed"],
+    ["explain"],
+    ["report"],
+    ["metrics"],
+    ["episodes"],
+    ["status", "--json"],
+)
 CHANGING = (
-    ["cancel"], ["resume"], ["manage"], ["rm", "--yes"], ["restart", "trainer/0"], ["drain", "n1"], ["undrain", "n1"],
-    ["inject", "kill"], ["track", "--to", "tensorboard"], ["export", "/nowhere/model"], ["endpoint"], ["relay"],
-)  # fmt: skip
+    ["cancel"],
+    ["resume"],
+    ["manage"],
+    ["rm", "--yes"],
+    ["restart", "trainer/0"],
+    ["drain", "n1"],
+    ["undrain", "n1"],
+    ["inject", "kill"],
+    ["track", "--to", "tensorboard"],
+    ["export", "/nowhere/model"],
+    ["endpoint"],
+    ["relay"],
+)
 
 
 @pytest.fixture

@@ -86,9 +86,7 @@ def test_foreign_exporter_cannot_report_a_gpu_that_does_not_exist(tmp_path: Path
     (tmp_path / "net").symlink_to("/proc/net")
     rules = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
-        options = ReaderOptions(
-            exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(tmp_path)
-        )  # fmt: skip
+        options = ReaderOptions(exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(tmp_path))
         found = check_node(rules, TIMEOUT_S, only=["dcgm_memory"], options=options)
     assert [one.verdict for one in found] == [Verdict.OK]
 

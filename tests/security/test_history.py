@@ -67,9 +67,14 @@ def honest(user: str) -> list[SourcedRecord]:
     """Return the records of a run that had all nodes for a day and in which one of the run's programs crashed."""
     at = time.time() - BEGAN - 2 * DAY_S
     return sourced(
-        user, "math-1", began(at, "math-1", user), held(at, *NODES), failed(at + HOUR, "n1"),
-        mended(at + HOUR + 60, "rollout/0", "n1", at + HOUR, 0.1), over(at + DAY_S),
-    )  # fmt: skip
+        user,
+        "math-1",
+        began(at, "math-1", user),
+        held(at, *NODES),
+        failed(at + HOUR, "n1"),
+        mended(at + HOUR + 60, "rollout/0", "n1", at + HOUR, 0.1),
+        over(at + DAY_S),
+    )
 
 
 def invented(user: str) -> list[SourcedRecord]:
@@ -79,8 +84,14 @@ def invented(user: str) -> list[SourcedRecord]:
         at, run = time.time() - BEGAN - (day + 1) * DAY_S, f"fake-{day}"
         events: list[Any] = []
         for node in NODES:
-            events += [*held(at, node), found(at + 5, node), failed(at + 6, node, f"rollout/{node}#1", cause="gpu"),
-                       acted(at + 7, node, "excluded"), acted(at + 8, node, "asked"), left(at + 60, node)]  # fmt: skip
+            events += [
+                *held(at, node),
+                found(at + 5, node),
+                failed(at + 6, node, f"rollout/{node}#1", cause="gpu"),
+                acted(at + 7, node, "excluded"),
+                acted(at + 8, node, "asked"),
+                left(at + 60, node),
+            ]
         records += sourced(user, run, began(at, run, user), events, over(at + 90))
     return records
 
@@ -154,9 +165,13 @@ def test_records_of_the_future_and_impossible_gpu_hours_are_left_out(
 ) -> None:
     at = time.time() - BEGAN
     forged = sourced(
-        attacker.name, "lies", began(at - DAY_S, "lies", attacker.name), held(at - DAY_S, "n1"),
-        found(at + DAY_S, "n1"), mended(at, "rollout/0", "n1", at - HOUR, 1e6),
-    )  # fmt: skip
+        attacker.name,
+        "lies",
+        began(at - DAY_S, "lies", attacker.name),
+        held(at - DAY_S, "n1"),
+        found(at + DAY_S, "n1"),
+        mended(at, "rollout/0", "n1", at - HOUR, 1e6),
+    )
     attacker.call(lambda: write_runs(history, attacker.name, forged), timeout_s=60)
     document, err = report(owner, history)
     assert document["sources"]["left_out"] == [

@@ -80,10 +80,12 @@ def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> 
 
 def test_sockets_of_each_kind_are_found_with_the_address_that_they_are_bound_to() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as loopback, socket.create_server(("", 0)) as everywhere,
+        socket.create_server(("127.0.0.1", 0)) as loopback,
+        socket.create_server(("", 0)) as everywhere,
         socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, socket.socket(socket.AF_UNIX) as named,
-    ):  # fmt: skip
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
         datagrams.bind(("127.0.0.1", 0))
         named.bind(f"\0rrl-test-{os.getpid()}")
         named.listen()
@@ -91,8 +93,10 @@ def test_sockets_of_each_kind_are_found_with_the_address_that_they_are_bound_to(
         pid = os.getpid()
         everywhere_found = Bound(pid, "tcp", "0.0.0.0", everywhere.getsockname()[1])
         assert {
-            Bound(pid, "tcp", "127.0.0.1", loopback.getsockname()[1]), everywhere_found,
-            Bound(pid, "tcp", "::1", six.getsockname()[1]), Bound(pid, "udp", "127.0.0.1", datagrams.getsockname()[1]),
+            Bound(pid, "tcp", "127.0.0.1", loopback.getsockname()[1]),
+            everywhere_found,
+            Bound(pid, "tcp", "::1", six.getsockname()[1]),
+            Bound(pid, "udp", "127.0.0.1", datagrams.getsockname()[1]),
             Bound(pid, "unix", f"@rrl-test-{pid}"),
-        } <= mine  # fmt: skip
+        } <= mine
         assert not everywhere_found.stays_on_this_machine

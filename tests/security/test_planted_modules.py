@@ -70,8 +70,10 @@ def test_planted_modules_never_run(owner: PlainUser, folder: Path, where: str) -
         for command in ("check", "submit"):
             code, out, err = called(command, job)
             assert (code, out) == (2, "")
-            assert err == f"rrl: every user may write {folder}, and so make code run as you; to run this job" \
-                          " nevertheless: --trust-folder\n"  # fmt: skip
+            assert (
+                err == f"rrl: every user may write {folder}, and so make code run as you; to run this job"
+                " nevertheless: --trust-folder\n"
+            )
     code, out, err = called("check", job, *trust)
     assert (code, "the task, tried on this machine" in out) == (0, True), out + err
     assert ("imports find the installed asyncio, calendar, " in out) is bool(trust), out

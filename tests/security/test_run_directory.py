@@ -134,15 +134,18 @@ def _cut(path: Path) -> None:
     ("name", "damage", "says"),
     [
         ("run_spec.json", _cut, "run_spec.json is damaged: Input data was truncated"),
-        ("run_spec.json", Path.unlink,
-        "run_spec.json: No such file or directory; without it the run cannot be managed"),
+        (
+            "run_spec.json",
+            Path.unlink,
+            "run_spec.json: No such file or directory; without it the run cannot be managed",
+        ),
         ("resolved.json", _cut, "resolved.json is damaged: "),
         ("resolved.json", Path.unlink, "resolved.json: No such file or directory"),
         ("keys.json", _cut, "keys.json is damaged: Input data was truncated; no process can join the run"),
         ("keys.json", Path.unlink, "keys.json: No such file or directory"),
         ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
     ],
-)  # fmt: skip
+)
 def test_run_with_damaged_or_missing_manager_files_gets_no_manager(
     run: RunDir, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None], says: str
 ) -> None:
@@ -201,10 +204,15 @@ def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mod
         for command in COMMANDS:
             code = f"import sys; from rrl.cli.main import main; sys.argv[1:] = ['{command}', 'his-1']; main()"
             done = subprocess.run(
-                [sys.executable, "-c", code], env={**os.environ, RUNS_ENV: str(open_root), "HOME": "/"}, cwd="/",
-                capture_output=True, text=True, timeout=60, user=NOBODY if other else None,
+                [sys.executable, "-c", code],
+                env={**os.environ, RUNS_ENV: str(open_root), "HOME": "/"},
+                cwd="/",
+                capture_output=True,
+                text=True,
+                timeout=60,
+                user=NOBODY if other else None,
                 extra_groups=[] if other else None,
-            )  # fmt: skip
+            )
             expected = f"rrl: his-1 is a run of {OWNER}, and only {OWNER} can look at it or change it\n"
             assert done.returncode == 1, done.stderr
             assert done.stderr == expected if other else "is yours, but you may not read" in done.stderr

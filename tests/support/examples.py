@@ -16,6 +16,7 @@ def examples(few: int, many: int) -> settings:
     No example has a deadline. Examples may share the folders of pytest, and may be slow to draw.
     """
     return settings(
-        max_examples=many if os.environ.get(EXAMPLES_ENV) == "many" else few, deadline=None,
+        max_examples=many if os.environ.get(EXAMPLES_ENV) == "many" else few,
+        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )  # fmt: skip
+    )

@@ -19,9 +19,14 @@ import pytest
 from msgspec import Struct
 
 _CALLS = {
-    "open": True, "write": True, "fsync": False, "fdatasync": False, "replace": False, "unlink": False,
+    "open": True,
+    "write": True,
+    "fsync": False,
+    "fdatasync": False,
+    "replace": False,
+    "unlink": False,
     "ftruncate": False,
-}  # fmt: skip
+}
 """Names of the recorded calls, each with whether it needs free space."""
 Image = dict[str, bytes]
 """Content of the folder by file name."""

@@ -98,17 +98,28 @@ class Lab:
             await listener.close()
 
     def launch(
-        self, *argv: str, replica: str = "rollout/0", number: int = 1, node: str = "local1", grace: float = 5.0,
-        env: dict[str, str] | None = None, dies_with_launcher: bool = False,
-    ) -> Launch:  # fmt: skip
+        self,
+        *argv: str,
+        replica: str = "rollout/0",
+        number: int = 1,
+        node: str = "local1",
+        grace: float = 5.0,
+        env: dict[str, str] | None = None,
+        dies_with_launcher: bool = False,
+    ) -> Launch:
         """Write a launch file."""
         incarnation = Incarnation(ReplicaId(replica), number)
         launch = Launch(
-            tag=tag_of(self.run.id, incarnation), run_dir=str(self.run.path), incarnation=incarnation,
-            node=NodeName(node), argv=argv,
-            env={"PATH": "/usr/bin:/bin"} | (env or {}), cwd=str(self.run.path), grace=grace,
+            tag=tag_of(self.run.id, incarnation),
+            run_dir=str(self.run.path),
+            incarnation=incarnation,
+            node=NodeName(node),
+            argv=argv,
+            env={"PATH": "/usr/bin:/bin"} | (env or {}),
+            cwd=str(self.run.path),
+            grace=grace,
             dies_with_launcher=dies_with_launcher,
-        )  # fmt: skip
+        )
         write_atomically(self.run.launch_file(launch.tag), msgspec.json.encode(launch))
         return launch
 

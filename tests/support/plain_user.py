@@ -142,8 +142,20 @@ def plain_user() -> str:
             )
             print(text, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                subprocess.run(["useradd", "--system", "--user-group", "--no-create-home", "--home-dir", "/nonexistent",
-                                "--shell", "/bin/sh", PLAIN_USER], capture_output=True)  # fmt: skip
+                subprocess.run(
+                    [
+                        "useradd",
+                        "--system",
+                        "--user-group",
+                        "--no-create-home",
+                        "--home-dir",
+                        "/nonexistent",
+                        "--shell",
+                        "/bin/sh",
+                        PLAIN_USER,
+                    ],
+                    capture_output=True,
+                )
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(PLAIN_USER).pw_name
     return "nobody"
@@ -160,16 +172,30 @@ def _reachable_by_all(path: Path) -> bool:
 
 
 def popen_as(
-    user: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: int | IO[Any] | None,
-    stdout: int | IO[Any] | None, stderr: int | IO[Any] | None,
-) -> subprocess.Popen[str]:  # fmt: skip
+    user: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    stdin: int | IO[Any] | None,
+    stdout: int | IO[Any] | None,
+    stderr: int | IO[Any] | None,
+) -> subprocess.Popen[str]:
     """Start a command as ``user`` in a session of its own, with exactly this environment."""
     account = pwd.getpwnam(user)
     other: dict[str, Any] = {}
     if os.geteuid() == 0:
         other = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-    return subprocess.Popen(list(argv), env=dict(env), cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True,
-                            start_new_session=True, **other)  # fmt: skip
+    return subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        **other,
+    )
 
 
 def call_as(user: str, function: Callable[[], None], env: Mapping[str, str], cwd: Path, timeout_s: float) -> None:

@@ -44,9 +44,15 @@ The answer to each turn is a random digit."""
 
 
 def light_job(
-    cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, warm: bool = True, one_node: bool = False,
+    cluster: str,
+    steps: int,
+    *,
+    rollouts: int = 2,
+    spares: int = 1,
+    warm: bool = True,
+    one_node: bool = False,
     extra: str = "",
-) -> str:  # fmt: skip
+) -> str:
     """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are real.
 
     Each node has an agent, and each spare node and each standby process of the trainer (``warm``) costs processes. A

@@ -39,9 +39,12 @@ def slow_quickstart(folder: Path, prompts: int, step_s: float) -> str:
     (folder / "slow_task.py").write_text(_SLOW_TASK.format(score_s=step_s / (prompts * 16)))
     toml = QUICKSTART.read_text()
     for shipped, tested in (
-        _DATASET, ("spares = 1", "spares = 0"), ("warm_start_steps = 30", "warm = false\nwarm_start_steps = 30"),
-        ("prompts_per_step = 16", f"prompts_per_step = {prompts}"), ("lease = 128", f"lease = {prompts * 8}"),
-    ):  # fmt: skip
+        _DATASET,
+        ("spares = 1", "spares = 0"),
+        ("warm_start_steps = 30", "warm = false\nwarm_start_steps = 30"),
+        ("prompts_per_step = 16", f"prompts_per_step = {prompts}"),
+        ("lease = 128", f"lease = {prompts * 8}"),
+    ):
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)
     return toml

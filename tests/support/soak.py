@@ -104,8 +104,10 @@ kinds = ["kill", "exit", "kill_step"]
 every = "12s"
 amount = 3
 """
-HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
-                "checkpoint", "publish", "score"))  # fmt: skip
+HANGS = "".join(
+    f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n'
+    for name in ("generate", "train", "between", "checkpoint", "publish", "score")
+)
 """Deadlines of phases. They are short, so that hangs are found during the run; by default a phase may last for
 hours."""
 

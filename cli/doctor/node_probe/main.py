@@ -107,13 +107,16 @@ def main(argv: Sequence[str]) -> int:
     report = NodeReport(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         folder=folder_problem.why if isinstance(folder_problem, Unavailable) else folder_problem,
-        rrl=os.path.dirname(rrl.__file__ or ""), host=host, torch=results["torch"], sbatch=results["sbatch"],
+        rrl=os.path.dirname(rrl.__file__ or ""),
+        host=host,
+        torch=results["torch"],
+        sbatch=results["sbatch"],
         reached=tuple(
             Reached(address, connection.why if isinstance(connection, Unavailable) else "")
             for address, connection in connections.items()
         ),
         slurm_gpus=os.environ.get("SLURM_JOB_GPUS", ""),
-    )  # fmt: skip
+    )
     reached = [connection for connection in connections.values() if not isinstance(connection, Unavailable)]
     return _deliver(report, folder, reached)
 

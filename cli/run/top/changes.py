@@ -90,11 +90,17 @@ def restart_of(watched: WatchedRun, state: State, replica: ReplicaId) -> Change:
 def drain_of(watched: WatchedRun, state: State, node: NodeName) -> Change:
     """Return the drain of a node."""
     moving = sorted({gang_of(one.id) for one in replicas_on(state, node)})
-    effects = [f"{_listed(moving)} {'move' if moving[1:] else 'moves'} to other nodes first." if moving
-               else f"No replica runs on {node}: nothing has to move."]  # fmt: skip
+    effects = [
+        f"{_listed(moving)} {'move' if moving[1:] else 'moves'} to other nodes first."
+        if moving
+        else f"No replica runs on {node}: nothing has to move."
+    ]
     effects += [f"{one} restarts with all its ranks." for one in moving if len(gang(state, one)) > 1]
-    spares = [one.name for one in state.nodes.values()
-              if one.name != node and one.excluded is None and not replicas_on(state, one.name)]  # fmt: skip
+    spares = [
+        one.name
+        for one in state.nodes.values()
+        if one.name != node and one.excluded is None and not replicas_on(state, one.name)
+    ]
     effects.append(f"Spare nodes now: {_listed(spares)}." if spares else "The run has no spare node now.")
     if state.job.cluster == "slurm":
         effects.append(f"Then {node} is drained in Slurm, for every user, and the run no longer uses it.")

@@ -41,9 +41,14 @@ def _replica_row(state: State, replica: Replica, now: float, failures: Failures)
     cells = replica_cells(state, replica, now, failures)
     does, version = doing(state, replica, now, failures), replica.weight_version
     keys = (
-        by_name(replica.id), by_number(replica.incarnation_number), by_name(replica.node or ""), by_text(does.word),
-        by_number(now - does.since), by_number(None if version is None else version.step), by_text(cells[-1].plain),
-    )  # fmt: skip
+        by_name(replica.id),
+        by_number(replica.incarnation_number),
+        by_name(replica.node or ""),
+        by_text(does.word),
+        by_number(now - does.since),
+        by_number(None if version is None else version.step),
+        by_text(cells[-1].plain),
+    )
     assert len(keys) == len(cells) == len(REPLICA_COLUMNS)
     return TableRow(replica.id, cells, keys)
 
@@ -155,8 +160,10 @@ def _failures(replica: Replica, now: float) -> Iterator[RenderableType]:
     grid.add_column(overflow="fold", ratio=1)
     for failure in list(reversed(replica.failures))[:MAX_FAILURES]:
         injected = " (injected)" if failure.injected else ""
-        grid.add_row(Text(f"↻ {span(now - failure.at)} ago", "yellow"),
-                     bounded(f"failed on {failure.node}{injected}: {failure.why}"))  # fmt: skip
+        grid.add_row(
+            Text(f"↻ {span(now - failure.at)} ago", "yellow"),
+            bounded(f"failed on {failure.node}{injected}: {failure.why}"),
+        )
     yield Text()
     yield grid
     if (more := len(replica.failures) - MAX_FAILURES) > 0:

@@ -24,14 +24,23 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
 MAX_TICKS = 4
 MAX_LABELS = 10
 _COLOURS = {
-    "gpu": "#d6453d", "node": "#e88b2e", "fabric": "#8a5cc2", "storage": "#b0872b", "software": "#3f7fc1",
-    "user": "#6b93b8", "process": "#3f7fc1", "hang": "#2fa39a",
-}  # fmt: skip
+    "gpu": "#d6453d",
+    "node": "#e88b2e",
+    "fabric": "#8a5cc2",
+    "storage": "#b0872b",
+    "software": "#3f7fc1",
+    "user": "#6b93b8",
+    "process": "#3f7fc1",
+    "hang": "#2fa39a",
+}
 _OTHER = "#7c8794"
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-    autoescape=True, trim_blocks=True, keep_trailing_newline=True,
-)  # fmt: skip
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    autoescape=True,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def page(report: Report, sources: Sources, drains_unknown: str) -> str:
@@ -39,12 +48,19 @@ def page(report: Report, sources: Sources, drains_unknown: str) -> str:
     site = report.site
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     return _TEMPLATES.get_template("health.html.j2").render(
-        window=f"{utc_time(site.since)} to {utc_time(site.until)} UTC", made=utc_time(site.until), sources=sources,
-        figures=_figures(site), chart=chart(site.days), causes=_causes(site), shared=site.correlated, moment=utc_time,
+        window=f"{utc_time(site.since)} to {utc_time(site.until)} UTC",
+        made=utc_time(site.until),
+        sources=sources,
+        figures=_figures(site),
+        chart=chart(site.days),
+        causes=_causes(site),
+        shared=site.correlated,
+        moment=utc_time,
         drains_unknown=drains_unknown,
-        nodes=[_row(one) for one in report.nodes if is_notable(one)], quiet_count=len(quiet),
+        nodes=[_row(one) for one in report.nodes if is_notable(one)],
+        quiet_count=len(quiet),
         quiet_nodes=folded(quiet) if quiet else "",
-    )  # fmt: skip
+    )
 
 
 def _figures(site: SiteReport) -> list[dict[str, str]]:
@@ -55,13 +71,20 @@ def _figures(site: SiteReport) -> list[dict[str, str]]:
     return [
         figure("failures per 1000 node-days", _short(rate.value), interval(rate)),
         figure("mean time between failures", f"{_short(mtbf.value)} node-h", interval(mtbf, " h")),
-        figure("failures", str(site.failures), f"of infrastructure; {site.other_failures} of software or users,"
-                                               f" {site.injected} injected"),
+        figure(
+            "failures",
+            str(site.failures),
+            f"of infrastructure; {site.other_failures} of software or users, {site.injected} injected",
+        ),
         figure("GPU-hours lost", f"{site.gpu_hours_lost:.1f}", f"{site.gpu_hours_lost_to_infra:.1f} to infrastructure"),
-        figure("seen", f"{site.nodes} nodes", f"{digits(site.node_days)} node-days, {digits(site.gpu_days)} GPU-days,"
-                                              f" {site.runs} runs of {site.users} users"),
+        figure(
+            "seen",
+            f"{site.nodes} nodes",
+            f"{digits(site.node_days)} node-days, {digits(site.gpu_days)} GPU-days,"
+            f" {site.runs} runs of {site.users} users",
+        ),
         figure("lemons", str(len(site.lemons)), folded(site.lemons) if site.lemons else "none"),
-    ]  # fmt: skip
+    ]
 
 
 def _short(value: float | None) -> str:
@@ -72,11 +95,15 @@ def _causes(site: SiteReport) -> list[dict[str, Any]]:
     max_failures = max((one.failures for one in site.causes), default=1)
     return [
         {
-            "owner": one.owner, "cause": one.cause, "failures": one.failures, "gpu_hours": f"{one.gpu_hours:.1f}",
-            "share": round(100 * one.failures / max_failures), "colour": _COLOURS.get(one.cause, _OTHER),
+            "owner": one.owner,
+            "cause": one.cause,
+            "failures": one.failures,
+            "gpu_hours": f"{one.gpu_hours:.1f}",
+            "share": round(100 * one.failures / max_failures),
+            "colour": _COLOURS.get(one.cause, _OTHER),
         }
         for one in site.causes
-    ]  # fmt: skip
+    ]
 
 
 def chart(days: list[Day]) -> dict[str, Any]:
@@ -99,10 +126,16 @@ def chart(days: list[Day]) -> dict[str, Any]:
         for cause, number in day.failures.items():
             height = plot_height * number / max_failures
             top -= height
-            bars.append({
-                "x": round(x + step * 0.1, 1), "y": round(top, 1), "width": round(step * 0.8, 1),
-                "height": round(height, 1), "colour": _COLOURS.get(cause, _OTHER), "title": f"{name}: {number} {cause}",
-            })  # fmt: skip
+            bars.append(
+                {
+                    "x": round(x + step * 0.1, 1),
+                    "y": round(top, 1),
+                    "width": round(step * 0.8, 1),
+                    "height": round(height, 1),
+                    "colour": _COLOURS.get(cause, _OTHER),
+                    "title": f"{name}: {number} {cause}",
+                }
+            )
     ticks = [
         {"y": round(HEIGHT - BOTTOM - plot_height * n / max_failures, 1), "label": n}
         for n in range(0, max_failures + 1, every)
@@ -115,11 +148,17 @@ def _row(one: NodeReport) -> dict[str, Any]:
     first = f"first {utc_time(one.first_reported_at)}" if one.first_reported_at is not None else ""
     held_text = f"held for {span(one.node_hours * 3600)}"
     return {
-        "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
+        "node": one.node,
+        "verdict": one.verdict,
+        "cause": one.cause,
+        "count": one.count,
+        "incidents": one.incidents,
         "last": "" if one.last_reported_at is None else utc_time(one.last_reported_at),
         "gpu_hours": f"{one.gpu_hours_lost:.1f}",
-        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain),
+        "score": f"{one.lemon.score:.2f}",
+        "lemon": one.lemon.lemon,
+        "drain": drain_text(one.drain),
         "action": one.action,
         "scontrol": one.scontrol,
         "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held_text))))],
-    }  # fmt: skip
+    }

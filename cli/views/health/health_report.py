@@ -86,9 +86,14 @@ def interval(rate: Rate, unit: str = "") -> str:
 def is_notable(one: NodeReport) -> bool:
     """Return whether the report about the node contains anything, such as incidents, a drain or actions."""
     return bool(
-        one.verdict != "OK" or one.lemon.lemon or one.incidents or one.injected or one.drain.drained or one.actions
+        one.verdict != "OK"
+        or one.lemon.lemon
+        or one.incidents
+        or one.injected
+        or one.drain.drained
+        or one.actions
         or one.count
-    )  # fmt: skip
+    )
 
 
 def _site(site: SiteReport, sources: Sources) -> RenderableType:
@@ -104,8 +109,9 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
     facts.add_row("failures", f"{site.failures} of infrastructure, {others}")
     facts.add_row("rate", interval(site.failures_per_1000_node_days, " per 1000 node-days"))
     facts.add_row("MTBF", interval(site.node_hours_between_failures, " node-hours"))
-    facts.add_row("lost", f"{site.gpu_hours_lost:.1f} GPU-hours, {site.gpu_hours_lost_to_infra:.1f} of them to"
-                          " infrastructure")  # fmt: skip
+    facts.add_row(
+        "lost", f"{site.gpu_hours_lost:.1f} GPU-hours, {site.gpu_hours_lost_to_infra:.1f} of them to infrastructure"
+    )
     if site.lemons:
         facts.add_row("lemons", Text(folded(site.lemons), "red"))
     for line in site.correlated:
@@ -130,8 +136,13 @@ def _causes(site: SiteReport) -> RenderableType:
     for at, one in enumerate(site.causes):
         bar = "█" * max(1, round(BAR_COLUMNS * one.failures / max_failures))
         label = f"{one.owner}: {one.cause}"
-        table.add_row("causes" if not at else "", label, str(one.failures), Text(bar, _owner_colour(one.owner)),
-                      f"{one.gpu_hours:.1f} GPU-h")  # fmt: skip
+        table.add_row(
+            "causes" if not at else "",
+            label,
+            str(one.failures),
+            Text(bar, _owner_colour(one.owner)),
+            f"{one.gpu_hours:.1f} GPU-h",
+        )
     return table
 
 
@@ -145,9 +156,14 @@ def _owner_colour(owner: str) -> str:
 
 def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
     for name in ("node", "verdict", "cause"):
         table.add_column(name, no_wrap=True)
     for name in ("last seen", "count", "fails", "GPU-h", "lemon"):
@@ -155,10 +171,15 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
     for one in nodes:
         last = "–" if one.last_reported_at is None else f"{span(now - one.last_reported_at)} ago"
         table.add_row(
-            Text(one.node, "bold"), Text(one.verdict, COLOUR.get(one.verdict, "none")), one.cause or "–", last,
-            str(one.count), str(one.incidents), f"{one.gpu_hours_lost:.1f}",
+            Text(one.node, "bold"),
+            Text(one.verdict, COLOUR.get(one.verdict, "none")),
+            one.cause or "–",
+            last,
+            str(one.count),
+            str(one.incidents),
+            f"{one.gpu_hours_lost:.1f}",
             Text(f"{one.lemon.score:.2f}", "red" if one.lemon.lemon else "none"),
-        )  # fmt: skip
+        )
     return table
 
 

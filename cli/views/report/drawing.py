@@ -63,7 +63,7 @@ def _lane(lane: LaneReport, axis: Axis, titled: bool) -> dict[str, Any]:
             {"x": axis.x(one.launched_at), "title": _start_text(lane.replica, one, axis)} for one in lane.incarnations
         ],
         "title": ", ".join(f"{phase} {span(seconds)}" for phase, seconds in lane.seconds.items() if seconds >= 1),
-    }  # fmt: skip
+    }
 
 
 def _start_text(replica: str, one: LaneIncarnation, axis: Axis) -> str:
@@ -118,12 +118,13 @@ def curve(
 
     lines = [
         {
-            "name": label, "last": f"{points[-1].value:,.4f}".rstrip("0").rstrip("."),
+            "name": label,
+            "last": f"{points[-1].value:,.4f}".rstrip("0").rstrip("."),
             "points": " ".join(f"{axis.x(point.at):g},{y(point.value):g}" for point in points),
         }
         for label, points in series
         if points
-    ]  # fmt: skip
+    ]
     return {"name": name, "unit": unit, "lines": lines, "low": f"{low:,g}", "high": f"{high:,g}"}
 
 

@@ -30,9 +30,14 @@ def _safe(value: Any) -> Any:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, finalize=_safe,
-    autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-)  # fmt: skip
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    finalize=_safe,
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def page(reports: Sequence[RunReport]) -> str:
@@ -40,10 +45,14 @@ def page(reports: Sequence[RunReport]) -> str:
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
-        runs=[_run(report) for report in reports], rows=[row for row in rows if any(value != "–" for value in row[1])],
+        runs=[_run(report) for report in reports],
+        rows=[row for row in rows if any(value != "–" for value in row[1])],
         title=" and ".join(report.run for report in reports),
-        width=WIDTH, lane_height=LANE_HEIGHT, curve_height=CURVE_HEIGHT, stages=(*ALL_STAGES, OTHER),
-    )  # fmt: skip
+        width=WIDTH,
+        lane_height=LANE_HEIGHT,
+        curve_height=CURVE_HEIGHT,
+        stages=(*ALL_STAGES, OTHER),
+    )
 
 
 def _run(report: RunReport) -> dict[str, Any]:
@@ -62,15 +71,19 @@ def _run(report: RunReport) -> dict[str, Any]:
         "interruptions": [_interruption(report, one) for one in report.interruptions[:MAX_ROWS]],
         "decisions": [
             {
-                "at": span(one.at - report.began), "what": one.what, "about": one.about, "rung": one.rung,
-                "evidence": one.evidence, "fault": one.is_fault,
+                "at": span(one.at - report.began),
+                "what": one.what,
+                "about": one.about,
+                "rung": one.rung,
+                "evidence": one.evidence,
+                "fault": one.is_fault,
             }
             for one in report.decisions[:MAX_ROWS]
         ],
         "decisions_left_out": report.decisions_left_out + max(0, len(report.decisions) - MAX_ROWS),
         "interruptions_left_out": max(0, len(report.interruptions) - MAX_ROWS),
         "notes": [*report.missing, *(report.strict.doubts if report.strict is not None else ())],
-    }  # fmt: skip
+    }
 
 
 def _clock(at: float) -> str:
@@ -101,9 +114,9 @@ def _lost(report: RunReport) -> list[dict[str, Any]]:
         bars = []
         for name, seconds in one.stages.items():
             width = WIDTH * seconds / largest
-            bars.append({
-                "stage": name, "x": round(x, 1), "width": round(width, 1), "title": f"{name} {stage(seconds)}",
-            })  # fmt: skip
+            bars.append(
+                {"stage": name, "x": round(x, 1), "width": round(width, 1), "title": f"{name} {stage(seconds)}"}
+            )
             x += width
         cells = [stage(one.stages[name]) if name in one.stages else "" for name in (*ALL_STAGES, OTHER)]
         share = percent(one.seconds / report.wall_s)
@@ -114,12 +127,17 @@ def _lost(report: RunReport) -> list[dict[str, Any]]:
 def _interruption(report: RunReport, one: Any) -> dict[str, Any]:
     moved = one.node_after and one.node_after != one.node
     return {
-        "at": span(one.at - report.began), "replica": f"{one.replica}#{one.number}", "cause": one.cause,
-        "injected": one.injected, "rung": one.rung, "seconds": stage(one.seconds), "open": one.until is None,
+        "at": span(one.at - report.began),
+        "replica": f"{one.replica}#{one.number}",
+        "cause": one.cause,
+        "injected": one.injected,
+        "rung": one.rung,
+        "seconds": stage(one.seconds),
+        "open": one.until is None,
         "node": f"{one.node} → {one.node_after}" if moved else one.node,
         "cells": [stage(one.stages[name]) if name in one.stages else "" for name in ALL_STAGES[:-1]],
         "evidence": one.evidence,
-    }  # fmt: skip
+    }
 
 
 def _curves(report: RunReport, axis: Axis) -> list[dict[str, Any] | None]:
@@ -131,7 +149,9 @@ def _curves(report: RunReport, axis: Axis) -> list[dict[str, Any] | None]:
         curve("reward", [("mean reward", curves.reward)], axis),
         curve("throughput", [("trained tokens", curves.tokens_per_second)], axis, "tokens/s"),
         curve(
-            "weight versions", [("trainer", curves.trainer_version), ("oldest rollout", curves.oldest_version)], axis,
+            "weight versions",
+            [("trainer", curves.trainer_version), ("oldest rollout", curves.oldest_version)],
+            axis,
             "step",
         ),
-    ]  # fmt: skip
+    ]

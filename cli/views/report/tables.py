@@ -58,9 +58,7 @@ def amount(value: float) -> str:
 def interruptions_text(report: RunReport) -> str:
     """Return the number of interruptions, and how many of them were injected or planned."""
     failed = [one for one in report.interruptions if one.charged]
-    counts = {
-        "injected": sum(one.injected for one in failed), "planned": len(report.interruptions) - len(failed),
-    }  # fmt: skip
+    counts = {"injected": sum(one.injected for one in failed), "planned": len(report.interruptions) - len(failed)}
     more = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     return f"{len(report.interruptions)}{f' ({more})' if more else ''}"
 
@@ -92,9 +90,14 @@ def _doubts(report: RunReport) -> list[str]:
 
 def _plain_table() -> Table:
     return Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black", border_style="bright_black",
-    )  # fmt: skip
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
 
 
 def _figures_table(reports: Sequence[RunReport]) -> Table:

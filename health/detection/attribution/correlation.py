@@ -70,10 +70,7 @@ _MAX_NODES_NAMED = 4
 """Maximum number of nodes that the evidence names. If there are further nodes, the list ends with "and more"."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
-_SUSPECTS = {
-    Cause.FABRIC: "the shared fabric (a switch)",
-    Cause.STORAGE: "the shared storage",
-}
+_SUSPECTS = {Cause.FABRIC: "the shared fabric (a switch)", Cause.STORAGE: "the shared storage"}
 """Text about the suspected shared cause, by the cause of equal findings."""
 
 SharedCauseKind = tuple[Cause, str, str]
@@ -263,10 +260,13 @@ def _recent(
 
 
 def _shared_causes(
-    findings: Sequence[Finding], suspects: Collection[Finding],
-    recent: Mapping[SharedCauseKind, Mapping[NodeName, float]], context: CorrelationContext,
-    state: CorrelationState, now: float,
-) -> dict[SharedCauseKind, SharedCause]:  # fmt: skip
+    findings: Sequence[Finding],
+    suspects: Collection[Finding],
+    recent: Mapping[SharedCauseKind, Mapping[NodeName, float]],
+    context: CorrelationContext,
+    state: CorrelationState,
+    now: float,
+) -> dict[SharedCauseKind, SharedCause]:
     """Return the active shared causes: new ones, and earlier ones that have not expired."""
     enough, most = max(2, ceil(CORRELATED_SHARE * context.node_count)), max(2, int(MOST_SHARE * context.node_count) + 1)
     shared_causes = {

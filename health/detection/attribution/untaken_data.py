@@ -60,9 +60,13 @@ def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthM
         lines = None if waits_for_member or incarnation.gang in charged else _evidence(view, *since)
         if lines is not None:
             charged[incarnation.gang] = replace(
-                finding, detector="data_untaken", verdict=Verdict.FAIL, cause=Cause.HANG, remedy=Remedy.RESTART,
+                finding,
+                detector="data_untaken",
+                verdict=Verdict.FAIL,
+                cause=Cause.HANG,
+                remedy=Remedy.RESTART,
                 evidence=(*finding.evidence, *lines),
-            )  # fmt: skip
+            )
     replaced = {incarnation for incarnation in waits if incarnation.gang in charged}
     return [*(finding for finding in findings if finding.incarnation not in replaced), *charged.values()]
 

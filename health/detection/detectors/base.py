@@ -100,9 +100,16 @@ def is_service(view: ReplicaView) -> bool:
 
 
 def finding_about(
-    view: ReplicaView, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
-    text: str, proof: bool = False,
-) -> Finding:  # fmt: skip
+    view: ReplicaView,
+    detector: str,
+    verdict: Verdict,
+    cause: Cause,
+    remedy: Remedy,
+    since: float,
+    source: str,
+    text: str,
+    proof: bool = False,
+) -> Finding:
     """Return a finding about an incarnation with one line of evidence."""
     evidence = (Evidence(source, text, since),)
     return Finding(detector, verdict, cause, remedy, since, evidence, incarnation=view.incarnation, proof=proof)

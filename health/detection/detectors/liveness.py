@@ -14,7 +14,7 @@ from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
 from ..health_monitor import HealthMonitor
 from ..records import ReplicaView, StepEnd
-from .base import (  # fmt: skip
+from .base import (
     NO_FINDING,
     SLOW_START_FACTOR,
     Result,

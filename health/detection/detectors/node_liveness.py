@@ -127,7 +127,12 @@ def _few(names: list[str]) -> str:
 
 
 def _node_finding(
-    view: NodeView, detector: str, verdict: Verdict, remedy: Remedy, since: float, evidence: tuple[Evidence, ...],
+    view: NodeView,
+    detector: str,
+    verdict: Verdict,
+    remedy: Remedy,
+    since: float,
+    evidence: tuple[Evidence, ...],
     proof: bool = False,
-) -> Finding:  # fmt: skip
+) -> Finding:
     return Finding(detector, verdict, Cause.NODE, remedy, since, evidence, node=view.node, proof=proof)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .base import Detector, NodeDetector, Result, is_waiting
 from .idleness import computes_nothing, load_stalled
-from .liveness import (  # fmt: skip
+from .liveness import (
     agent_silence,
     exit_record,
     never_joined,
@@ -32,14 +32,29 @@ __all__ = [
 ]
 
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
-    exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,
-)  # fmt: skip
+    exit_record,
+    step_gone,
+    stop_overdue,
+    promotion_overdue,
+    never_joined,
+    worker_silence,
+    agent_silence,
+)
 """Detectors that use only messages and the ends of processes. They judge all replicas, agents included."""
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
     *PRESENCE_DETECTORS,
-    engine_dead, no_answer, no_progress, phase_overdue, computes_nothing, load_stalled, wait_overdue, wait_long,
-    idle, suspected, straggler,
-)  # fmt: skip
+    engine_dead,
+    no_answer,
+    no_progress,
+    phase_overdue,
+    computes_nothing,
+    load_stalled,
+    wait_overdue,
+    wait_long,
+    idle,
+    suspected,
+    straggler,
+)
 """Detectors of all replicas except agents."""
 NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost, node_flaps)
 """Detectors of nodes."""

@@ -176,11 +176,13 @@ class DcgmReader:
     def _gpu(self, uuid: str, number: int | None, maxima: dict[str, float]) -> DcgmGpu:
         double, failed = maxima.get(parsing.DOUBLE_BIT), maxima.get(parsing.REMAP_FAILED)
         return DcgmGpu(
-            uuid=uuid, index=number, tensor_active=maxima.get(parsing.TENSOR),
+            uuid=uuid,
+            index=number,
+            tensor_active=maxima.get(parsing.TENSOR),
             xid_counts={code: total for (of, code), total in self._totals.items() if of == uuid},
             ecc_volatile_uncorrected=None if double is None else int(double),
             remap_failed=None if failed is None else failed > 0,
-        )  # fmt: skip
+        )
 
     def _check(self, program: str) -> None:
         self._incidents, self._health_unread = (), ""

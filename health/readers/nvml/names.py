@@ -65,9 +65,15 @@ def error_text(code: int, driver_text: str = "") -> str:
 
 
 _ACTIONS = (
-    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
+    "none",
+    "gpu_reset",
+    "node_reboot",
+    "drain_p2p",
+    "drain_and_reset",
+    "recover_imex_domain",
+    "bus_reset",
     "system_reboot",
-)  # fmt: skip
+)
 """Names of nvmlDeviceGpuRecoveryAction_t in r615; the last three were added after r575."""
 
 
@@ -88,9 +94,16 @@ def fabric_status(code: int) -> str:
 
 
 _REASONS = (
-    "gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal",
-    "hw_power_brake", "display",
-)  # fmt: skip
+    "gpu_idle",
+    "applications_clocks",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "display",
+)
 """Names by bit of nvmlDeviceGetCurrentClocksEventReasons."""
 
 

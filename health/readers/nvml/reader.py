@@ -88,9 +88,7 @@ class NvmlReader:
         uuids_with_xid = {xid.uuid for xid in xids}
         gpus = tuple(
             device.read(
-                self._read_count,
-                opened or device.uuid in uuids_with_xid or "" in uuids_with_xid,
-                session_may_end,
+                self._read_count, opened or device.uuid in uuids_with_xid or "" in uuids_with_xid, session_may_end
             )
             for device in self._devices
         )

@@ -28,7 +28,7 @@ from ....core.command_runner import CommandResult
 from ....core.faults import Fault
 from ....core.types import NodeName
 from ....slurm_templates.render import allocation_script
-from ..base import (  # fmt: skip
+from ..base import (
     STOP_MARGIN_S,
     AllocationNotRunning,
     AllocationRequest,
@@ -70,9 +70,16 @@ class SlurmCluster:
     """
 
     def __init__(
-        self, run_id: str, python: str, limits: SlurmLimits = SlurmLimits(), *, prefix: Sequence[str] | None = None,
-        allocate_with: str | None = None, own_tag: str = "", reader: ReaderSetting = "commands",
-    ) -> None:  # fmt: skip
+        self,
+        run_id: str,
+        python: str,
+        limits: SlurmLimits = SlurmLimits(),
+        *,
+        prefix: Sequence[str] | None = None,
+        allocate_with: str | None = None,
+        own_tag: str = "",
+        reader: ReaderSetting = "commands",
+    ) -> None:
         self._prefix = f"{run_id}."
         self._limits = limits
         self._allocate_with = allocate_with
@@ -183,9 +190,11 @@ class SlurmCluster:
         """Return the tags of unfinished allocations that would end if these jobs were cancelled."""
         first = {job.leader for job in jobs if job.leader == job.id and not self._is_pending(job)}
         return sorted(
-            tag for tag, component_jobs in self._jobs.items() for job in component_jobs
+            tag
+            for tag, component_jobs in self._jobs.items()
+            for job in component_jobs
             if job.leader in first and job.id != job.leader and job.state is not AllocationState.ENDED
-        )  # fmt: skip
+        )
 
     def _is_failed_salloc(self, job: text.Job) -> bool:
         return job.state is AllocationState.ENDED and (job.leader or job.id) in self._failed_sallocs
@@ -208,8 +217,13 @@ class SlurmCluster:
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s
-        argv = ("salloc", "--no-shell", f"--immediate={timeout_s}", *first,
-                *(option for component in more for option in (":", *component)))  # fmt: skip
+        argv = (
+            "salloc",
+            "--no-shell",
+            f"--immediate={timeout_s}",
+            *first,
+            *(option for component in more for option in (":", *component)),
+        )
         ended = await commands.execute(argv, timeout_s + self._limits.write_timeout_s)
         if not ended.code:
             return True
@@ -385,9 +399,7 @@ class SlurmCluster:
         An unfinished job takes precedence over a job that has ended. If a request was submitted twice after a lost
         answer, ``detail`` names the second unfinished job.
         """
-        order = (
-            AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
-        )  # fmt: skip
+        order = (AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED)
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
         unfinished = [job.id for job in others if job.state is not AllocationState.ENDED]
         detail = first.detail + (f"; also job {', '.join(unfinished)}" if unfinished else "")

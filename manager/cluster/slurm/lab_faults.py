@@ -37,8 +37,11 @@ async def inject_fault(fault: Fault) -> str:
     """
     path = os.environ.get(LAB_FAULTS_ENV)
     if not path or fault.kind not in _DONE_BY_LAB:
-        raise Refused(f"{fault.kind} can be injected on a test cluster only" if not path else
-                      f"a test cluster cannot inject {fault.kind}, only {', '.join(_DONE_BY_LAB)}")  # fmt: skip
+        raise Refused(
+            f"{fault.kind} can be injected on a test cluster only"
+            if not path
+            else f"a test cluster cannot inject {fault.kind}, only {', '.join(_DONE_BY_LAB)}"
+        )
     request: dict[str, Any] = {"do": fault.kind.value}
     if fault.seconds:
         request["seconds"] = fault.seconds

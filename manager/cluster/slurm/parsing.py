@@ -31,9 +31,20 @@ _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
 _RUNNING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT"}
 _SUSPENDED = {"STOPPED", "SUSPENDED"}
 _ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
-    "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
-}  # fmt: skip
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "COMPLETING",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "RECONFIG_FAIL",
+    "REVOKED",
+    "TIMEOUT",
+}
 """Job states of squeue(1). A COMPLETING job counts as ended, because nothing can be started in it."""
 
 
@@ -71,9 +82,12 @@ class JobEnd(StrEnum):
 
 
 _ENDS = {
-    "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.RECLAIMED, "TIMEOUT": JobEnd.RECLAIMED,
-    "DEADLINE": JobEnd.RECLAIMED, "CANCELLED": JobEnd.CANCELLED,
-}  # fmt: skip
+    "COMPLETING": JobEnd.COMPLETING,
+    "PREEMPTED": JobEnd.RECLAIMED,
+    "TIMEOUT": JobEnd.RECLAIMED,
+    "DEADLINE": JobEnd.RECLAIMED,
+    "CANCELLED": JobEnd.CANCELLED,
+}
 """How a job ends, by squeue's name for its state. Every other state of an ended job means OTHER."""
 
 
@@ -182,9 +196,15 @@ def read_jobs(text: str) -> list[Job]:
 
 
 def job(
-    job_id: str, state_name: str, nodes: str, name: str, reason: str, comment: str, component: tuple[str, int],
+    job_id: str,
+    state_name: str,
+    nodes: str,
+    name: str,
+    reason: str,
+    comment: str,
+    component: tuple[str, int],
     times: JobTimes | None,
-) -> Job:  # fmt: skip
+) -> Job:
     """Return a job from Slurm's own texts. Raises Unreadable for a state or a host list that is not known.
 
     Args:
@@ -204,8 +224,9 @@ def job(
         _time_left(times) if times is not None and state is AllocationState.RUNNING else (None, False)
     )
     job_end = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
-    return Job(job_id, state, expand(nodes), name, detail, comment, unsatisfiable, time_left_s, reclaimed,
-               *component, job_end)  # fmt: skip
+    return Job(
+        job_id, state, expand(nodes), name, detail, comment, unsatisfiable, time_left_s, reclaimed, *component, job_end
+    )
 
 
 def _job_times(left: str, limit: str, start: str, end: str) -> JobTimes | None:
@@ -294,9 +315,11 @@ def inactive_limit(text: str) -> int:
 
 def _allocation_state(state_name: str) -> AllocationState:
     for state, state_names in (
-        (AllocationState.PENDING, _PENDING), (AllocationState.RUNNING, _RUNNING),
-        (AllocationState.SUSPENDED, _SUSPENDED), (AllocationState.ENDED, _ENDED),
-    ):  # fmt: skip
+        (AllocationState.PENDING, _PENDING),
+        (AllocationState.RUNNING, _RUNNING),
+        (AllocationState.SUSPENDED, _SUSPENDED),
+        (AllocationState.ENDED, _ENDED),
+    ):
         if state_name in state_names:
             return state
     raise Unreadable(f"{state_name!r} is not a known job state")

@@ -131,9 +131,14 @@ def request_options(request: AllocationRequest) -> tuple[str, ...]:
         ValueError: an sbatch option of the job spec cannot be passed on.
     """
     return allocation_options(
-        tag=request.tag, comment=f"{request.comment} {request.tag}".strip(), nodes=request.count, node=request.node,
-        walltime=request.walltime, exclude=request.exclude, extra=request.sbatch,
-    )  # fmt: skip
+        tag=request.tag,
+        comment=f"{request.comment} {request.tag}".strip(),
+        nodes=request.count,
+        node=request.node,
+        walltime=request.walltime,
+        exclude=request.exclude,
+        extra=request.sbatch,
+    )
 
 
 def batch_script(request: AllocationRequest, command: Sequence[str] = (), output: str = "") -> str:

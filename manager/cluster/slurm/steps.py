@@ -75,15 +75,32 @@ class Sruns:
             prefix = (step.python or self._python, "-P", "-m", AGENT_MODULE if step.agent else STEP_MODULE)
         output = str(step.log_file).replace("%", "%%")
         return (
-            "srun", *job, f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
-            "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.resources.cpus}",
+            "srun",
+            *job,
+            f"--job-name={step.tag}",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={step.node}",
+            "--exact",
+            *(("--overlap",) if step.overlap else ()),
+            f"--cpus-per-task={step.resources.cpus}",
             f"--mem={slurm_mem(step.resources.mem) if step.resources.mem else 0}",  # 0: share the job's memory
             f"--gres={f'gpu:{step.resources.gpus}' if step.resources.gpus else 'none'}",
-            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0",
+            "--mpi=none",
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+            "--wait=0",
             f"--immediate={int(self._limits.step_queue_timeout_s)}",
-            "--export=NONE", "--propagate=NONE", "--input=none", f"--output={output}.%t",
-            f"--chdir={step.launch_file.parent}", "--quiet", *step.container, *prefix, str(step.launch_file),
-        )  # fmt: skip
+            "--export=NONE",
+            "--propagate=NONE",
+            "--input=none",
+            f"--output={output}.%t",
+            f"--chdir={step.launch_file.parent}",
+            "--quiet",
+            *step.container,
+            *prefix,
+            str(step.launch_file),
+        )
 
     async def start(self, job: Sequence[str], step: Step) -> None:
         """Start srun and watch it until the step runs, srun fails, or ``limits.launch_watch_s`` seconds have passed.
@@ -107,9 +124,13 @@ class Sruns:
             raise Refused(f"the step was not started: the file for srun's errors cannot be opened: {error}") from error
         try:
             return await asyncio.create_subprocess_exec(
-                *self.command(job, step), stdin=subprocess.DEVNULL, stdout=fd, stderr=fd,
-                env=environment(os.environ), start_new_session=True,
-            )  # fmt: skip
+                *self.command(job, step),
+                stdin=subprocess.DEVNULL,
+                stdout=fd,
+                stderr=fd,
+                env=environment(os.environ),
+                start_new_session=True,
+            )
         except OSError as error:
             raise Refused(f"srun cannot be started: {error}") from error
         finally:

@@ -64,10 +64,15 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
         if age.isdecimal() and len(age) <= _AGE_DIGITS:
             ages[int(age)] = ages.get(int(age), 0) + as_count(tokens)
     return StreamFigures(
-        figures.steps + (parts > 0), figures.parts + parts, max(figures.most_parts, parts), dict(sorted(ages.items())),
-        metrics.get(LENGTH_BIAS, figures.length_bias), metrics.get(RECALL, figures.recall20),
-        as_count(metrics.get(LONG_GROUPS, 0.0)), as_count(metrics.get(LONGEST_EXPECTED, 0.0)),
-    )  # fmt: skip
+        figures.steps + (parts > 0),
+        figures.parts + parts,
+        max(figures.most_parts, parts),
+        dict(sorted(ages.items())),
+        metrics.get(LENGTH_BIAS, figures.length_bias),
+        metrics.get(RECALL, figures.recall20),
+        as_count(metrics.get(LONG_GROUPS, 0.0)),
+        as_count(metrics.get(LONGEST_EXPECTED, 0.0)),
+    )
 
 
 class EpisodeFigures(Struct, frozen=True):

@@ -115,8 +115,9 @@ def requests_due_again(state: State, now: float) -> tuple[list[Action], float]:
     refused = [a for a in state.allocations.values() if a.refused and a.tag not in further]
     due: list[Action] = [
         Request(a.request, Why((f"{a.tag}: {a.status.detail if a.status else ''}",), expects="nodes, once accepted"))
-        for a in refused if now >= a.not_before
-    ]  # fmt: skip
+        for a in refused
+        if now >= a.not_before
+    ]
     return due, min((a.not_before for a in refused if now < a.not_before), default=NEVER)
 
 
@@ -139,10 +140,15 @@ def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now
     Slurm is less likely to backfill a request for more time than needed.
     """
     return AllocationRequest(
-        tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
-        exclude=_excluded_nodes(state), sbatch=node_group.sbatch, comment=f"rrl {state.run}",
+        tag,
+        count,
+        node_group.node,
+        max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
+        exclude=_excluded_nodes(state),
+        sbatch=node_group.sbatch,
+        comment=f"rrl {state.run}",
         node_group=node_group.name,
-    )  # fmt: skip
+    )
 
 
 def _next_tag(state: State, node_group: NodeGroup) -> str:
@@ -173,8 +179,11 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
         present = len(inventory.candidates(node_group.name))
         if present >= node_group.min_nodes:
             continue
-        pending = [f"{a.tag}: {a.status.detail or a.status.state}" for a in state.allocations.values()
-                if a.pending and a.request.node_group == node_group.name and a.status is not None]  # fmt: skip
+        pending = [
+            f"{a.tag}: {a.status.detail or a.status.state}"
+            for a in state.allocations.values()
+            if a.pending and a.request.node_group == node_group.name and a.status is not None
+        ]
         suffix = f" ({'; '.join(pending)})" if pending else ""
         needed = f"{present} of the {node_group.min_nodes} nodes that the run needs to start"
         evidence.append(f"{node_group.name}: {needed}, after {state.job.start_within:g} s{suffix}")

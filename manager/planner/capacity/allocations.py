@@ -239,16 +239,25 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
     """
     window = state.job.recovery.window
     return [
-        replica for members in gangs(state) for replica in members
-        if replica.role in node_group.roles and any(member.status is Status.RETIRED for member in members)
-        and replica.id not in assigned.retries and not any(member.recent_failures(window, now) for member in members)
-    ]  # fmt: skip
+        replica
+        for members in gangs(state)
+        for replica in members
+        if replica.role in node_group.roles
+        and any(member.status is Status.RETIRED for member in members)
+        and replica.id not in assigned.retries
+        and not any(member.recent_failures(window, now) for member in members)
+    ]
 
 
 def _handle_no_nodes(
-    state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup, expected: int,
-    evidence: tuple[str, ...], now: float,
-) -> list[Action]:  # fmt: skip
+    state: State,
+    inventory: NodeInventory,
+    assigned: Assignment,
+    node_group: NodeGroup,
+    expected: int,
+    evidence: tuple[str, ...],
+    now: float,
+) -> list[Action]:
     """Return the decisions that retire the gangs without nodes, or end the run if a role cannot spare them.
 
     A gang whose own nodes still work is tried there once more before that. ``expected`` is the number of nodes that are

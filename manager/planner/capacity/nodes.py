@@ -60,10 +60,17 @@ class NodeInventory:
         )
         """Manager's time (s) at which the next allocation ends or is due for rotation, or the next failure leaves the
         window. At this time the choice of nodes may change."""
-        shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
-                 for name in intent.action.nodes}  # fmt: skip
-        pairs = [(node, node.allocation) for node in state.nodes.values()
-                 if node.name not in shrinking and is_usable(state, node, now)]  # fmt: skip
+        shrinking = {
+            name
+            for intent in state.intents.values()
+            if isinstance(intent.action, Shrink)
+            for name in intent.action.nodes
+        }
+        pairs = [
+            (node, node.allocation)
+            for node in state.nodes.values()
+            if node.name not in shrinking and is_usable(state, node, now)
+        ]
         pairs.sort(key=lambda pair: natural_sort_key(pair[0].name))
         self.draining = {
             name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes
@@ -91,8 +98,11 @@ class NodeInventory:
             elif probe_error is None and probe_pending(state, candidate.node, now):
                 self._unprobed[node_group] += 1
         leaving = (n for n in state.nodes.values() if n.status is not None and n.status.state is NodeState.LEAVING)
-        self._leaving = {n.name: CandidateNode(n.name, n.allocation, True) for n in leaving
-                         if is_held(state, n, now) and n.name not in self.barred}  # fmt: skip
+        self._leaving = {
+            n.name: CandidateNode(n.name, n.allocation, True)
+            for n in leaving
+            if is_held(state, n, now) and n.name not in self.barred
+        }
         """Nodes that the cluster reboots once they are idle. Only a replica that ran there may return."""
         self.gangs = gangs(state)
         self._usable_names = {candidate.node for candidate in self.usable}

@@ -137,8 +137,13 @@ def _redundant(
         return redundant
     gangs = [members for members in inventory.gangs if members[0].role in node_group.roles]
     wanted = [member for members in gangs for member in to_launch(members) if member.id not in assigned.targets]
-    retired = [member for members in gangs if any(member.status is Status.RETIRED for member in members)
-            for member in members if member.id not in assigned.retries]  # fmt: skip
+    retired = [
+        member
+        for members in gangs
+        if any(member.status is Status.RETIRED for member in members)
+        for member in members
+        if member.id not in assigned.retries
+    ]
     unmovable = [replica for replica in assigned.unmovable if replica.role in node_group.roles]
     lacking, retired_nodes, unmovable_nodes = (
         nodes_for(state, wanted),
@@ -158,8 +163,11 @@ def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> b
     nodes belong to one job, such as the pool, because the manager may run in it, or because it may be a component of a
     heterogeneous job, whose other components would end with it.
     """
-    if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
-           for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip
+    if any(
+        should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
+        for node in _nodes_of(allocation)
+        if node in state.nodes
+    ):
         return True
     return not node_group.separate_jobs and allocation.tag == f"{state.run}.{node_group.name}"
 

@@ -232,9 +232,12 @@ def _unneeded_preloaded(
     return [
         _stop_standby(standby, f"{role.name} no longer needs a preloaded process on {standby.node}")
         for standby in inventory.standby_processes
-        if is_preloaded(standby.id) and standby_role_of(standby.id) == role.name
-        and standby.step is not None and standby.id not in wanted and standby.incarnation not in promoted
-    ]  # fmt: skip
+        if is_preloaded(standby.id)
+        and standby_role_of(standby.id) == role.name
+        and standby.step is not None
+        and standby.id not in wanted
+        and standby.incarnation not in promoted
+    ]
 
 
 # ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────

@@ -6,15 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ....core.phases import STANDBY
 from ....core.run_spec import RoleSpec
-from ....core.types import (
-    STANDBY_ROLE,
-    NodeName,
-    ReplicaId,
-    gang_of,
-    is_support,
-    natural_sort_key,
-    role_of,
-)
+from ....core.types import STANDBY_ROLE, NodeName, ReplicaId, gang_of, is_support, natural_sort_key, role_of
 from ...model.queries import shares_node, workers
 from ...model.state import OrphanStep, Replica, State, Status
 from ..deadlines import NEVER

@@ -41,9 +41,7 @@ from .software_fault import suggests_software_fault
 _Members = Sequence[Replica]
 
 
-def recover(
-    state: State, inventory: NodeInventory, now: float
-) -> tuple[list[Decision], list[DeferredExclusion]]:  # fmt: skip
+def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[Decision], list[DeferredExclusion]]:
     """Return the decisions for everything that failed, and the exclusions that the circuit breaker holds back.
 
     ``now`` is the manager's time (s).
@@ -99,8 +97,11 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
     if len(members) == 1:
         return []
     newest = max(member.incarnation_number for member in members)
-    departed = [member for member in members
-            if member.incarnation_number == newest and member.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
+    departed = [
+        member
+        for member in members
+        if member.incarnation_number == newest and member.status in (Status.WANTED, Status.RETIRED)
+    ]
     if not departed:
         return []
     retired = next((member for member in departed if member.status is Status.RETIRED), None)

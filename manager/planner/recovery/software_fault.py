@@ -41,8 +41,12 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         return ()
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
     since = max(full_restarts, default=0.0)
-    failures = [failure for member in members for failure in member.recent_failures(recovery.window, now)
-             if failure.at > since and failure.step == reached]  # fmt: skip
+    failures = [
+        failure
+        for member in members
+        for failure in member.recent_failures(recovery.window, now)
+        if failure.at > since and failure.step == reached
+    ]
     failures.sort(key=lambda failure: failure.at)
     if any(_correlated_failure(state, failed.role, failure.at) for failure in failures[-1:]):
         return ()  # failures of other roles may follow this one, too

@@ -266,11 +266,19 @@ class CommittedSteps:
         disturbed = self._disturbed or bool(self._interruptions.open)
         self.steps.append(
             CommittedStep(
-                event.step, event.step - self._newest, self._previous_at, at, since, until, tuple(self._discarded),
-                disturbed, not self.steps, self._evaluated,
+                event.step,
+                event.step - self._newest,
+                self._previous_at,
+                at,
+                since,
+                until,
+                tuple(self._discarded),
+                disturbed,
+                not self.steps,
+                self._evaluated,
                 sum(attempt.until - attempt.since for _, attempt in self._kept),
             )
-        )  # fmt: skip
+        )
         self._newest, self._previous_at = event.step, at
         self._attempt_since = None if TRAINER in self._interruptions.open else at
         self._discarded, self._kept, self._published = [], [], []
@@ -281,10 +289,14 @@ class CommittedSteps:
         newest = self.steps.pop()
         self.steps.append(
             replace(
-                newest, step=step, count=newest.count + step - self._newest, at=at,
-                attempt_until=max(newest.attempt_until, at), evaluated=newest.evaluated or self._evaluated,
+                newest,
+                step=step,
+                count=newest.count + step - self._newest,
+                at=at,
+                attempt_until=max(newest.attempt_until, at),
+                evaluated=newest.evaluated or self._evaluated,
             )
-        )  # fmt: skip
+        )
         self._newest, self._previous_at, self._evaluated = step, at, False
         self._attempt_since = None if TRAINER in self._interruptions.open else at
 

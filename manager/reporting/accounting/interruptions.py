@@ -145,9 +145,16 @@ class Interruptions:
         if held is not None:
             held.ended_at = min(at, at if failure is None else failure.failed_at)
         interruption = Interruption(
-            gang.replica, gang.number, PLANNED, at, at, at, self._nodes.get(gang, NodeName("")),
-            tuple(fence.why.evidence), fence.rung.value,
-        )  # fmt: skip
+            gang.replica,
+            gang.number,
+            PLANNED,
+            at,
+            at,
+            at,
+            self._nodes.get(gang, NodeName("")),
+            tuple(fence.why.evidence),
+            fence.rung.value,
+        )
         if failure is not None:
             self._explain(interruption, failure, fence)
         elif fence.charged or about:
@@ -216,10 +223,13 @@ class Interruptions:
         evidence = tuple(action.why.evidence)
         interruption = Interruption(TRAINER, number, RUN_ENDED, ended_at, ended_at, ended_at, evidence=evidence)
         failures = [
-            one for one in self._timeline.counted
-            if one.ended_run and one.incarnation is not None and gang_of(one.incarnation.replica) == TRAINER
+            one
+            for one in self._timeline.counted
+            if one.ended_run
+            and one.incarnation is not None
+            and gang_of(one.incarnation.replica) == TRAINER
             and one.incarnation.number == number
-        ]  # fmt: skip
+        ]
         if failures:
             interruption.failed_at = min(failures[-1].failed_at, ended_at)
             interruption.detected_at = min(failures[-1].diagnosis.detected_at, ended_at)

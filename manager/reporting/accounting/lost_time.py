@@ -58,7 +58,7 @@ Losses = dict[str, dict[str, float]]
 
 def lost_time(
     steps: CommittedSteps, interruptions: Iterable[Interruption], away: Sequence[tuple[float, float]]
-) -> Losses:  # fmt: skip
+) -> Losses:
     """Return the lost seconds by cause and stage, largest cause first.
 
     ``away`` contains the intervals in which no manager ran.
@@ -70,9 +70,7 @@ def lost_time(
     others = [Piece(since, until, MANAGER, OTHER) for since, until in away]
     for interruption in interruptions:
         kept = own if interruption.replica == TRAINER else others
-        kept += [
-            Piece(since, until, interruption.cause, stage) for stage, since, until in interruption.stages(ended)
-        ]  # fmt: skip
+        kept += [Piece(since, until, interruption.cause, stage) for stage, since, until in interruption.stages(ended)]
     own.sort(key=lambda piece: piece.since)
     others.sort(key=lambda piece: piece.since)
     losses: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -102,7 +100,7 @@ def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterabl
 
 def _divide(
     step: CommittedStep, medians: StepMedians, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
-) -> Iterable[tuple[str, str, float]]:  # fmt: skip
+) -> Iterable[tuple[str, str, float]]:
     """Yield (cause, stage, seconds) of the time lost between the previous commit and the commit of ``step``."""
     left = step.at - step.since - step.useful_s(medians)
     for piece in of_trainer:

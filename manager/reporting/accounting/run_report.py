@@ -217,11 +217,14 @@ class Account:
         rung = action.rung if isinstance(action, Fence) else action.why.rung
         self._decisions.append(
             DecisionReport(
-                at, words_of(action), subject_of(Explanation(0, at, 0, action, node)),
-                rung.value if isinstance(rung, Rung) else "", tuple(action.why.evidence),
+                at,
+                words_of(action),
+                subject_of(Explanation(0, at, 0, action, node)),
+                rung.value if isinstance(rung, Rung) else "",
+                tuple(action.why.evidence),
                 isinstance(action, InjectFault),
             )
-        )  # fmt: skip
+        )
 
     def report(self, clean: Account | None = None) -> RunReport:
         """Return the report as of the newest event, with the strict ETTR if there is a ``clean`` run."""
@@ -232,9 +235,16 @@ class Account:
         losses = lost_time(steps, self.interruptions.all, self._away)
         lanes = list(self.lanes.lanes.values())
         return RunReport(
-            run=self.run, outcome=self._outcome, why=self._why, began=self.began, until=until,
-            run_seconds=round(run_seconds, 2), steps=steps.steps[-1].step if steps.steps else 0,
-            first_train=steps.began, last_commit=steps.ended, wall_s=round(steps.wall_s, 3),
+            run=self.run,
+            outcome=self._outcome,
+            why=self._why,
+            began=self.began,
+            until=until,
+            run_seconds=round(run_seconds, 2),
+            steps=steps.steps[-1].step if steps.steps else 0,
+            first_train=steps.began,
+            last_commit=steps.ended,
+            wall_s=round(steps.wall_s, 3),
             step_s=None if steps.step_s is None else round(steps.step_s, 4),
             ettr=round(self._work.effective(self.job, until, self._committed_at) / run_seconds, 4),
             ettr_estimate=None if estimate is None else round(estimate, 4),
@@ -244,19 +254,24 @@ class Account:
                 for cause, stages in losses.items()
             ],
             interruptions=[_interruption(one, until) for one in self.interruptions.all],
-            decisions=self._decisions, decisions_left_out=self._left_out,
-            gpu_hours=gpu_hours(self.reserved, lanes, steps, until), managers=self.managers,
-            window_s=round(window_s, 2), sliding=sliding, curves=self.curves.curves(self.steps.steps),
+            decisions=self._decisions,
+            decisions_left_out=self._left_out,
+            gpu_hours=gpu_hours(self.reserved, lanes, steps, until),
+            managers=self.managers,
+            window_s=round(window_s, 2),
+            sliding=sliding,
+            curves=self.curves.curves(self.steps.steps),
             lanes=[
                 LaneReport(
-                    lane.replica, lane.incarnations, lane.spans(self.began, until), {
-                        activity.phase: round(seconds, 1) for activity, seconds in lane.seconds(until).items()
-                    },
+                    lane.replica,
+                    lane.incarnations,
+                    lane.spans(self.began, until),
+                    {activity.phase: round(seconds, 1) for activity, seconds in lane.seconds(until).items()},
                 )
                 for lane in lanes
             ],
             missing=list(self._missing()),
-        )  # fmt: skip
+        )
 
     def _missing(self) -> Iterator[str]:
         """Yield a sentence for each figure for which the journal lacks data."""
@@ -307,9 +322,20 @@ def _interruption(one: Interruption, now: float) -> InterruptionReport:
     stages = {stage: round(seconds, 3) for stage, seconds in one.seconds(now).items()}
     ended_at = now if one.ended_at is None else one.ended_at
     return InterruptionReport(
-        one.replica, one.number, one.cause, one.injected, one.charged, one.rung, one.node, one.node_after,
-        one.failed_at, one.worked_at, round(max(0.0, ended_at - one.failed_at), 3), stages, one.evidence,
-    )  # fmt: skip
+        one.replica,
+        one.number,
+        one.cause,
+        one.injected,
+        one.charged,
+        one.rung,
+        one.node,
+        one.node_after,
+        one.failed_at,
+        one.worked_at,
+        round(max(0.0, ended_at - one.failed_at), 3),
+        stages,
+        one.evidence,
+    )
 
 
 def _strict(run: Account, clean: Account) -> Strict | None:

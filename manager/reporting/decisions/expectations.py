@@ -15,7 +15,7 @@ from msgspec import Struct
 from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, is_support
 from ...cluster.base import AllocationState
 from ...model import events as ev
-from ...model.actions import (  # fmt: skip
+from ...model.actions import (
     Action,
     Exclude,
     Fence,

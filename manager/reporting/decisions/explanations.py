@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from ....core.text import span
 from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
 from ...model import events as ev
-from ...model.actions import (  # fmt: skip
+from ...model.actions import (
     Action,
     Drain,
     Exclude,

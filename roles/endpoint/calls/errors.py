@@ -22,9 +22,14 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, type: str = "invalid_request_error", code: str | None = None,
-        param: str | None = None, retry_after: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
         message, param = message[:_MAX_CHARS], param and param[:_MAX_CHARS]
         super().__init__(message)
         self.status = status

@@ -52,9 +52,14 @@ def parse_message(given: Any, index: int) -> Message:
             problem = "is not supported; a message has role, content, name, tool_calls and tool_call_id"
             raise wrong(f"{where}.{key}", problem)
     return Message(
-        role, "\n".join(parts), texts["name"], calls, texts["tool_call_id"], texts["reasoning_content"],
+        role,
+        "\n".join(parts),
+        texts["name"],
+        calls,
+        texts["tool_call_id"],
+        texts["reasoning_content"],
         parts if len(parts) > 1 else (),
-    )  # fmt: skip
+    )
 
 
 def _parts(content: Any, where: str) -> tuple[str, ...]:

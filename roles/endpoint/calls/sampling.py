@@ -16,18 +16,40 @@ from ...trajectories.episodes.turn_rules import ACCEPTED
 from ...trajectories.types import Sampling
 from .errors import unsupported, wrong
 
-_IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
-})  # fmt: skip
+_IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
 """Keys of OpenAI's API that do not affect the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "top_k": (0, -1),
-    "min_p": (0,), "logit_bias": ({},), "stop_token_ids": ([],), "tools": ([],),
-    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,), "best_of": (1,),
-    "echo": (False,), "suffix": ("",), "seed": (),
-}  # fmt: skip
+    "top_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "stop_token_ids": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "seed": (),
+}
 """Keys that can change how the model samples, each with the values that change nothing."""
 
 
@@ -48,8 +70,11 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
             continue
         if key not in Sampling.__struct_fields__:
             known = key in _NEUTRAL
-            problem = ("it would change the policy that samples the answer" if known
-                       else "this endpoint does not support this key")  # fmt: skip
+            problem = (
+                "it would change the policy that samples the answer"
+                if known
+                else "this endpoint does not support this key"
+            )
             raise unsupported(key, value, f"{problem}; remove the key")
         if refused and key == "temperature":
             raise unsupported(key, value, f"[sampling] temperature of the job is {temperature:g}; remove the key")

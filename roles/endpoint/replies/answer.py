@@ -24,9 +24,15 @@ class SampledAnswer:
     """
 
     def __init__(
-        self, call: Call, index: int, turn: int, context: tuple[int, ...], chat: Chat, resumed: int = 0,
+        self,
+        call: Call,
+        index: int,
+        turn: int,
+        context: tuple[int, ...],
+        chat: Chat,
+        resumed: int = 0,
         ended: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._call, self._index, self._turn, self._context, self._chat = call, index, turn, context, chat
         self._form = answer_format(call)
         self._tokens: list[int] = []

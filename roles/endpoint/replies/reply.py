@@ -141,8 +141,9 @@ def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:
     """
     parts = resumed.split(",")
     numbers = [part.removesuffix(".") for part in parts]
-    if len(parts) != choices or not all(number.isascii() and number.isdecimal() and len(number) < 10
-                                        for number in numbers):  # fmt: skip
+    if len(parts) != choices or not all(
+        number.isascii() and number.isdecimal() and len(number) < 10 for number in numbers
+    ):
         return None
     return [(int(number), part.endswith(".")) for number, part in zip(numbers, parts, strict=True)]
 

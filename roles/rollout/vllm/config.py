@@ -100,15 +100,24 @@ def configure(
         ) from error
     _check_names(given, {field.name for field in fields(EngineArgs)}, f"vLLM {__version__}")
     own = {
-        "model": str(folder), "skip_tokenizer_init": True, "load_format": "dummy", "dtype": dtype,
-        "max_model_len": max_length, "seed": seed, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
-        "async_scheduling": False, "weight_transfer_config": WeightTransferConfig(backend="rrl"),
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": dtype,
+        "max_model_len": max_length,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "async_scheduling": False,
+        "weight_transfer_config": WeightTransferConfig(backend="rrl"),
         "worker_extension_cls": "rrl.roles.rollout.vllm.weight_transfer.Extension",
-    }  # fmt: skip
+    }
     cpu = current_platform.is_cpu()
     if gpus and cpu:
-        raise InvalidEngineConfig(f"[roles.rollout] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
-                         " install the extra vllm, which is for GPUs, or set gpus = 0")  # fmt: skip
+        raise InvalidEngineConfig(
+            f"[roles.rollout] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
+            " install the extra vllm, which is for GPUs, or set gpus = 0"
+        )
     defaults = {"max_num_seqs": min(lease, _MAX_SEQUENCES), "enforce_eager": cpu, "disable_log_stats": True}
     try:
         config = EngineArgs(**(defaults | dict(given) | own)).create_engine_config()

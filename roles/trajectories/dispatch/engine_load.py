@@ -66,9 +66,7 @@ class CurveTable:
     def curve(self, estimate: GroupEstimate, progress: int) -> Curve:
         """Return the curve of an answer with ``progress`` tokens."""
         step = max(1, min(progress, self._limit - progress) // _STEPS).bit_length() - 1
-        key = (
-            round(estimate.mean * _STEPS), max(1, round(estimate.deviation * _STEPS)), progress >> step << step
-        )  # fmt: skip
+        key = (round(estimate.mean * _STEPS), max(1, round(estimate.deviation * _STEPS)), progress >> step << step)
         if (found := self._curves.get(key)) is None:
             if len(self._curves) >= _MAX_CURVES:
                 self._curves.clear()
@@ -159,13 +157,13 @@ class EngineLoad:
         return (
             [a + b for a, b in zip(self._expected, curve[0], strict=True)],
             [a + b for a, b in zip(self._none, curve[1], strict=True)],
-        )  # fmt: skip
+        )
 
     def _without(self, curve: Curve) -> tuple[list[float], list[float]]:
         return (
             [max(0.0, a - b) for a, b in zip(self._expected, curve[0], strict=True)],
             [min(0.0, a - b) for a, b in zip(self._none, curve[1], strict=True)],
-        )  # fmt: skip
+        )
 
 
 def finish_of_both(first: Course, second: Course) -> float:

@@ -60,9 +60,12 @@ class Engines:
     """
 
     def __init__(
-        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], AbstractSet[int]],
+        self,
+        limit: int,
+        known: Callable[[int], Known],
+        running: Callable[[Incarnation], AbstractSet[int]],
         times: Callable[[Incarnation], TokenTimes],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._curves = CurveTable(limit)
         self._known = known
         self._running = running

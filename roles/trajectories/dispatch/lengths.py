@@ -134,9 +134,14 @@ class Lengths:
         means = array("d", [mean for mean, _ in self._history.values()])
         counts = array("d", [count for _, count in self._history.values()])
         return LengthState(
-            self.limit, self._regression.state(), self._moments.tobytes(), b"".join(self._history), means.tobytes(),
-            counts.tobytes(), array("d", [value for pair in self._newest for value in pair]).tobytes(),
-        )  # fmt: skip
+            self.limit,
+            self._regression.state(),
+            self._moments.tobytes(),
+            b"".join(self._history),
+            means.tobytes(),
+            counts.tobytes(),
+            array("d", [value for pair in self._newest for value in pair]).tobytes(),
+        )
 
     # ── learning ───────────────────────────────────────────────────────────────────────────────────────────────────
     def observe(self, prompt: Sequence[int], answers: Iterable[Answer]) -> None:
@@ -370,9 +375,9 @@ class _Moments:
         size = _Pairs.SIZE
         values = array("d", data) if data else array("d", [0.0] * (2 * size + 6))
         self._predicted, self._expected = _Pairs(values[:size]), _Pairs(values[size : 2 * size])
-        (self._noise, self._within_count, self._within, self._drifts, self.drift_mean, self._drift_square) = (
-            values[2 * size :]
-        )  # fmt: skip
+        (self._noise, self._within_count, self._within, self._drifts, self.drift_mean, self._drift_square) = values[
+            2 * size :
+        ]
 
     def tobytes(self) -> bytes:
         rest = [self._noise, self._within_count, self._within, self._drifts, self.drift_mean, self._drift_square]

@@ -16,9 +16,11 @@ from ....core.types import Incarnation
 
 
 def deal(
-    waiting: Sequence[tuple[int, Incarnation | None]], engine: Incarnation, places: int,
+    waiting: Sequence[tuple[int, Incarnation | None]],
+    engine: Incarnation,
+    places: int,
     others: Mapping[Incarnation, int],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Return which of the waiting turns an engine gets.
 
     Args:

@@ -136,9 +136,7 @@ class AppendTimes:
         """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many answers now run."""
         self._last[trajectory] = now, prefix, running
 
-    def appended(
-        self, tokens: Sequence[tuple[int, int]], running: int, now: float, times: TokenTimes
-    ) -> Observed:  # fmt: skip
+    def appended(self, tokens: Sequence[tuple[int, int]], running: int, now: float, times: TokenTimes) -> Observed:
         """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs.
 
         Returns the observations that follow from the append. A rollout that continues a trajectory first reads its

@@ -121,8 +121,18 @@ def audit(records: Iterable[Record]) -> Audit:
         if number <= committed:
             trained_ages.update(counts)
     max_age = max([*trained_ages, *(age for number, age in max_ages.items() if number <= committed)], default=0)
-    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age, parts,
-                 dict(sorted(trained_ages.items())))  # fmt: skip
+    return Audit(
+        made,
+        trained,
+        dict(dropped),
+        stale,
+        sum(sizes.values()),
+        committed,
+        steps,
+        max_age,
+        parts,
+        dict(sorted(trained_ages.items())),
+    )
 
 
 class _TokenCounts:

@@ -12,15 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict, replace
 
-from .groups import (
-    EpisodeState,
-    Group,
-    TrajectoryState,
-    is_foreign,
-    prompt_length,
-    sampled_tokens,
-    with_ancestors,
-)
+from .groups import EpisodeState, Group, TrajectoryState, is_foreign, prompt_length, sampled_tokens, with_ancestors
 from .records import (
     AttemptFailed,
     AttemptStarted,

@@ -242,9 +242,12 @@ def as_to_score(track: TrajectoryState) -> ToScore:
 
 
 def new_segments(
-    answers: dict[int, TrajectoryState], packed_segments: Iterable[PackedSegment], finished: Iterable[int],
-    lost: set[int], max_new_tokens: int,
-) -> tuple[list[PackedSegment], set[int]]:  # fmt: skip
+    answers: dict[int, TrajectoryState],
+    packed_segments: Iterable[PackedSegment],
+    finished: Iterable[int],
+    lost: set[int],
+    max_new_tokens: int,
+) -> tuple[list[PackedSegment], set[int]]:
     """Return the segments that an append adds to ``answers``, and the answers that it completes.
 
     Adds to ``lost`` the answers whose segments neither continue nor repeat the stored segments.

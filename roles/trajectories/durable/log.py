@@ -26,16 +26,7 @@ import msgspec
 
 from ....core.run_dir import sync
 from .audit import Audit, audit
-from .records import (
-    Binding,
-    BindingRetired,
-    GroupDropped,
-    LogFormatError,
-    Part,
-    Record,
-    decode,
-    encode,
-)
+from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, decode, encode
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")

@@ -455,7 +455,7 @@ def pack(segment: Segment) -> PackedSegment:
     version = segment.version
     return PackedSegment(
         segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation, segment.digest
-    )  # fmt: skip
+    )
 
 
 def pack_tokens(tokens: tuple[int, ...]) -> bytes:

@@ -176,16 +176,20 @@ class State:
                 pass
             case Head(format, groups, trajectories):
                 if format != FORMAT:
-                    raise LogFormatError(f"has format {format}, but this version of rrl reads format {FORMAT} only;"
-                                         " use the version of rrl that wrote it, or start a new run")  # fmt: skip
+                    raise LogFormatError(
+                        f"has format {format}, but this version of rrl reads format {FORMAT} only;"
+                        " use the version of rrl that wrote it, or start a new run"
+                    )
                 self.next_group, self.next_trajectory = groups, trajectories
 
     def _count(self, ended: int = 0, ended_tokens: int = 0, trained: int = 0, trained_tokens: int = 0) -> None:
         before = self._counted
         self._counted = AnswersCounted(
-            before.ended + ended, before.ended_tokens + ended_tokens, before.trained + trained,
+            before.ended + ended,
+            before.ended_tokens + ended_tokens,
+            before.trained + trained,
             before.trained_tokens + trained_tokens,
-        )  # fmt: skip
+        )
 
     def figures(self, number: int) -> dict[str, float]:
         """Return the figures of the run up to the bound step ``number``, by name, for people (docs/stream.md)."""
@@ -391,9 +395,7 @@ class State:
         ages = token_ages(number, tracks)
         digest = content_digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
         max_age = max([self.max_age, *ages])
-        return Part(
-            number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored
-        )  # fmt: skip
+        return Part(number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored)
 
     def binding_of_parts(self) -> Binding:
         """Return the record that binds the open step, whose parts are complete."""
@@ -410,9 +412,15 @@ class State:
         binding = self.bindings[number]
         prompts, trajectories = self._packed(binding.groups)
         return PackedBatch(
-            number, binding.groups, binding.digest, prompts, trajectories, binding.stale, binding.max_age,
+            number,
+            binding.groups,
+            binding.digest,
+            prompts,
+            trajectories,
+            binding.stale,
+            binding.max_age,
             binding.unscored,
-        )  # fmt: skip
+        )
 
     def parts_of(self, number: int) -> Sequence[Part]:
         """Return the parts of a step; a step that was bound as a whole counts as one part."""
@@ -429,9 +437,17 @@ class State:
         prompts, trajectories = self._packed(part.groups)
         is_last = not part.lacking
         return PackedPart(
-            number, index, part.groups, part.digest, prompts, trajectories, is_last, part.stale, part.max_age,
+            number,
+            index,
+            part.groups,
+            part.digest,
+            prompts,
+            trajectories,
+            is_last,
+            part.stale,
+            part.max_age,
             part.unscored,
-        )  # fmt: skip
+        )
 
     def message_bytes(self, group: int) -> int:
         """Return an upper bound of the bytes that a complete group takes in a batch or part."""

@@ -162,9 +162,17 @@ class FailAttempt(Struct, frozen=True, tag=True):
 
 
 EpisodeRequest = (
-    LeaseEpisodes | OpenEpisode | OpenTurn | EndTurn | MarkUnused | Follow | GetEpisode | FinishEpisode | PostReward
+    LeaseEpisodes
+    | OpenEpisode
+    | OpenTurn
+    | EndTurn
+    | MarkUnused
+    | Follow
+    | GetEpisode
+    | FinishEpisode
+    | PostReward
     | FailAttempt
-)  # fmt: skip
+)
 StoreRequest = Request | EpisodeRequest
 """Every request that the store serves."""
 

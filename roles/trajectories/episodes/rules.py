@@ -117,9 +117,13 @@ class Episodes:
     """
 
     def __init__(
-        self, rules: StoreRules, durable: DurableState, staleness: StalenessLimit, work: WorkQueue,
+        self,
+        rules: StoreRules,
+        durable: DurableState,
+        staleness: StalenessLimit,
+        work: WorkQueue,
         settings: EpisodeSettings | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rules = rules
         self._durable = durable
         self._state = durable.state

@@ -46,8 +46,14 @@ class TurnRules:
         except (OverflowError, TypeError) as error:
             return Denied(f"malformed tokens: {error}")
         wanted = (
-            request.request, request.parent, request.offset, given, request.max_new, request.options, request.sampling
-        )  # fmt: skip
+            request.request,
+            request.parent,
+            request.offset,
+            given,
+            request.max_new,
+            request.options,
+            request.sampling,
+        )
         for known in episode.made:
             assert known.turn is not None
             if known.turn.request == request.request:
@@ -71,9 +77,20 @@ class TurnRules:
             return Denied(f"an attempt has at most {MAX_TURNS} answers")
         number = self._state.next_turn
         self._durable.write(
-            TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
-                        given, request.max_new, request.messages, request.options, request.sampling)
-        )  # fmt: skip
+            TurnCreated(
+                number,
+                request.episode,
+                request.attempt,
+                request.request,
+                request.parent,
+                request.offset,
+                given,
+                request.max_new,
+                request.messages,
+                request.options,
+                request.sampling,
+            )
+        )
         episode.turns[number].asked_by = request.incarnation
         self._work.offer(episode.turns[number])
         return TurnOpened(number)
@@ -148,20 +165,34 @@ def shown_turns(episode: EpisodeState, without: AbstractSet[int]) -> EpisodeTurn
 def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple[Turn, ...]:
     return tuple(
         Turn(
-            turn.id, created.parent, created.offset, unpack_tokens(created.given), sampled_tokens(turn), turn.finished,
-            created.messages, created.attempt, created.request, created.options, created.sampling,
+            turn.id,
+            created.parent,
+            created.offset,
+            unpack_tokens(created.given),
+            sampled_tokens(turn),
+            turn.finished,
+            created.messages,
+            created.attempt,
+            created.request,
+            created.options,
+            created.sampling,
         )
         for turn in turns
         if turn.id not in without and (created := turn.turn) is not None
-    )  # fmt: skip
+    )
 
 
 def _content(created: TurnCreated) -> tuple[object, ...]:
     """Return the fields of a turn's request by which a repeated request is recognized."""
     return (
-        created.request, created.parent, created.offset, created.given, created.max_new, created.options,
+        created.request,
+        created.parent,
+        created.offset,
+        created.given,
+        created.max_new,
+        created.options,
         created.sampling,
-    )  # fmt: skip
+    )
 
 
 def sampling_problem(sampling: Sampling | None) -> str | None:

@@ -43,9 +43,16 @@ class Bindings:
     """
 
     def __init__(
-        self, durable: DurableState, staleness: StalenessLimit, *, groups_per_batch: int, groups_per_part: int | None,
-        max_part_bytes: int, keep_uncommitted: int, checkpoint_every: int,
-    ) -> None:  # fmt: skip
+        self,
+        durable: DurableState,
+        staleness: StalenessLimit,
+        *,
+        groups_per_batch: int,
+        groups_per_part: int | None,
+        max_part_bytes: int,
+        keep_uncommitted: int,
+        checkpoint_every: int,
+    ) -> None:
         self._durable = durable
         self._state = durable.state
         self._staleness = staleness
@@ -183,9 +190,13 @@ class Bindings:
             self._durable.write(self._state.binding_of_parts())
 
     def wait_reason(
-        self, number: int, index: int | None, holder: Callable[[int], Incarnation | None], newest_weights: int | None,
+        self,
+        number: int,
+        index: int | None,
+        holder: Callable[[int], Incarnation | None],
+        newest_weights: int | None,
         published: bool,
-    ) -> str | None:  # fmt: skip
+    ) -> str | None:
         """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound.
 
         Args:
@@ -234,9 +245,14 @@ class Bindings:
 
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def commit(
-        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float],
+        self,
+        incarnation: Incarnation,
+        number: int,
+        manifest: dict[str, Any],
+        digest: str,
+        metrics: dict[str, float],
         earlier: Iterable[TrainedStep] = (),
-    ) -> Done | Denied:  # fmt: skip
+    ) -> Done | Denied:
         """Commit a checkpoint and the consumption of all steps up to ``number`` in one record.
 
         A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step

@@ -78,8 +78,9 @@ class StalenessLimit:
         self.wait_for_late = wait_for_late
         self.reason = (
             f"stale: no step can train the group before a token is more than {limit} training steps old"
-            if wait_for_late else f"stale: a token is more than {limit} training steps old"
-        )  # fmt: skip
+            if wait_for_late
+            else f"stale: a token is more than {limit} training steps old"
+        )
         self._begun: dict[int, int] = {}
         """Step of the weights that a group was begun with, by group number."""
         self._counts: Counter[int] = Counter()

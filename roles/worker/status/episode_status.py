@@ -31,9 +31,8 @@ class EpisodeStatus:
     """
 
     def __init__(
-        self, job: RunSpec, set_phase: Callable[[str, ReplicaId | None, str | None], None],
-        count: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self, job: RunSpec, set_phase: Callable[[str, ReplicaId | None, str | None], None], count: Callable[[int], None]
+    ) -> None:
         self._job, self._set_phase, self._count = job, set_phase, count
         self._lock = threading.Lock()
         self._at_work = self._waiting = self._answered = 0

@@ -30,11 +30,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     """Play a short run of the example of streaming, with exports, to its end."""
     toml = with_light_task((EXAMPLES / "stream.toml").read_text())
     for old, new in (
-        ("\nsteps = 300", f"\nsteps = {STEPS}"), ('at = "step=60"', 'at = "step=4"'),
-        ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
+        ("\nsteps = 300", f"\nsteps = {STEPS}"),
+        ('at = "step=60"', 'at = "step=4"'),
+        ("spares = 1", "spares = 0"),
+        ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
         ("[roles.rollout]\n", "[roles.rollout]\npreload = false\n"),
         ("[roles.trainer]\n", "[roles.trainer]\nwarm = false\nexport = 10\nkeep_checkpoints = 10\n"),
-    ):  # fmt: skip
+    ):
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
     run = submit_here(tmp_path_factory.mktemp("built_in"), toml)

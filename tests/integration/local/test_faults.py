@@ -43,9 +43,7 @@ STEPS = 200
 """Number of steps of 0.1 s. They are so many that the run ends after the dead agent is replaced and the dead engine is
 found.
 """
-RECOVERED = {
-    "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
-}  # fmt: skip
+RECOVERED = {"rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2}
 """Number of recoveries that the planned faults must cause, by replica."""
 HANGS_ARE_FOUND = """
 [recovery]

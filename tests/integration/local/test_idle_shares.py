@@ -45,10 +45,12 @@ def launched_and_ended(run: TestRun, replica: ReplicaId, number: int = 1) -> tup
     events = run.events()
     me = Incarnation(replica, number)
     launched = next(
-        one.at for one in events
-        if isinstance(one.event, ev.Intended) and isinstance(one.event.action, Launch)
+        one.at
+        for one in events
+        if isinstance(one.event, ev.Intended)
+        and isinstance(one.event.action, Launch)
         and one.event.action.incarnation == me
-    )  # fmt: skip
+    )
     return launched, events[-1].at
 
 

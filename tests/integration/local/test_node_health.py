@@ -13,14 +13,7 @@ from rrl.core.types import AGENT, STANDBY_ROLE, Cause, NodeName, ReplicaId, Verd
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.tests.support.runs import (
-    Incarnations,
-    TestRun,
-    check_sound,
-    joined_incarnations,
-    light_job,
-    submit_here,
-)
+from rrl.tests.support.runs import Incarnations, TestRun, check_sound, joined_incarnations, light_job, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh
@@ -66,8 +59,11 @@ def _placed(run: TestRun) -> set[NodeName]:
     If the job requests no GPUs, standby processes may start before the first sample of a virtual node.
     """
     launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
-    return {one.node for one in launches
-            if isinstance(one, Launch) and role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)}  # fmt: skip
+    return {
+        one.node
+        for one in launches
+        if isinstance(one, Launch) and role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+    }
 
 
 def _ends_well(run: TestRun) -> None:

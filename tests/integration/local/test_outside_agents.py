@@ -39,9 +39,10 @@ STEPS, PROMPTS, GROUP = 8, 2, 8
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
     """Submit the example of agents with an endpoint instead of the role ``agents`` and with ``changes`` of job.toml."""
     endpoint = (
-        ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"), ('function = "guess_task:run"\n', ""),
+        ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"),
+        ('function = "guess_task:run"\n', ""),
         ("concurrency = 48 ", "retries = 0 "),
-    )  # fmt: skip
+    )
     return submit_agents_example(folder, STEPS, PROMPTS, *endpoint, *changes)
 
 

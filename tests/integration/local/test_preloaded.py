@@ -16,15 +16,7 @@ from rrl.core.types import Incarnation, ReplicaId, preloaded_id
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import Replica, State, Status
-from rrl.tests.support.runs import (
-    RRL,
-    TestRun,
-    all_work,
-    check_sound,
-    current_incarnations,
-    light_job,
-    submit_here,
-)
+from rrl.tests.support.runs import RRL, TestRun, all_work, check_sound, current_incarnations, light_job, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")
 

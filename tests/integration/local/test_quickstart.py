@@ -43,10 +43,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     folder = tmp_path_factory.mktemp("quickstart")
     toml = slow_quickstart(folder, prompts=4, step_s=1.0)
     for shipped, tested in (
-        ("steps = 300", "steps = 4000"), ('at = "step=60"', 'at = "step=5"'), ("[limits]\n", f"[limits]\n{IMPATIENT}"),
+        ("steps = 300", "steps = 4000"),
+        ('at = "step=60"', 'at = "step=5"'),
+        ("[limits]\n", f"[limits]\n{IMPATIENT}"),
         ("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]"),
         ("segment_tokens = 3", "preload = false\nsegment_tokens = 3"),  # test_preloaded.py restarts in such processes
-    ):  # fmt: skip
+    ):
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)
     assert "[transport]" not in toml
@@ -90,20 +92,24 @@ def test_roles_exit_on_a_stop_request_without_being_killed(run: TestRun) -> None
 def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> None:
     events = run.events()
     findings = [
-        (one.seq, one.event.finding) for one in events
+        (one.seq, one.event.finding)
+        for one in events
         if isinstance(one.event, ev.FindingChanged) and one.event.finding.incarnation == WEDGED_INCARNATION
-    ]  # fmt: skip
+    ]
     suspected = min(seq for seq, found in findings if found.verdict is Verdict.WARN and found.cause is Cause.HANG)
     failed, found = next((seq, found) for seq, found in findings if found.verdict is Verdict.FAIL)
     (fenced,) = [
-        one.seq for one in events
-        if isinstance(one.event, ev.Decided) and isinstance(one.event.action, Fence)
+        one.seq
+        for one in events
+        if isinstance(one.event, ev.Decided)
+        and isinstance(one.event.action, Fence)
         and one.event.action.incarnation == WEDGED_INCARNATION
-    ]  # fmt: skip
+    ]
     dumps = [
-        one for one in events
+        one
+        for one in events
         if isinstance(one.event, ev.StacksCollected) and one.event.incarnation == WEDGED_INCARNATION
-    ]  # fmt: skip
+    ]
     assert found.detector == "no_answer", "the stopped engine was not found by an unanswered probe"
     assert suspected < dumps[-1].seq < fenced, "the stacks were not dumped before the incarnation was fenced"
     assert suspected < failed < fenced
@@ -115,8 +121,9 @@ def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> N
     assert "/rollout/main.py:" in dump
     assert '"rrl-connection"' in dump, "the file of stacks lacks the thread that sends heartbeats"
     assert [line.text for line in found.evidence if line.source == "stacks"] == [
-        *stacks.groups, f"all stacks: {stacks.file}"
-    ]  # fmt: skip
+        *stacks.groups,
+        f"all stacks: {stacks.file}",
+    ]
 
     shown = run.call("logs", str(run.run.path), "--failed", stdout=subprocess.PIPE)
     out, _ = shown.communicate(timeout=60)

@@ -42,8 +42,9 @@ def test_estimate_of_a_real_run_is_within_3_percent_of_its_strict_ettr(tmp_path:
         (report,) = json.loads(process.stdout.read())["runs"]
     assert process.returncode == 0
     assert [(one["replica"], one["injected"]) for one in report["interruptions"]] == [
-        ("trainer/0", True), ("rollout/1", True),
-    ]  # fmt: skip
+        ("trainer/0", True),
+        ("rollout/1", True),
+    ]
     assert report["strict"]["steps"] == STEPS
     assert report["ettr_estimate"] == pytest.approx(report["strict"]["ettr"], abs=0.03)
     assert report["ettr_estimate"] == run.summary()["ettr_estimate"]

@@ -54,7 +54,7 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
         2,
         f"rrl: {run.run.id} has committed {steps} steps already; to train more, for example: rrl resume {run.run.id}"
         f" --steps {2 * steps}\n",
-    )  # fmt: skip
+    )
     assert _recorded(run, "resume", run.run.id, "--steps", str(steps + 2), "--wait")[0] == 0
     state = run.wait_end()
     assert (state.outcome, state.step, state.job.steps) == (Outcome.COMPLETED, steps + 2, steps + 2)

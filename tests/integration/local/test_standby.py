@@ -35,8 +35,11 @@ TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 def standbys(state: State) -> list[Replica]:
     """Return the standby processes that are ready."""
-    return [one for one in state.replicas.values()
-            if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
+    return [
+        one
+        for one in state.replicas.values()
+        if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY
+    ]
 
 
 def wait_for_standby(run: TestRun) -> Replica:
@@ -163,8 +166,11 @@ def test_standby_that_does_not_answer_is_given_up_and_the_trainer_returns(tmp_pa
     os.kill(pid_of(standby_process), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 3 and all_work(state))
-    fenced = [s.event.action.why.evidence for s in run.events()
-              if isinstance(s.event, ev.Decided) and s.event.action.tag == "trainer/0#2!fence"]  # fmt: skip
+    fenced = [
+        s.event.action.why.evidence
+        for s in run.events()
+        if isinstance(s.event, ev.Decided) and s.event.action.tag == "trainer/0#2!fence"
+    ]
     assert f"{standby_process.incarnation} on {standby_process.node} was promoted to it" in str(fenced)
     end_well(run)
 

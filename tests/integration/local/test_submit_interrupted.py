@@ -29,9 +29,12 @@ def submission(folder: Path) -> subprocess.Popen[str]:
     end_runs_with_caller(folder / "runs")
     return subprocess.Popen(
         ["env", "--default-signal", RRL, "submit", str(job)],  # a test in the background inherits ignored signals
-        env={**os.environ, RUNS_ENV: str(folder / "runs")}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        env={**os.environ, RUNS_ENV: str(folder / "runs")},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def wait(condition: Callable[[], bool]) -> None:

@@ -21,8 +21,11 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tutorial.md"
 INSTALL = ["make setup", ". .venv/bin/activate"]
 """The commands of the page that set up an environment; the test leaves them out and uses its own environment."""
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-            for line in block.splitlines()]  # fmt: skip
+COMMANDS = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
 PAGE_STEPS, STEPS = 200, 100
 TIMEOUT_S = 270
 

@@ -33,9 +33,7 @@ pytestmark = pytest.mark.long  # rrl.tests.support.slurm.versions -- -m slurm ru
 ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 
 
-def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later(
-    isolated_lab: SlurmLab,
-) -> None:
+def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later(isolated_lab: SlurmLab) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
     before = joined_incarnations(run)
     manager = holder(run.run)

@@ -72,9 +72,23 @@ def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env
     assert failed <= MAY_FAIL
     assert code == bool(failed)
     assert [name for name, verdict in verdict_of.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
-    for name in ("slurm.pool", "slurm.replica", "slurm.manager", "slurm.answers", "slurm.hold", "slurm.select",
-                 "node.visit", "node.folder", "node.answer", "node.rrl", "node.packages", "node.torch", "node.reach",
-                 "node.clock", "node.sbatch"):  # fmt: skip
+    for name in (
+        "slurm.pool",
+        "slurm.replica",
+        "slurm.manager",
+        "slurm.answers",
+        "slurm.hold",
+        "slurm.select",
+        "node.visit",
+        "node.folder",
+        "node.answer",
+        "node.rrl",
+        "node.packages",
+        "node.torch",
+        "node.reach",
+        "node.clock",
+        "node.sbatch",
+    ):
         assert verdict_of[name] == "OK", checks[name]
     assert verdict_of["slurm.hetjob"] == "WARN"
     assert verdict_of["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
@@ -157,8 +171,17 @@ def test_node_visit_that_does_not_start_is_cancelled(lab: SlurmLab, env: dict[st
 
 
 def test_doctor_submits_no_job_while_every_node_is_busy(lab: SlurmLab, env: dict[str, str]) -> None:
-    lab.run_as_user(["sbatch", f"--nodes={len(lab.nodes)}", "--exclusive", "--time=60", "--output=/dev/null",
-                     "--job-name=full", "--wrap=sleep 3600"])  # fmt: skip
+    lab.run_as_user(
+        [
+            "sbatch",
+            f"--nodes={len(lab.nodes)}",
+            "--exclusive",
+            "--time=60",
+            "--output=/dev/null",
+            "--job-name=full",
+            "--wrap=sleep 3600",
+        ]
+    )
     lab.wait_states(dict.fromkeys(lab.nodes, "alloc"))
     _visit(lab, env, "no node is free soon: the job would start at 2")
     assert [job.split()[1] for job in lab.jobs()] == ["full"]

@@ -147,9 +147,19 @@ class HookedLab:
 
 _OFF = "\n".join(
     f'{check} = "off"'
-    for check in ("kernel_io", "kernel_filesystem", "kernel_mce", "kernel_nic", "oom", "xid", "disk", "memory", "stuck",
-                  "zombies")
-)  # fmt: skip
+    for check in (
+        "kernel_io",
+        "kernel_filesystem",
+        "kernel_mce",
+        "kernel_nic",
+        "oom",
+        "xid",
+        "disk",
+        "memory",
+        "stuck",
+        "zombies",
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +246,15 @@ def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what
     reason = f"mounts: {hooked.mount('n1')}: No such file or directory"
     assert hooked.reason("n1").startswith(f"rrl:health: {reason}")
 
-    shown = lab.slurm(str(Path(sys.executable).parent / "rrl"), "health", "report", "--format", "json", "--history",
-                      str(hooked.history))  # fmt: skip
+    shown = lab.slurm(
+        str(Path(sys.executable).parent / "rrl"),
+        "health",
+        "report",
+        "--format",
+        "json",
+        "--history",
+        str(hooked.history),
+    )
     made = json.loads(shown)["report"]
     (node,) = made["nodes"]
     assert (node["node"], node["verdict"], node["detectors"]) == ("n1", "FAIL", ["mounts"])

@@ -36,7 +36,7 @@ from rrl.tests.support.runs import (
     submit_on,
     without_replicas,
     write_job,
-)  # fmt: skip
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -294,7 +294,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "the run is there": lambda runs: any(runs.glob("[!.]*/run_spec.json")),
     "sbatch is about to be called": lambda runs: any(runs.glob("[!.]*/submit/*.sh")),
     "it is submitted": lambda runs: any(runs.glob("[!.]*/submit/*_submission.sh")),
-}  # fmt: skip
+}
 """Moments at which rrl submit is killed with all processes that it has started."""
 
 

@@ -138,7 +138,11 @@ def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> No
         run.wait(all_work)
         assert node_of(run, R1) != other
         assert node_actions(run)[:5] == [
-            f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}", f"{node}!readmit", f"{node}!undrain"
-        ]  # fmt: skip
+            f"{node}!exclude",
+            f"{node}!drain",
+            f"{run.run.id}.pool!shrink:{node}",
+            f"{node}!readmit",
+            f"{node}!undrain",
+        ]
         end(run)
         assert "bad fan" in shown(lab, other)

@@ -21,7 +21,7 @@ from rrl.tests.support.runs import (
     submit_on,
     without_replicas,
     write_job,
-)  # fmt: skip
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -47,9 +47,7 @@ def _let_all_go(run: TestRun) -> None:
         run.let_go(index)
 
 
-def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefix(
-    slurm_lab: SlurmLab,
-) -> None:
+def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefix(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
@@ -124,9 +122,7 @@ def test_pending_manager_takes_over_from_a_cancelled_one_with_a_hetjob(slurm_lab
 
 
 @pytest.mark.long
-def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
-    slurm_lab: SlurmLab,
-) -> None:
+def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(slurm_lab: SlurmLab) -> None:
     victim = ReplicaId("rollout/0")
     run = submit_on(slurm_lab, "replica", _form("replica", 80, rollouts=1))
     before = joined_incarnations(run)
@@ -155,9 +151,7 @@ def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
 
 
 @pytest.mark.long
-def test_killed_manager_in_the_pool_is_restarted_there(
-    slurm_lab: SlurmLab,
-) -> None:
+def test_killed_manager_in_the_pool_is_restarted_there(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
     before = joined_incarnations(run)
     assert [line.split()[1:] for line in slurm_lab.jobs()] == [[f"{run.run.id}.pool", "RUNNING"]]

@@ -59,9 +59,7 @@ def no_job_is_doubled(lab: SlurmLab, run: TestRun) -> None:
     assert names == [f"{run.run.id}.manager", f"{run.run.id}.manager", f"{run.run.id}.pool"]
 
 
-def test_launch_lost_to_a_frozen_slurmctld_is_repeated_without_the_quiet_period(
-    lab: SlurmLab,
-) -> None:
+def test_launch_lost_to_a_frozen_slurmctld_is_repeated_without_the_quiet_period(lab: SlurmLab) -> None:
     toml = light_job("slurm", 100_000, spares=0).replace('quiet = "10s"', 'quiet = "1h"')
     run = submit_on(lab, "srun-ended", toml)
     before = run.wait_steps(3)

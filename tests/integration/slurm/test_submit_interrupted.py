@@ -35,9 +35,12 @@ def test_signal_during_a_submission_leaves_no_job_of_a_run_that_was_not_named(
         slurm_lab.call_as_user(folder.mkdir)
         job, runs = write_job(folder, light_job("slurm", 100_000, spares=0, warm=False)), folder / "runs"
         process = slurm_lab.popen_as_user(
-            [RRL, "submit", str(job)], env={RUNS_ENV: str(runs)}, cwd=folder, stdout=subprocess.PIPE,
+            [RRL, "submit", str(job)],
+            env={RUNS_ENV: str(runs)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )  # fmt: skip
+        )
         until = time.monotonic() + TIMEOUT_S
         while not reached(runs) and process.poll() is None:
             assert time.monotonic() < until

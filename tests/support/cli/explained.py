@@ -11,9 +11,7 @@ from rrl.manager.model.actions import Action, Exclude, Fence, Finish, InjectFaul
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, Takeover, explain, subject_of, words_of
 
-DETECTOR_NAMES = "|".join(
-    one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS) if "_" in one.__name__
-)  # fmt: skip
+DETECTOR_NAMES = "|".join(one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS) if "_" in one.__name__)
 INSIDE_WORDS = re.compile(
     r"\b(fence[ds]?|incarnations?|rungs?|gangs?|orphans?|epochs?|intents?|intended|retired|tags?|tagged|holds"
     rf"|{DETECTOR_NAMES})\b"

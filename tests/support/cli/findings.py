@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rrl.cli.doctor.facts import (  # fmt: skip
+from rrl.cli.doctor.facts import (
     Accounts,
     CgroupConf,
     Config,
@@ -23,7 +23,7 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Trials,
     Visit,
 )
-from rrl.cli.doctor.node_probe.host import (  # fmt: skip
+from rrl.cli.doctor.node_probe.host import (
     Dcgm,
     Host,
     Interface,
@@ -60,23 +60,37 @@ def host(name: str = "login1", **other: Any) -> Host:
         network=Network(name, "10.1.0.5", "10.1.0.5", "", "", (LO, ETH0)),
         limits=Limits(-1, 65536, 65536, 0, "|/usr/lib/systemd/systemd-coredump"),
         machine=Machine(32, 256 * GIB, 200 * GIB),
-        python=Python("/home/u/venv/bin/python", "3.11.2", "/home/u/venv", "nfs4",
-                      {"rrl-slurm": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "reasoning-gym": "0.1.25",
-                       "ucxx-cu12": "0.52.0"}),
+        python=Python(
+            "/home/u/venv/bin/python",
+            "3.11.2",
+            "/home/u/venv",
+            "nfs4",
+            {
+                "rrl-slurm": "0.1.0",
+                "torch": "2.13.0",
+                "transformers": "5.19.0",
+                "reasoning-gym": "0.1.25",
+                "ucxx-cu12": "0.52.0",
+            },
+        ),
         ucx=Ucx("1.21.0", {"tcp": ("eth0", "lo"), "self": ("memory",)}, "the wheel libucx"),
-        nvml=Nvml("", ()), dcgm=Dcgm("", False),
+        nvml=Nvml("", ()),
+        dcgm=Dcgm("", False),
         scratch=Scratch("/tmp", "ext4", 100 * GIB, "", 100 * GIB),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(good, **other)
 
 
 def config(**values: str) -> Config:
     """Return the settings of Slurm 22.05 in its own format, with accounting and cgroups as most sites have them."""
     usual = {
-        "AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits",
-        "TaskPlugin": "task/cgroup,task/affinity", "SlurmUser": "slurm(64030)", "KillWait": "30 sec",
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageEnforce": "associations,limits",
+        "TaskPlugin": "task/cgroup,task/affinity",
+        "SlurmUser": "slurm(64030)",
+        "KillWait": "30 sec",
         "ClusterName": "big",
-    }  # fmt: skip
+    }
     return Config(read_config((RECORDED / "config-22.05.txt").read_text()) | usual | values, 0.02)
 
 
@@ -88,23 +102,23 @@ def node(name: str, **other: Any) -> Node:
 def slurm(**other: Any) -> Slurm:
     good = Slurm(
         config=config(),
-        partitions=Partitions((
-            Partition("gpu", True, True, 7 * 86400.0, False), Partition("cpu", False, True, None, False),
-        )),
+        partitions=Partitions(
+            (Partition("gpu", True, True, 7 * 86400.0, False), Partition("cpu", False, True, None, False))
+        ),
         nodes=Nodes((*(node(f"n{i}") for i in range(1, 7)), node("c1", partitions=("cpu",), gpus={}))),
         accounts=Accounts("Administrator", "astro", ("astro",)),
         limits=JobLimits((), "", 40000),
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
         cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
         reader=Reader("the commands: pyslurm is not installed", False),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(good, **other)
 
 
 def report(**other: Any) -> NodeReport:
     good = NodeReport(
-        "n1", "", "/home/u/rrl", host("n1"), Torch("2.13.0", 1, 2.5), TAKEN, (Reached("10.1.0.5:4000", ""),), "",
-    )  # fmt: skip
+        "n1", "", "/home/u/rrl", host("n1"), Torch("2.13.0", 1, 2.5), TAKEN, (Reached("10.1.0.5:4000", ""),), ""
+    )
     return msgspec.structs.replace(good, **other)
 
 

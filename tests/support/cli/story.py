@@ -13,7 +13,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.phases import ClockReading, PhaseTime, idle_cause
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec
-from rrl.core.types import (  # fmt: skip
+from rrl.core.types import (
     Cause,
     Evidence,
     Finding,
@@ -153,9 +153,15 @@ class Story:
     def loses(self, replica: str, evidence: str = "its step ended by signal 9 (SIGKILL)") -> Finding:
         """Record that the replica failed, before the planner decides on a repair; return the finding."""
         finding = Finding(
-            "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, self.now,
-            (Evidence("step", evidence, self.now),), incarnation=self.incarnation(replica), proof=True,
-        )  # fmt: skip
+            "exit_record",
+            Verdict.FAIL,
+            Cause.PROCESS,
+            Remedy.RESTART,
+            self.now,
+            (Evidence("step", evidence, self.now),),
+            incarnation=self.incarnation(replica),
+            proof=True,
+        )
         self.record(ev.StepEnded(self.incarnation(replica), f"{self.run}.x", None, 9, ExitReason.SIGNALED))
         self.record(ev.FindingChanged(finding))
         return finding
@@ -171,9 +177,14 @@ class Story:
 
     def loses_node(self, node: str) -> Story:
         finding = Finding(
-            "node_lost", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, self.now,
-            (Evidence("manager", "agent and all replicas silent for 10 s", self.now),), node=NodeName(node),
-        )  # fmt: skip
+            "node_lost",
+            Verdict.FAIL,
+            Cause.NODE,
+            Remedy.EXCLUDE,
+            self.now,
+            (Evidence("manager", "agent and all replicas silent for 10 s", self.now),),
+            node=NodeName(node),
+        )
         self.record(ev.FindingChanged(finding), ev.NodeChanged(NodeName(node), NodeStatus(NodeState.DOWN, "DOWN*")))
         return self.record(ev.Decided(Exclude(NodeName(node), Why(("node lost: silent",)))))
 

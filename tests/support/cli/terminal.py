@@ -20,16 +20,18 @@ class Terminal:
     ``environment`` is added to the environment of this process, without ``COLUMNS`` and ``LINES``.
     """
 
-    def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], columns: int = 100, rows: int = 40
-    ) -> None:  # fmt: skip
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], columns: int = 100, rows: int = 40) -> None:
         self._mine, theirs = pty.openpty()
         _set_size(self._mine, columns, rows)
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            argv, stdin=theirs, stdout=theirs, stderr=theirs, env={**inherited, "TERM": "xterm", **environment},
+            argv,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**inherited, "TERM": "xterm", **environment},
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(theirs)
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)

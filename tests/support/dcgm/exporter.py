@@ -27,7 +27,7 @@ def page(uuids: Mapping[int, str], *lines: str, last_xid: int = 0) -> str:
     return _PAGE.format(
         temperatures="\n".join(f"DCGM_FI_DEV_GPU_TEMP{labels(i, uuid)} 41" for i, uuid in uuids.items()),
         last_xids="\n".join(f"DCGM_FI_DEV_XID_ERRORS{labels(i, uuid)} {last_xid}" for i, uuid in uuids.items()),
-    ) + "".join(f"{line}\n" for line in lines)  # fmt: skip
+    ) + "".join(f"{line}\n" for line in lines)
 
 
 class Exporter:

@@ -23,9 +23,15 @@ ATOL = 1e-3
 """Largest accepted difference of log-probabilities (nats). In float32 the difference is about 1e-5."""
 MEMORY = 512 * 2**20
 SPEC = ModelSpec(
-    hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2, head_dim=32, max_length=256,
+    hidden_size=64,
+    intermediate_size=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    max_length=256,
     initializer_range=0.2,
-)  # fmt: skip
+)
 
 
 def tied_folder(folder: Path) -> ModelSpec:
@@ -33,10 +39,20 @@ def tied_folder(folder: Path) -> ModelSpec:
     from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.2,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=None,
+    )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     return ModelSpec(path=str(folder), max_length=256)
 
@@ -59,9 +75,15 @@ def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 
     vllm_setup.set_environment(1)
     model = skeleton(spec, VOCABULARY)
     config = vllm_setup.configure(
-        vllm_setup.write_config_folder(model, folder) if spec.path is None else Path(spec.path), dtype="float32",
-        max_length=spec.max_length, seed=3, lease=lease, memory=MEMORY, gpus=0, given=given,
-    )  # fmt: skip
+        vllm_setup.write_config_folder(model, folder) if spec.path is None else Path(spec.path),
+        dtype="float32",
+        max_length=spec.max_length,
+        seed=3,
+        lease=lease,
+        memory=MEMORY,
+        gpus=0,
+        given=given,
+    )
     from rrl.roles.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(config, model, stop_tokens=frozenset({EOS}), sampling=sampling, lease=lease)

@@ -25,16 +25,39 @@ from rrl.health.readers.samples import (
 
 NODE = NodeName("n1")
 FIELDS: dict[str, Any] = {
-    "name": "NVIDIA H100", "vbios": "96.00", "recovery_action": "none", "ecc_volatile_corrected": 0,
-    "ecc_volatile_uncorrected": 0, "ecc_aggregate_corrected": 0, "ecc_aggregate_uncorrected": 0,
-    "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": False, "remap_failed": False,
-    "temperature": 50, "temperature_slowdown": 87, "temperature_memory": 60, "temperature_memory_max": 95,
+    "name": "NVIDIA H100",
+    "vbios": "96.00",
+    "recovery_action": "none",
+    "ecc_volatile_corrected": 0,
+    "ecc_volatile_uncorrected": 0,
+    "ecc_aggregate_corrected": 0,
+    "ecc_aggregate_uncorrected": 0,
+    "remapped_corrected": 0,
+    "remapped_uncorrected": 0,
+    "remap_pending": False,
+    "remap_failed": False,
+    "temperature": 50,
+    "temperature_slowdown": 87,
+    "temperature_memory": 60,
+    "temperature_memory_max": 95,
     "clock_reasons": (),
-    "clock_sm": 1900, "clock_sm_max": 1980, "utilization": 90, "memory_used": 0, "memory_total": 80 * 2**30,
-    "processes": (), "pcie_replays": 7, "pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 16, "pcie_width_max": 16,
-    "fabric_state": "completed", "fabric_status": "success", "retired_corrected": 0, "retired_uncorrected": 0,
+    "clock_sm": 1900,
+    "clock_sm_max": 1980,
+    "utilization": 90,
+    "memory_used": 0,
+    "memory_total": 80 * 2**30,
+    "processes": (),
+    "pcie_replays": 7,
+    "pcie_gen": 5,
+    "pcie_gen_max": 5,
+    "pcie_width": 16,
+    "pcie_width_max": 16,
+    "fabric_state": "completed",
+    "fabric_status": "success",
+    "retired_corrected": 0,
+    "retired_uncorrected": 0,
     "retired_pending": False,
-}  # fmt: skip
+}
 LINKS = tuple(NvLink(link=i, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for i in range(4))
 
 
@@ -51,9 +74,12 @@ def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
 def host(**fields: Any) -> HostData:
     given: dict[str, Any] = {
         "mounts": (Mount(path="/", answers=True, filesystem="ext4", used=0.2, inodes_used=0.1),),
-        "memory_total": 512 * 2**30, "memory_available": 400 * 2**30, "clock_source": "tsc", "oom_kills": 3,
+        "memory_total": 512 * 2**30,
+        "memory_available": 400 * 2**30,
+        "clock_source": "tsc",
+        "oom_kills": 3,
         "governor": "performance",
-    }  # fmt: skip
+    }
     return HostData(**{**given, **fields})
 
 
@@ -91,8 +117,9 @@ class ObservedNode:
 
     def xid(self, code: int, index: int = 0, text: str = "", age: float = 0.0) -> ObservedNode:
         line = f"NVRM: Xid (PCI:0000:{index:02x}:00): {code}, {text}"
-        return self.log(KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", pci_exists=True,
-                                    age=age))  # fmt: skip
+        return self.log(
+            KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", pci_exists=True, age=age)
+        )
 
     def passes(self, seconds: float) -> ObservedNode:
         self.now += seconds

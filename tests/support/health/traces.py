@@ -124,9 +124,13 @@ class Trace:
             if self.limits.phase(view.phase).progresses and incarnation not in self.still:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
             self.monitor.on_heartbeat(
-                incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now,
+                incarnation,
+                view.phase,
+                self.done.get(incarnation, 0),
+                self.waiting.get(incarnation),
+                self.now,
                 self.data if incarnation == STORE else DataReport(),
-            )  # fmt: skip
+            )
 
     def restart(self) -> None:
         """Restart the manager; each replica whose heartbeats are not missing sends a Hello."""

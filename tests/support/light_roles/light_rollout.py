@@ -44,8 +44,11 @@ def answer(me: rrl.Worker, work: WorkLease, version: Version, right: bool = True
     progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
     while progress:
         time.sleep(TOKEN_SECONDS)
-        segments = [_next(item, progress[item.trajectory], mark, version, right) for item in work.items
-                    if item.trajectory in progress]  # fmt: skip
+        segments = [
+            _next(item, progress[item.trajectory], mark, version, right)
+            for item in work.items
+            if item.trajectory in progress
+        ]
         finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
         lost = work.append(segments, finished)
         if not finished:

@@ -36,8 +36,10 @@ def main() -> None:
                 time.sleep(STEP_SECONDS)
                 if part.index == 0:
                     taken = []
-                taken += [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
-                          for t in part.trajectories]  # fmt: skip
+                taken += [
+                    {"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
+                    for t in part.trajectories
+                ]
                 _note(me, part)
                 if not part.last:
                     continue

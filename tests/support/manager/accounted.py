@@ -37,9 +37,15 @@ def failed(story: Story, replica: str) -> Story:
     """Add a failure of a replica and its recovery, during which no step is trained."""
     incarnation, since = story.incarnation(replica), story.now
     finding = Finding(
-        "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, since,
-        (Evidence("step", "killed by signal 9", since),), incarnation=incarnation, proof=True,
-    )  # fmt: skip
+        "exit_record",
+        Verdict.FAIL,
+        Cause.PROCESS,
+        Remedy.RESTART,
+        since,
+        (Evidence("step", "killed by signal 9", since),),
+        incarnation=incarnation,
+        proof=True,
+    )
     step = story.recorded().replica(ReplicaId(replica)).step or ""
     story.record(ev.StepEnded(incarnation, step, None, 9, ExitReason.SIGNALED))
     story.wait(STAGES["detect"]).record(ev.FindingChanged(finding)).wait(STAGES["decide"]).fences(replica)

@@ -24,36 +24,69 @@ def role(name: str, replicas: int = 1, min_replicas: int = 1, exclusive: bool = 
 
 
 def job(
-    *, rollouts: int = 2, min_rollouts: int = 1, spares: int = 1, steps: int = 3, limits: Limits | None = None,
-    recovery: Recovery | None = None, faults: Sequence[Fault] = (), walltime: float = 86400.0,
-) -> RunSpec:  # fmt: skip
+    *,
+    rollouts: int = 2,
+    min_rollouts: int = 1,
+    spares: int = 1,
+    steps: int = 3,
+    limits: Limits | None = None,
+    recovery: Recovery | None = None,
+    faults: Sequence[Fault] = (),
+    walltime: float = 86400.0,
+) -> RunSpec:
     roles = (
-        role("trajectories"), role("reward"), role("trainer", exclusive=True),
+        role("trajectories"),
+        role("reward"),
+        role("trainer", exclusive=True),
         role("rollout", rollouts, min_rollouts, exclusive=True),
-    )  # fmt: skip
+    )
     nodes = pool_nodes(roles, NODE) + spares
     pool = NodeGroup("pool", tuple(role.name for role in roles), nodes, NODE, walltime, min_nodes=nodes)
     return RunSpec(
-        name="small", steps=steps, cluster="local", roles=roles, node_groups=(pool,), spares=spares, walltime=walltime,
-        limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
-    )  # fmt: skip
+        name="small",
+        steps=steps,
+        cluster="local",
+        roles=roles,
+        node_groups=(pool,),
+        spares=spares,
+        walltime=walltime,
+        limits=limits or Limits(),
+        recovery=recovery or Recovery(),
+        faults=tuple(faults),
+    )
 
 
 def gang_job(
-    ranks: int = 4, per_node: int = 2, *, standbys: int = 0, warm: bool = True, rollouts: int = 3,
-    min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
-    recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
-) -> RunSpec:  # fmt: skip
+    ranks: int = 4,
+    per_node: int = 2,
+    *,
+    standbys: int = 0,
+    warm: bool = True,
+    rollouts: int = 3,
+    min_rollouts: int = 1,
+    spares: int = 1,
+    steps: int = 9,
+    limits: Limits | None = None,
+    recovery: Recovery | None = None,
+    faults: Sequence[Fault] = (),
+    engines: bool = False,
+) -> RunSpec:
     """Return the small job with a trainer of ``ranks`` ranks; with ``engines``, rollouts have standby processes too."""
     small = job(
-        rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
+        rollouts=rollouts,
+        min_rollouts=min_rollouts,
+        spares=spares,
+        steps=steps,
+        limits=limits,
+        recovery=recovery,
         faults=faults,
-    )  # fmt: skip
+    )
     roles = tuple(
         msgspec.structs.replace(role, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
-        if role.name == "trainer" else msgspec.structs.replace(role, warm=engines and role.name == "rollout")
+        if role.name == "trainer"
+        else msgspec.structs.replace(role, warm=engines and role.name == "rollout")
         for role in small.roles
-    )  # fmt: skip
+    )
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
         small, roles=roles, node_groups=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, min_nodes=nodes),)
@@ -61,15 +94,28 @@ def gang_job(
 
 
 def in_node_groups(
-    form: str = "replica", *, rollouts: int = 2, min_rollouts: int = 1, steps: int = 3, walltime: float = 86400.0,
-    limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
-    start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
-) -> RunSpec:  # fmt: skip
+    form: str = "replica",
+    *,
+    rollouts: int = 2,
+    min_rollouts: int = 1,
+    steps: int = 3,
+    walltime: float = 86400.0,
+    limits: Limits | None = None,
+    recovery: Recovery | None = None,
+    terms: dict[str, float] | None = None,
+    start_timeout_s: float = 3600.0,
+    faults: Sequence[Fault] = (),
+) -> RunSpec:
     """Return the small job in form ``replica`` or ``hetjob``; ``terms`` has the walltimes (s) of some node groups."""
     small = job(
-        rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
+        rollouts=rollouts,
+        min_rollouts=min_rollouts,
+        spares=0,
+        steps=steps,
+        limits=limits,
+        recovery=recovery,
         faults=faults,
-    )  # fmt: skip
+    )
     separate, terms = form == "replica", terms or {}
     parts = [NodeGroup("shared", ("trajectories", "reward"), 1, NODE, walltime, {"partition": "cpu"}, min_nodes=1)]
     for name, nodes, needed in (("trainer", 1, 1), ("rollout", rollouts, min_rollouts if separate else rollouts)):
@@ -82,9 +128,12 @@ def in_node_groups(
 
 
 def commands(
-    *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
+    *roles: RoleSpec,
+    spares: int = 0,
+    limits: Limits | None = None,
+    recovery: Recovery | None = None,
     form: str = "pool",
-) -> RunSpec:  # fmt: skip
+) -> RunSpec:
     """Return a job without a trainer, with user-defined roles and with one node for each replica."""
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
@@ -94,9 +143,16 @@ def commands(
             for role in roles
         ]
     return RunSpec(
-        name="small", steps=0, cluster="local", roles=roles, node_groups=tuple(parts), spares=spares, form=form,
-        limits=limits or Limits(), recovery=recovery or Recovery(),
-    )  # fmt: skip
+        name="small",
+        steps=0,
+        cluster="local",
+        roles=roles,
+        node_groups=tuple(parts),
+        spares=spares,
+        form=form,
+        limits=limits or Limits(),
+        recovery=recovery or Recovery(),
+    )
 
 
 def command(name: str, replicas: int = 1, least: int | None = None, service: bool = False) -> RoleSpec:

@@ -12,8 +12,9 @@ from rrl.tests.support.manager.jobs import RUN, TRAINER, job
 
 TRAINER_1 = Incarnation(TRAINER, 1)
 BEGUN: tuple[ev.Event, ...] = (
-    ev.RunStarted(RUN, job()), ev.Intended(Launch(TRAINER_1, "step", "pool", NodeName("n1"), Why(("wanted",))))
-)  # fmt: skip
+    ev.RunStarted(RUN, job()),
+    ev.Intended(Launch(TRAINER_1, "step", "pool", NodeName("n1"), Why(("wanted",)))),
+)
 
 
 class Writer:

@@ -62,9 +62,14 @@ class Nodes(World):
         return self
 
     def exclude(
-        self, node: NodeName, cause: Cause, proof: bool = True, verdict: Verdict = Verdict.FAIL,
-        remedy: Remedy = Remedy.DRAIN, component: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        node: NodeName,
+        cause: Cause,
+        proof: bool = True,
+        verdict: Verdict = Verdict.FAIL,
+        remedy: Remedy = Remedy.DRAIN,
+        component: str = "",
+    ) -> None:
         evidence = (Evidence("agent", "Xid 79, GPU 3 has fallen off the bus", self.now),)
         finding = Finding(
             "xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, component=component

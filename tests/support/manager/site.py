@@ -22,7 +22,7 @@ from rrl.core.launch import ExitReason, ExitRecord, read_launch
 from rrl.core.phases import STANDBY, ClockReading, PhaseTime
 from rrl.core.run_dir import RunDir, write_atomically
 from rrl.core.run_spec import RunSpec
-from rrl.core.types import (  # fmt: skip
+from rrl.core.types import (
     AGENT,
     STANDBY_ROLE,
     Finding,
@@ -36,7 +36,7 @@ from rrl.core.types import (  # fmt: skip
     role_of,
 )
 from rrl.manager import runtime
-from rrl.manager.cluster.base import (  # fmt: skip
+from rrl.manager.cluster.base import (
     AllocationNotRunning,
     AllocationRequest,
     AllocationState,

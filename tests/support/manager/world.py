@@ -27,7 +27,7 @@ from typing import TypeVar
 from rrl.core.launch import ExitReason
 from rrl.core.phases import STANDBY
 from rrl.core.run_spec import RunSpec
-from rrl.core.types import (  # fmt: skip
+from rrl.core.types import (
     AGENT,
     STANDBY_ROLE,
     Cause,
@@ -572,10 +572,20 @@ def found(
 ) -> ev.FindingChanged:
     evidence = (Evidence("step", text or f"{incarnation} failed", at),)
     flags = exit_flags(reason, code) if reason is not None else ()
-    return ev.FindingChanged(Finding(
-        detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags,
-        exception=exception,
-    ))  # fmt: skip
+    return ev.FindingChanged(
+        Finding(
+            detector,
+            Verdict.FAIL,
+            Cause.PROCESS,
+            Remedy.RESTART,
+            at,
+            evidence,
+            incarnation,
+            proof=proof,
+            flags=flags,
+            exception=exception,
+        )
+    )
 
 
 def lost(node: NodeName, at: float) -> ev.FindingChanged:

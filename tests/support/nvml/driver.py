@@ -28,22 +28,49 @@ SONAME = "libnvidia-ml.so.1"
 """Name of the library that nvidia-ml-py loads. On Linux, nvidia-ml-py uses only the loader's search path."""
 
 ERRORS = {
-    "UNINITIALIZED": 1, "INVALID_ARGUMENT": 2, "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "NOT_FOUND": 6,
-    "DRIVER_NOT_LOADED": 9, "TIMEOUT": 10, "IRQ_ISSUE": 11, "FUNCTION_NOT_FOUND": 13, "CORRUPTED_INFOROM": 14,
-    "GPU_IS_LOST": 15, "RESET_REQUIRED": 16, "OPERATING_SYSTEM": 17, "LIB_RM_VERSION_MISMATCH": 18, "MEMORY": 20,
-    "NOT_READY": 27, "GPU_NOT_FOUND": 28, "UNKNOWN": 999,
-}  # fmt: skip
+    "UNINITIALIZED": 1,
+    "INVALID_ARGUMENT": 2,
+    "NOT_SUPPORTED": 3,
+    "NO_PERMISSION": 4,
+    "NOT_FOUND": 6,
+    "DRIVER_NOT_LOADED": 9,
+    "TIMEOUT": 10,
+    "IRQ_ISSUE": 11,
+    "FUNCTION_NOT_FOUND": 13,
+    "CORRUPTED_INFOROM": 14,
+    "GPU_IS_LOST": 15,
+    "RESET_REQUIRED": 16,
+    "OPERATING_SYSTEM": 17,
+    "LIB_RM_VERSION_MISMATCH": 18,
+    "MEMORY": 20,
+    "NOT_READY": 27,
+    "GPU_NOT_FOUND": 28,
+    "UNKNOWN": 999,
+}
 """Numbers of NVML_ERROR_* by name. :meth:`FakeDriver.fail` takes the number of any other error."""
 
 _ACTIONS = (
-    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
+    "none",
+    "gpu_reset",
+    "node_reboot",
+    "drain_p2p",
+    "drain_and_reset",
+    "recover_imex_domain",
+    "bus_reset",
     "system_reboot",
-)  # fmt: skip
+)
 _FABRIC = ("not_supported", "not_started", "in_progress", "completed")
 _REASONS = (
-    "gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal",
-    "hw_power_brake", "display",
-)  # fmt: skip
+    "gpu_idle",
+    "applications_clocks",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "display",
+)
 TEXTS = ("uuid", "name", "serial", "vbios", "pci")
 LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
 FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))

@@ -87,13 +87,18 @@ def play(recording: Recording, folder: Path) -> FakeDriver:
 _NUMBERS = tuple(
     field
     for group in (
-        queries.FAST_FIELDS, queries.FAST, queries.MEDIUM_FIELDS, queries.MEDIUM, queries.SLOW_FIELDS,
-        queries.SLOW, queries.FIXED,
+        queries.FAST_FIELDS,
+        queries.FAST,
+        queries.MEDIUM_FIELDS,
+        queries.MEDIUM,
+        queries.SLOW_FIELDS,
+        queries.SLOW,
+        queries.FIXED,
     )
     for ask in group
     for field in (ask.fields if isinstance(ask, Query) else (ask.field,))
     if field not in ("recovery_action", "fabric_state", "fabric_status", "clock_reasons")
-)  # fmt: skip
+)
 
 
 def _calls(nvml: Any, index: int) -> dict[str, str]:

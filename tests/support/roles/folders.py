@@ -21,10 +21,18 @@ CHAT = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<turn>assistant: ' }}{% endif %}
 """
 _SHAPE = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "vocab_size": VOCABULARY,
-    "bos_token_id": 2, "eos_token_id": END, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 2,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+}
 
 
 def qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
@@ -60,9 +68,12 @@ def tokenizer(path: Path) -> None:
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 2)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", bos_token="<start>",
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<end>",
+        bos_token="<start>",
         additional_special_tokens=["<turn>"],
-    )  # fmt: skip
+    )
     fast.chat_template = CHAT
     fast.save_pretrained(path)
 

@@ -30,17 +30,19 @@ from rrl.transport.messages import FirstWorkDone, Hello, Peer, Peers, Stop, ToMa
 HEARTBEAT_S = 0.02
 STORE = crew.incarnation_of("trajectories/0")
 JOB = resolve(
-    Job.model_validate({
-        "run": {"name": "test", "steps": 1},
-        "task": {"function": "task_of_test_worker:make"},
-        "model": {"tokenizer": {"pieces": "0123456789"}},
-        "roles": {"rollout": {"replicas": 2}},
-        "transport": {"weights": "tcp", "chunk": "1MiB", "chunk_deadline": "30s"},
-        "sampling": {"staleness": "unlimited"},
-        "commands": {"judge": {"command": ["true"], "options": {"until": 3}}},
-    }),
+    Job.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "task": {"function": "task_of_test_worker:make"},
+            "model": {"tokenizer": {"pieces": "0123456789"}},
+            "roles": {"rollout": {"replicas": 2}},
+            "transport": {"weights": "tcp", "chunk": "1MiB", "chunk_deadline": "30s"},
+            "sampling": {"staleness": "unlimited"},
+            "commands": {"judge": {"command": ["true"], "options": {"until": 3}}},
+        }
+    ),
     "python",
-)  # fmt: skip
+)
 
 
 class Manager(FirstManager):

@@ -86,9 +86,8 @@ class Baseline:
             one.joined = True
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         if (one := self.replicas.get(incarnation)) is not None:
             one.heartbeat_at = now
             if phase != one.phase or done > one.done:
@@ -181,10 +180,14 @@ class Baseline:
             one.probed_at = None
 
     def findings(self, now: float) -> list[Finding]:
-        return [*self._proofs.values(), *(
-            _finding("silent", Cause.HANG, now, incarnation) for incarnation, one in self.replicas.items()
-            if not one.left and self._rule.fails(incarnation, one, now)
-        )]  # fmt: skip
+        return [
+            *self._proofs.values(),
+            *(
+                _finding("silent", Cause.HANG, now, incarnation)
+                for incarnation, one in self.replicas.items()
+                if not one.left and self._rule.fails(incarnation, one, now)
+            ),
+        ]
 
 
 class FixedTimeout:
@@ -265,9 +268,13 @@ class WarnsOfAll(Baseline):
 
 
 def _finding(
-    what: str, cause: Cause, now: float, incarnation: Incarnation | None, node: NodeName | None = None,
+    what: str,
+    cause: Cause,
+    now: float,
+    incarnation: Incarnation | None,
+    node: NodeName | None = None,
     verdict: Verdict = Verdict.FAIL,
-) -> Finding:  # fmt: skip
+) -> Finding:
     remedy = Remedy.EXCLUDE if node is not None else Remedy.RESTART
     return Finding(
         what, verdict, cause, remedy, now, (Evidence("baseline", what, now),), incarnation=incarnation, node=node

@@ -100,8 +100,9 @@ class ScenarioEvent:
         wanted = self.event.phase
         return wanted is None or any(
             member.node is node and gang.joined and gang.rhythm_phase.phase == wanted
-            for gang in self._world.gangs.values() for member in gang.members
-        )  # fmt: skip
+            for gang in self._world.gangs.values()
+            for member in gang.members
+        )
 
     def concerns(self, node: NodeName) -> bool:
         """Return whether the event changes the values that readers read on this node."""

@@ -7,14 +7,46 @@ from typing import Literal, get_args
 Target = Literal["process", "node", "manager"]
 
 PROCESS_EVENTS = Literal[
-    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "false_progress", "quiet", "stretch",
-    "slow", "late_heartbeats",
-    "disconnect", "busy", "restart", "start_takes", "waits_outside",
-]  # fmt: skip
+    "crash",
+    "exit",
+    "vanish",
+    "goodbye",
+    "hang",
+    "wedge",
+    "freeze",
+    "false_progress",
+    "quiet",
+    "stretch",
+    "slow",
+    "late_heartbeats",
+    "disconnect",
+    "busy",
+    "restart",
+    "start_takes",
+    "waits_outside",
+]
 NODE_EVENTS = Literal[
-    "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
-    "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
-]  # fmt: skip
+    "node_dies",
+    "node_down",
+    "agent_dies",
+    "agent_freezes",
+    "cut",
+    "suspend",
+    "drain",
+    "unknown",
+    "flap",
+    "xid",
+    "gpu",
+    "gpu_lost",
+    "gpu_gone",
+    "port",
+    "hca_gone",
+    "mount",
+    "host",
+    "kernel",
+    "dcgm",
+    "reader",
+]
 MANAGER_EVENTS = Literal["manager_restart", "manager_pause", "cluster_away", "clock_jumps"]
 
 _LOADS = ("cpu", "gpu_use", "tensor")
@@ -66,16 +98,20 @@ and ``name``."""
 PROCESS_STATES = {"hang": ("S", "D"), "freeze": ("T", "t")}
 """For each event, the states in /proc/PID/stat that its process may have. The first one is the default."""
 NEEDED: dict[str, str] = {
-    "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
+    "stretch": "for",
+    "slow": "factor",
+    "late_heartbeats": "by",
+    "busy": "answers_after",
+    "start_takes": "for",
     "xid": "xid",
-}  # fmt: skip
+}
 """The key that each kind of event requires."""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})
 """Kinds of events that need ``set``, ``grow`` or ``unread``."""
 
-HARDWARE = frozenset({
-    "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
-})  # fmt: skip
+HARDWARE = frozenset(
+    {"xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader"}
+)
 """Kinds of events that the node's readers observe."""
 
 

@@ -150,8 +150,12 @@ class ClusterTable(_Table):
     allocation: Length = fixed(60.0)
     """Time until a replacement of an excluded node arrives, if there is no spare."""
     readers: tuple[Literal["nvml", "dcgm", "kernel", "fabric", "host"], ...] = (
-        "nvml", "dcgm", "kernel", "fabric", "host"
-    )  # fmt: skip
+        "nvml",
+        "dcgm",
+        "kernel",
+        "fabric",
+        "host",
+    )
     """Readers whose source exists; the other readers report their source as absent. Without dcgm, rrl has no
     information about tensor cores; RobustRL always has this information from its own profiler."""
     loads: bool = True

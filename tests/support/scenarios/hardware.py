@@ -30,10 +30,17 @@ _BEFORE = 90.0
 _AFTER = 300.0
 """Seconds after the end of the last event until which a node is read at the normal rate."""
 _REPORTED_BY = {
-    "xid": ("kernel", "nvml", "dcgm"), "gpu": ("nvml", "dcgm"), "gpu_lost": ("nvml", "dcgm"),
-    "gpu_gone": ("nvml", "dcgm"), "port": ("fabric",), "hca_gone": ("fabric",), "mount": ("host",), "host": ("host",),
-    "kernel": ("kernel", "nvml"), "dcgm": ("dcgm", "nvml"),
-}  # fmt: skip
+    "xid": ("kernel", "nvml", "dcgm"),
+    "gpu": ("nvml", "dcgm"),
+    "gpu_lost": ("nvml", "dcgm"),
+    "gpu_gone": ("nvml", "dcgm"),
+    "port": ("fabric",),
+    "hca_gone": ("fabric",),
+    "mount": ("host",),
+    "host": ("host",),
+    "kernel": ("kernel", "nvml"),
+    "dcgm": ("dcgm", "nvml"),
+}
 """For each kind of event, the readers that can observe it."""
 _HUNG_FOR = 10.0
 """Seconds after which a read counts as hung (rrl.health.readers.base)."""
@@ -56,10 +63,18 @@ PORTS = tuple(f"mlx5_{index}/1" for index in range(8))
 LINKS = 18
 """NVLinks of each GPU."""
 COUNTERS = (
-    "link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err",
-    "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
-    "roce_slow_restart", "carrier_changes",
-)  # fmt: skip
+    "link_downed",
+    "excessive_buffer_overrun_errors",
+    "local_link_integrity_errors",
+    "rnr_nak_retry_err",
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_ack_timeout_err",
+    "port_xmit_discards",
+    "roce_slow_restart",
+    "carrier_changes",
+)
 
 
 @dataclass(slots=True)
@@ -208,8 +223,11 @@ class Machines:
         data: r.Data
         if reader == "nvml":
             used = set(self.used(node))
-            gpus = tuple(_gpu(machine, _idle(gpu) if gpu.index not in used else gpu, now)
-                         for gpu in machine.gpus if not _is_gone(machine.gone.get(gpu.index), now))  # fmt: skip
+            gpus = tuple(
+                _gpu(machine, _idle(gpu) if gpu.index not in used else gpu, now)
+                for gpu in machine.gpus
+                if not _is_gone(machine.gone.get(gpu.index), now)
+            )
             xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and last_read <= when < now)
             data = r.NvmlData("570.124.06", gpus, xids, xid_events="")
         elif reader == "kernel":
@@ -227,8 +245,9 @@ class Machines:
             active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
             run = now // _HEALTH_EVERY * _HEALTH_EVERY
             exported = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
-            data = r.DcgmData(exported, active, health_at=UPTIME + run,
-                              driver_gpus=tuple(gpu.uuid for gpu in machine.gpus))  # fmt: skip
+            data = r.DcgmData(
+                exported, active, health_at=UPTIME + run, driver_gpus=tuple(gpu.uuid for gpu in machine.gpus)
+            )
         return r.Reading(reader, at, data)
 
 
@@ -264,8 +283,9 @@ def _is_gone(times: tuple[float, float] | None, now: float) -> bool:
 
 
 def _dcgm_gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.DcgmGpu:
-    counted_xids = [xid.xid for at, xid, by in machine.xids
-            if xid.uuid == gpu.uuid and "dcgm" in by and now - _COUNTED < at < now]  # fmt: skip
+    counted_xids = [
+        xid.xid for at, xid, by in machine.xids if xid.uuid == gpu.uuid and "dcgm" in by and now - _COUNTED < at < now
+    ]
     return r.DcgmGpu(
         uuid=gpu.uuid, index=gpu.index, xid_counts={code: counted_xids.count(code) for code in counted_xids}
     )
@@ -280,31 +300,69 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
     """Return a healthy H100 that works."""
     links = tuple(r.NvLink(link=n, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for n in range(LINKS))
     return r.Gpu(
-        index=index, uuid=uuid_of(node, index), pci=f"0000:{0x1B + 16 * index:02x}:00", name="NVIDIA H100 80GB HBM3",
-        recovery_action="none", ecc_volatile_corrected=0, ecc_volatile_uncorrected=0, ecc_aggregate_corrected=3,
-        ecc_aggregate_uncorrected=0, remapped_corrected=0, remapped_uncorrected=0, remap_pending=False,
-        remap_failed=False, temperature=58, temperature_slowdown=90, temperature_shutdown=95, temperature_memory=70,
-        temperature_memory_max=95, clock_reasons=("sw_power_cap",), clock_sm=1755, clock_sm_max=1980, power=650_000,
-        power_limit=700_000, utilization=95, memory_used=_IN_USE, memory_total=80 * _GIB, processes=(),
-        pcie_replays=0, pcie_gen=5, pcie_gen_max=5, pcie_width=16, pcie_width_max=16, nvlinks=links,
-        fabric_state="completed", fabric_status="success",
+        index=index,
+        uuid=uuid_of(node, index),
+        pci=f"0000:{0x1B + 16 * index:02x}:00",
+        name="NVIDIA H100 80GB HBM3",
+        recovery_action="none",
+        ecc_volatile_corrected=0,
+        ecc_volatile_uncorrected=0,
+        ecc_aggregate_corrected=3,
+        ecc_aggregate_uncorrected=0,
+        remapped_corrected=0,
+        remapped_uncorrected=0,
+        remap_pending=False,
+        remap_failed=False,
+        temperature=58,
+        temperature_slowdown=90,
+        temperature_shutdown=95,
+        temperature_memory=70,
+        temperature_memory_max=95,
+        clock_reasons=("sw_power_cap",),
+        clock_sm=1755,
+        clock_sm_max=1980,
+        power=650_000,
+        power_limit=700_000,
+        utilization=95,
+        memory_used=_IN_USE,
+        memory_total=80 * _GIB,
+        processes=(),
+        pcie_replays=0,
+        pcie_gen=5,
+        pcie_gen_max=5,
+        pcie_width=16,
+        pcie_width_max=16,
+        nvlinks=links,
+        fabric_state="completed",
+        fabric_status="success",
         unread=dict.fromkeys(("retired_corrected", "retired_uncorrected", "retired_pending"), "not supported"),
-    )  # fmt: skip
+    )
 
 
 def _idle(gpu: r.Gpu) -> r.Gpu:
     """Return the GPU with the values of an unused GPU."""
     return msgspec.structs.replace(
-        gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
+        gpu,
+        memory_used=4 * 2**20,
+        utilization=0,
+        power=75_000,
+        temperature=32,
+        clock_sm=345,
         clock_reasons=("gpu_idle",),
-    )  # fmt: skip
+    )
 
 
 def _healthy_host(mounts: tuple[r.Mount, ...]) -> r.HostData:
     return r.HostData(
-        mounts=mounts, memory_total=2048 * _GIB, memory_available=1500 * _GIB, load=20.0, cpus=128,
-        governor="performance", clock_source="tsc", oom_kills=0,
-    )  # fmt: skip
+        mounts=mounts,
+        memory_total=2048 * _GIB,
+        memory_available=1500 * _GIB,
+        load=20.0,
+        cpus=128,
+        governor="performance",
+        clock_source="tsc",
+        oom_kills=0,
+    )
 
 
 def _gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.Gpu:
@@ -318,8 +376,15 @@ def _gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.Gpu:
 def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
     device, port = name.split("/")
     counters = dict.fromkeys(COUNTERS, 0)
-    usual = r.FabricPort(device=device, port=int(port), state="ACTIVE", physical="LinkUp", rate=400.0,
-                         link_layer="InfiniBand", counters=counters)  # fmt: skip
+    usual = r.FabricPort(
+        device=device,
+        port=int(port),
+        state="ACTIVE",
+        physical="LinkUp",
+        rate=400.0,
+        link_layer="InfiniBand",
+        counters=counters,
+    )
     for change in machine.port_changes.get(name, ()):
         for counter, rate in change.grow.items():
             counters[counter] = counters.get(counter, 0) + int(rate * max(0.0, min(now, change.until) - change.since))
@@ -347,8 +412,9 @@ def _changed(healthy: Any, changes: Any, now: float) -> Any:
             given = dict(change.set)
             if "nvlink" in given:  # a dict such as {link = 3, active = false} stands for one of the links
                 link = given.pop("nvlink")
-                links = tuple(msgspec.structs.replace(one, **link) if one.link == link["link"] else one
-                              for one in healthy.nvlinks)  # fmt: skip
+                links = tuple(
+                    msgspec.structs.replace(one, **link) if one.link == link["link"] else one for one in healthy.nvlinks
+                )
                 healthy = msgspec.structs.replace(healthy, nvlinks=links)
             if "unread" in given:
                 given["unread"] = {**healthy.unread, **given["unread"]}

@@ -33,9 +33,8 @@ class Judge(Protocol):
         """Report the GPUs of an incarnation that has sent a Hello."""
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None: ...  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None: ...
     def entered(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
     ) -> None: ...

@@ -97,8 +97,9 @@ _WANTED = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    "string_type": "text in quotes", "string_too_short": "text that is not empty",
-}  # fmt: skip
+    "string_type": "text in quotes",
+    "string_too_short": "text that is not empty",
+}
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 

@@ -128,9 +128,8 @@ class RrlDetectors:
         self._tenants[incarnation] = node, uuids
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now, data)
 
     def entered(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
@@ -255,8 +254,11 @@ class RrlDetectors:
             node_state.boot_id = self._boots.get(node, "")
             if node in self._past:
                 restore_inventory(node_state, self._past[node])
-            if not any(one.node == node and one.status == "joined" for one in self._monitor.replicas.values()
-                       if role_of(one.incarnation.replica) != AGENT):  # fmt: skip
+            if not any(
+                one.node == node and one.status == "joined"
+                for one in self._monitor.replicas.values()
+                if role_of(one.incarnation.replica) != AGENT
+            ):
                 self._admitting_since[node] = now
                 node_state.set_expected_free((ALL_GPUS,))
         node_state.add(reading)
@@ -284,11 +286,16 @@ class RrlDetectors:
                 if home == node:
                     node_state.set_tenant(uuids, role_of(incarnation.replica), str(incarnation))
             ahead = self._node_clock_ahead
-            reported = [_with_times(one, -ahead) for one in evaluate(node_state, node, rules, now + ahead)
-                    if one.verdict in (Verdict.WARN, Verdict.FAIL)]  # fmt: skip
+            reported = [
+                _with_times(one, -ahead)
+                for one in evaluate(node_state, node, rules, now + ahead)
+                if one.verdict in (Verdict.WARN, Verdict.FAIL)
+            ]
             since = self._admitting_since.get(node)
-            if since is not None and (now - since >= _ADMISSION_TIMEOUT_S or (len(node_state.newest) == len(READERS)
-                                                                    and not pending(node_state))):  # fmt: skip
+            if since is not None and (
+                now - since >= _ADMISSION_TIMEOUT_S
+                or (len(node_state.newest) == len(READERS) and not pending(node_state))
+            ):
                 self._admitted(node)
             found = {one.key: one for one in reported}
             if found != self._reported.get(node, {}):
@@ -338,9 +345,13 @@ class RrlDetectors:
             for one in working
             if one.status != "launched" and role_of(one.incarnation.replica) in self._rollouts
         }
-        return CorrelationContext(len(self._monitor.nodes), {one.node for one in working}, joined,
-                    silent_workers=missing_heartbeats(self._raw, self._monitor, self._limits, now),
-                    silent_nodes=silent_nodes(self._raw, self._monitor, self._limits, now))  # fmt: skip
+        return CorrelationContext(
+            len(self._monitor.nodes),
+            {one.node for one in working},
+            joined,
+            silent_workers=missing_heartbeats(self._raw, self._monitor, self._limits, now),
+            silent_nodes=silent_nodes(self._raw, self._monitor, self._limits, now),
+        )
 
 
 def _with_times(finding: Finding, ahead: float) -> Finding:

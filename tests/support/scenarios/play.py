@@ -193,10 +193,18 @@ def _scored(
         if first is None and since + truth.within > scenario.lasts:
             broken = broken or f"the scenario ends before {truth.who} had to be found"
             continue
-        outcomes.append(Outcome(
-            truth.who, truth.cause, truth.verdict, since, first.at if first else None, in_time,
-            first.cause if first else "", first.detector if first else "",
-        ))  # fmt: skip
+        outcomes.append(
+            Outcome(
+                truth.who,
+                truth.cause,
+                truth.verdict,
+                since,
+                first.at if first else None,
+                in_time,
+                first.cause if first else "",
+                first.detector if first else "",
+            )
+        )
     false = tuple(_once(one for index, one in enumerate(alarms) if one.verdict == "FAIL" and index not in explained))
     warnings = tuple(one for one in alarms if one.verdict == "WARN")
     unexplained = tuple(one for i, one in enumerate(alarms) if one.verdict == "WARN" and i not in explained)

@@ -31,8 +31,9 @@ def restart(world: World, gang: Gang) -> None:
     gang.incarnation += 1
     gang.random = world.chance(f"{gang.id}:{gang.incarnation}")
     gang.joined, gang.joins_at = False, inf
-    gang.members = members_of(gang.id, gang.incarnation, [one.node for one in gang.members],
-                              gang.table.gpus or 0, gang.members[0].probed)  # fmt: skip
+    gang.members = members_of(
+        gang.id, gang.incarnation, [one.node for one in gang.members], gang.table.gpus or 0, gang.members[0].probed
+    )
     waits = [_settle(world, gang, member) for member in gang.members]
     standbys = [world.gangs.get(standby_id(gang.role, member.node.name)) for member in gang.members]
     if gang.table.standby and all(one is not None and one.alive for one in standbys):

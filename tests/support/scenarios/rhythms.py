@@ -24,9 +24,11 @@ class Loads(NamedTuple):
     def with_given(self, cpu: float | None, gpu: float | None, tensor: float | None) -> Loads:
         """Return a copy of these loads in which the given values replace the present ones."""
         return Loads(
-            self.cpu if cpu is None else cpu, self.gpu if gpu is None else gpu,
-            self.tensor if tensor is None else tensor, self.state,
-        )  # fmt: skip
+            self.cpu if cpu is None else cpu,
+            self.gpu if gpu is None else gpu,
+            self.tensor if tensor is None else tensor,
+            self.state,
+        )
 
 
 IDLE = Loads(0.0, 0.0, 0.0)
@@ -132,8 +134,10 @@ def _filled(name: str, table: RoleTable) -> RoleTable:
     once = table.once if table.once is not None else _ONCE.get(name, ())
     effective = table if "replicas" in table.model_fields_set else DEFAULT_ROLES.get(name, table)
     update = {
-        "replicas": effective.replicas, "gpus": gpus, "once": once,
+        "replicas": effective.replicas,
+        "gpus": gpus,
+        "once": once,
         "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
         "starts": table.starts or _STARTS,
-    }  # fmt: skip
+    }
     return table.model_copy(update=update)

@@ -72,9 +72,11 @@ class Warnings(Struct, frozen=True):
 def warnings_of(plays: Sequence[Played]) -> Warnings:
     standing = sum(min(one.until, play.lasts) - one.at for play in plays for one in play.unexplained)
     return Warnings(
-        sum(play.lasts for play in plays) / 3600.0, sum(len(play.warnings) for play in plays),
-        sum(len(play.unexplained) for play in plays), standing / 3600.0,
-    )  # fmt: skip
+        sum(play.lasts for play in plays) / 3600.0,
+        sum(len(play.warnings) for play in plays),
+        sum(len(play.unexplained) for play in plays),
+        standing / 3600.0,
+    )
 
 
 def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
@@ -107,16 +109,16 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
     """
     return {
         (play.scenario, play.seed, index): one.found_at - one.since
-        for play in plays for index, one in enumerate(play.outcomes)
+        for play in plays
+        for index, one in enumerate(play.outcomes)
         if one.cause == "hang" and one.verdict == "FAIL" and one.found_at is not None
-    }  # fmt: skip
+    }
 
 
 def hang_roles(plays: Iterable[Played]) -> dict[tuple[str, int, int], str]:
     """Return the role (or ``node``) of each hang in :func:`hang_delays`, by the keys of that function."""
     plays = list(plays)
-    kinds = {(play.scenario, play.seed, index): _kind(one)
-             for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
+    kinds = {(play.scenario, play.seed, index): _kind(one) for play in plays for index, one in enumerate(play.outcomes)}
     return {key: kinds[key] for key in hang_delays(plays)}
 
 

@@ -30,12 +30,27 @@ _NUMBERED = ("unknown (", "bit_")
 """Prefixes of the names that readers make for values that have no known name."""
 _FEW = range(32)
 _OTHER_CODES = (
-    "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
-    "FABRIC_MANAGER_TRAINING_ERROR", "BROKEN_P2P_PCIE_MEMORY_DEVICE", "BROKEN_P2P_PCIE_WRITER_DEVICE",
-    "BROKEN_P2P_NVLINK_MEMORY_DEVICE", "BROKEN_P2P_NVLINK_WRITER_DEVICE", "TEST_SKIPPED", "SRAM_THRESHOLD",
-    "NVLINK_EFFECTIVE_BER_THRESHOLD", "NVLINK_SYMBOL_BER_THRESHOLD", "IMEX_UNHEALTHY", "FABRIC_PROBE_STATE",
-    "BINARY_PERMISSIONS", "NVLINK_ERROR", "POWER_BRAKE", "ERROR_SENTINEL",
-)  # fmt: skip
+    "CLOCK_THROTTLE_THERMAL",
+    "CLOCK_THROTTLE_POWER",
+    "BLACKLISTED_DRIVER",
+    "VOLATILE_DBE",
+    "VOLATILE_SBE",
+    "FABRIC_MANAGER_TRAINING_ERROR",
+    "BROKEN_P2P_PCIE_MEMORY_DEVICE",
+    "BROKEN_P2P_PCIE_WRITER_DEVICE",
+    "BROKEN_P2P_NVLINK_MEMORY_DEVICE",
+    "BROKEN_P2P_NVLINK_WRITER_DEVICE",
+    "TEST_SKIPPED",
+    "SRAM_THRESHOLD",
+    "NVLINK_EFFECTIVE_BER_THRESHOLD",
+    "NVLINK_SYMBOL_BER_THRESHOLD",
+    "IMEX_UNHEALTHY",
+    "FABRIC_PROBE_STATE",
+    "BINARY_PERMISSIONS",
+    "NVLINK_ERROR",
+    "POWER_BRAKE",
+    "ERROR_SENTINEL",
+)
 """Codes of older and newer versions of DCGM, and abbreviations that stand for several codes."""
 CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
 ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
@@ -49,10 +64,16 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str, link_layer_show
     (FabricPort, "state"): ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"),
     (FabricPort, "physical"): (
-        "Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkUp", "LinkErrorRecovery", "Phy Test",
+        "Sleep",
+        "Polling",
+        "Disabled",
+        "PortConfigurationTraining",
+        "LinkUp",
+        "LinkErrorRecovery",
+        "Phy Test",
     ),
     (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
-}  # fmt: skip
+}
 """For each field, the values that readers report."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
 """Real name of a default role, by a name that authors may expect."""
@@ -194,9 +215,13 @@ def _of_origin(truth: Truth, names: Sequence[str]) -> str:
 
 
 def _of_event(
-    event: Event, scenario: Scenario, members: Sequence[str], nodes: Sequence[str],
-    phases: dict[str, set[str]], names: Sequence[str],
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+    event: Event,
+    scenario: Scenario,
+    members: Sequence[str],
+    nodes: Sequence[str],
+    phases: dict[str, set[str]],
+    names: Sequence[str],
+) -> Iterator[tuple[str, str]]:
     if event.after and (event.after not in names or event.after == (event.name or event.do)):
         yield "after", f"there is no other event {event.after}; there are {', '.join(names)}"
     elif event.after and names.count(event.after) > 1:

@@ -14,10 +14,12 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator
 from rrl.core.units import seconds
 
 _EXAMPLES = {
-    "uniform": '{uniform = ["10s", "30s"]}', "lognormal": '{lognormal = ["60s", 0.3]}',
-    "pareto": '{pareto = ["60s", 1.5, "30min"]}', "mixed": '{mixed = [[0.9, "60s"], [0.1, "10min"]]}',
+    "uniform": '{uniform = ["10s", "30s"]}',
+    "lognormal": '{lognormal = ["60s", 0.3]}',
+    "pareto": '{pareto = ["60s", 1.5, "30min"]}',
+    "mixed": '{mixed = [[0.9, "60s"], [0.1, "10min"]]}',
     "draw": '{draw = "NAME"}',
-}  # fmt: skip
+}
 _MAX_SIGMA = 2.0
 """Largest sigma of a lognormal draw, with which one draw in 40 is more than 50 times the median."""
 
@@ -137,10 +139,12 @@ def _drawn(value: object) -> object:
 
 
 _MEANING = {
-    "uniform": ": least and greatest", "lognormal": f": median, and sigma from 0 to {_MAX_SIGMA:g}",
+    "uniform": ": least and greatest",
+    "lognormal": f": median, and sigma from 0 to {_MAX_SIGMA:g}",
     "pareto": ": least, exponent (more than 0), and optionally greatest",
-    "mixed": ": a weight above 0 and a duration for each kind of draw", "draw": ": the name of a duration in [draws]",
-}  # fmt: skip
+    "mixed": ": a weight above 0 and a duration for each kind of draw",
+    "draw": ": the name of a duration in [draws]",
+}
 
 
 def _pair(kind: str, given: Any) -> Drawn | None:

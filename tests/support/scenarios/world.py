@@ -9,16 +9,7 @@ from random import Random
 
 from rrl.core.phases import WAIT_DATA
 from rrl.core.types import DataReport, Incarnation, NodeName, OutsideKind, OutsideWait, gang_of, role_of
-from rrl.tests.support.scenarios.actors import (
-    COLLECTIVE,
-    REQUESTING,
-    STARTING,
-    STORE,
-    STORE_PHASES,
-    Gang,
-    Member,
-    Node,
-)  # fmt: skip
+from rrl.tests.support.scenarios.actors import COLLECTIVE, REQUESTING, STARTING, STORE, STORE_PHASES, Gang, Member, Node
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.hardware import gpus_of, uuid_of
 from rrl.tests.support.scenarios.judge import Judge
@@ -86,8 +77,12 @@ class World:
     def members(self, patterns: Iterable[str]) -> list[Member]:
         """Return the members whose names match one of ``patterns``; a gang's name is that of its first member."""
         wanted = tuple(patterns)
-        return [one for gang in self.gangs.values() for one in gang.members
-                if any(fnmatchcase(one.incarnation.replica, each) for each in wanted)]  # fmt: skip
+        return [
+            one
+            for gang in self.gangs.values()
+            for one in gang.members
+            if any(fnmatchcase(one.incarnation.replica, each) for each in wanted)
+        ]
 
     def nodes_of(self, patterns: Iterable[str]) -> list[Node]:
         found: dict[NodeName, Node] = {}
@@ -186,9 +181,12 @@ class World:
 
     def _hand_out(self, member: Member) -> None:
         """Assign the first unused GPUs of the node to a member; if there are too few, assign its first GPUs."""
-        taken = {one for other in self.members_by_incarnation.values()
-                 if other is not member and other.node is member.node
-                 and not other.ended for one in other.gpu_indices}  # fmt: skip
+        taken = {
+            one
+            for other in self.members_by_incarnation.values()
+            if other is not member and other.node is member.node and not other.ended
+            for one in other.gpu_indices
+        }
         free = [index for index in range(self._gpus) if index not in taken]
         enough = len(free) >= member.gpus
         member.gpu_indices = tuple(free[: member.gpus]) if enough else tuple(range(min(member.gpus, self._gpus)))
@@ -257,8 +255,10 @@ class World:
         phase = gang.rhythm_phase
         awaited = (
             other.ended_in_round.get(ended, 0) >= gang.round_number
-            for role, ended in phase.until.items() for other in self.gangs.values() if other.role == role
-        )  # fmt: skip
+            for role, ended in phase.until.items()
+            for other in self.gangs.values()
+            if other.role == role
+        )
         capacity = (self._queued[queue] + units <= self._holds(queue) for queue, units in phase.puts.items())
         supply = (self._queued[queue] >= units for queue, units in phase.takes.items())
         return all(awaited) and all(capacity) and all(supply)
@@ -289,8 +289,9 @@ class World:
             return _NO_REPORT
         if any(
             other.data_arrives_in <= 0 and self._may_end(other)
-            for other in self.gangs.values() if other.is_stuck_taking_data(self.now)
-        ):  # fmt: skip
+            for other in self.gangs.values()
+            if other.is_stuck_taking_data(self.now)
+        ):
             return DataReport(untaken=True)
         return DataReport(outside=_OUTSIDE) if self._waits_outside() else _NO_REPORT
 
@@ -426,8 +427,12 @@ class World:
             self.judge.paused(self.clock)
             return
         self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # never before the previous manager's end
-        current = [(one.incarnation, one.node.name) for gang in self.gangs.values() if gang.launch_at == inf
-                    for one in gang.members]  # fmt: skip
+        current = [
+            (one.incarnation, one.node.name)
+            for gang in self.gangs.values()
+            if gang.launch_at == inf
+            for one in gang.members
+        ]
         current += [(node.agent, node.name) for node in self.nodes.values() if not node.excluded]
         self.judge.restarted(current, self.clock, self.clock_ahead)
         for node in self.nodes.values():
@@ -445,6 +450,9 @@ class World:
             return
         self.poll_at = now + self.scenario.limits.poll
         if now >= self.cluster_away:
-            states = {node.name: (node.state, node.detail, now < node.suspended)
-                    for node in self.nodes.values() if not node.excluded}  # fmt: skip
+            states = {
+                node.name: (node.state, node.detail, now < node.suspended)
+                for node in self.nodes.values()
+                if not node.excluded
+            }
             self.judge.cluster(states, self.clock, self.clock)

@@ -86,11 +86,16 @@ def mad_frame(chance: random.Random) -> bytes:
         (PROTOCOL_VERSION, 0, None, {"type": "Heartbeat", "incarnation": ["x/0", 1], "phase": "x", "done": 1})
     )
     kinds: tuple[bytes, ...] = (
-        b"", b"\xc1", b"\x91" * 500, good[: chance.randrange(1, len(good))], chance.randbytes(100), b"\xff" * 500,
+        b"",
+        b"\xc1",
+        b"\x91" * 500,
+        good[: chance.randrange(1, len(good))],
+        chance.randbytes(100),
+        b"\xff" * 500,
         msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 0, None, {"type": "Heartbeat"})),
         msgspec.msgpack.encode((PROTOCOL_VERSION, 0, None, {"type": "NoSuchWord"})),
         msgspec.msgpack.encode((PROTOCOL_VERSION, "epoch", None, None)),
-    )  # fmt: skip
+    )
     return chance.choice(kinds)
 
 

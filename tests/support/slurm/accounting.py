@@ -34,12 +34,21 @@ def start(lab: SlurmLab) -> None:
     (folder / "data").mkdir(parents=True)
     os.chmod(folder, 0o700)  # the database accepts every user who may open its socket
     me = pwd.getpwuid(os.geteuid()).pw_name
-    database = ("mariadbd", "--no-defaults", "--skip-grant-tables", "--skip-networking", f"--user={me}",
-                f"--datadir={folder}/data", "--innodb-log-file-size=4M", "--innodb-buffer-pool-size=16M")  # fmt: skip
+    database = (
+        "mariadbd",
+        "--no-defaults",
+        "--skip-grant-tables",
+        "--skip-networking",
+        f"--user={me}",
+        f"--datadir={folder}/data",
+        "--innodb-log-file-size=4M",
+        "--innodb-buffer-pool-size=16M",
+    )
     with _SYSTEM_TABLES.open() as tables:  # slurmdbd needs a system table for its stored procedures
         made = "create database mysql;\nuse mysql;\n" + tables.read()
-    subprocess.run([*database, "--bootstrap"], env=lab.environment(), input=made, text=True, check=True,
-                   capture_output=True)  # fmt: skip
+    subprocess.run(
+        [*database, "--bootstrap"], env=lab.environment(), input=made, text=True, check=True, capture_output=True
+    )
     lab.background(*database, f"--socket={_socket(lab)}", f"--pid-file={folder}/pid", log="mariadbd.log")
     lab.wait_for(lambda: _listens(_socket(lab)), "MariaDB does not listen")
     conf = lab.dir / "slurmdbd.conf"
@@ -73,9 +82,17 @@ def add_qos(lab: SlurmLab, name: str, **limits: int) -> None:
 def limit(lab: SlurmLab, account: str = ACCOUNT, **limits: int | str) -> None:
     """Set limits of the lab's user in an account: ``MaxJobs=1``, ``MaxSubmitJobs=2``; -1 removes a limit."""
     lab.slurm(
-        "sacctmgr", "-i", "modify", "user", "where", f"name={lab.user}", f"account={account}", "cluster=rrllab",
-        "set", *(f"{key}={value}" for key, value in limits.items()),
-    )  # fmt: skip
+        "sacctmgr",
+        "-i",
+        "modify",
+        "user",
+        "where",
+        f"name={lab.user}",
+        f"account={account}",
+        "cluster=rrllab",
+        "set",
+        *(f"{key}={value}" for key, value in limits.items()),
+    )
 
 
 def _socket(lab: SlurmLab) -> Path:

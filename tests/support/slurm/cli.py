@@ -26,13 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("uninstall", help="remove the packages that install has added, and the labs' user (root)")
     command = commands.add_parser("root", help="fetch the programs of another version, and print their folder")
     command.add_argument("version", choices=slurm_root.SUITES)
-    for name, text in (("start", "start a cluster that keeps running"),
-                       ("stop", "kill a cluster and remove its folder"),
-                       ("status", "print the nodes' states and the jobs"),
-                       ("env", "print shell lines to use a cluster"),
-                       ("crash", "kill all processes of a node"), ("up", "start a crashed node"),
-                       ("cut", "take a node's link down"), ("heal", "take a node's link up, without delay"),
-                       ("delay", "delay a node's packets"), ("outage", "stop slurmctld for a while")):  # fmt: skip
+    for name, text in (
+        ("start", "start a cluster that keeps running"),
+        ("stop", "kill a cluster and remove its folder"),
+        ("status", "print the nodes' states and the jobs"),
+        ("env", "print shell lines to use a cluster"),
+        ("crash", "kill all processes of a node"),
+        ("up", "start a crashed node"),
+        ("cut", "take a node's link down"),
+        ("heal", "take a node's link up, without delay"),
+        ("delay", "delay a node's packets"),
+        ("outage", "stop slurmctld for a while"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--dir", type=Path, required=True, help="the cluster's folder; its path must be short")
         if name in _FAULTS and name != "outage":
@@ -66,10 +71,16 @@ def _perform(options: argparse.Namespace) -> str:
         return str(slurm_root.ensure(options.version))
     if options.command == "start":
         lab = SlurmLab.start(
-            options.dir, nodes=options.nodes, cpus=options.cpus, memory=options.memory, gpus=options.gpus, stays=True,
-            isolated=options.isolated, accounting=options.accounting,
+            options.dir,
+            nodes=options.nodes,
+            cpus=options.cpus,
+            memory=options.memory,
+            gpus=options.gpus,
+            stays=True,
+            isolated=options.isolated,
+            accounting=options.accounting,
             root=slurm_root.ensure(options.slurm) if options.slurm else None,
-        )  # fmt: skip
+        )
         return f"{len(lab.nodes)} nodes idle; jobs are submitted as {lab.user}"
     lab = SlurmLab.load(options.dir)
     if options.command == "stop":
@@ -82,9 +93,12 @@ def _perform(options: argparse.Namespace) -> str:
         return "\n".join(f"export {name}={value}" for name, value in of_user.items())
     if options.command in _FAULTS:
         answer = fault_service.request_fault(
-            fault_service.socket_of(lab.dir), do=options.command, node=getattr(options, "node", None),
-            ms=getattr(options, "ms", None), seconds=options.seconds,
-        )  # fmt: skip
+            fault_service.socket_of(lab.dir),
+            do=options.command,
+            node=getattr(options, "node", None),
+            ms=getattr(options, "ms", None),
+            seconds=options.seconds,
+        )
         if not answer.ok:
             raise RuntimeError(answer.detail)
     return "\n".join([*(f"{node} {state}" for node, state in lab.states().items()), *lab.jobs()])

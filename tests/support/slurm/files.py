@@ -97,12 +97,15 @@ def _write_configuration(path: Path, settings: Settings) -> None:
     text = jinja2.Template(
         Path(__file__).with_name("slurm.conf.j2").read_text(), undefined=jinja2.StrictUndefined
     ).render(
-        settings=settings, dir=path, host=on_this_machine,
+        settings=settings,
+        dir=path,
+        host=on_this_machine,
         timeouts=(message_timeout, settings.slurmd_timeout or slurmd_timeout),
         daemons=pwd.getpwuid(os.geteuid()).pw_name,
         controller=settings.network.controller if settings.network else "127.0.0.1",
-        plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None, nodes=_node_lines(settings, on_this_machine),
-    )  # fmt: skip
+        plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None,
+        nodes=_node_lines(settings, on_this_machine),
+    )
     (path / "slurm.conf").write_text(text)
     if version(settings) >= _CGROUP_CONF_SINCE:
         (path / "cgroup.conf").write_text("CgroupPlugin=disabled\n")

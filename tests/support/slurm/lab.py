@@ -84,10 +84,22 @@ class SlurmLab:
 
     @classmethod
     def start(
-        cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
-        inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
-            preempting: int = 0, requeue_delay: int | None = None, root: Path | None = None, stays: bool = False,
-    ) -> SlurmLab:  # fmt: skip
+        cls,
+        path: Path | None = None,
+        *,
+        nodes: int = 5,
+        cpus: int = 8,
+        memory: int = 8000,
+        gpus: int = 0,
+        inactive_limit: int = 0,
+        slurmd_timeout: int = 0,
+        isolated: bool = False,
+        accounting: bool = False,
+        preempting: int = 0,
+        requeue_delay: int | None = None,
+        root: Path | None = None,
+        stays: bool = False,
+    ) -> SlurmLab:
         """End the remaining processes of a crashed lab in ``path``, start a lab, and wait until every node is idle.
 
         Args:
@@ -118,10 +130,21 @@ class SlurmLab:
         port = _free_ports(nodes + 2)  # slurmctld, a slurmd each, slurmdbd
         network = netns.free_network(f"rl{port}") if isolated else None
         settings = Settings(
-            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=holder, root=version,
-            inactive_limit=inactive_limit, slurmd_timeout=slurmd_timeout, network=network, accounting=accounting,
-            preempting=preempting, requeue_delay=requeue_delay,
-        )  # fmt: skip
+            nodes=nodes,
+            cpus=cpus,
+            memory=memory,
+            gpus=gpus,
+            port=port,
+            user=plain_user(),
+            owner=holder,
+            root=version,
+            inactive_limit=inactive_limit,
+            slurmd_timeout=slurmd_timeout,
+            network=network,
+            accounting=accounting,
+            preempting=preempting,
+            requeue_delay=requeue_delay,
+        )
         lab = cls(path, settings)
         try:
             files.write(path, settings)
@@ -148,9 +171,13 @@ class SlurmLab:
     def _start_daemons(self) -> None:
         munge = self.dir / "munge"
         self.daemon(
-            "munged", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log", f"--seed-file={munge}/seed",
-        )  # fmt: skip
+            "munged",
+            f"--key-file={munge}/key",
+            f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         fault_service.serve(self)
         if self.network:
             netns.make(self.network, self.nodes)
@@ -164,17 +191,29 @@ class SlurmLab:
     def daemon(self, *argv: str, env: Mapping[str, str] | None = None) -> None:
         """Run a command that starts a daemon and returns. Raises RuntimeError with the command's output."""
         done = subprocess.run(
-            argv, env=self.environment() | dict(env or {}), cwd=self.dir, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=_DEADLINE_S,
-        )  # fmt: skip
+            argv,
+            env=self.environment() | dict(env or {}),
+            cwd=self.dir,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
 
     def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
         """Run a program that does not detach itself; ``log`` is its file in the lab's folder of logs."""
         with (self.dir / "log" / log).open("ab") as output:
-            subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
-                           stdout=output, stderr=output)  # fmt: skip
+            subprocess.run(
+                ["setsid", "--fork", *argv],
+                env=self.environment(),
+                cwd=self.dir,
+                check=True,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+            )
 
     def environment(self) -> dict[str, str]:
         """Return the environment of all programs of this lab."""
@@ -192,7 +231,7 @@ class SlurmLab:
         """Run a Slurm command with the daemons' rights; return its standard output. Raises CalledProcessError."""
         return subprocess.run(
             argv, env=self.environment(), cwd=self.dir, check=True, capture_output=True, text=True, timeout=_DEADLINE_S
-        ).stdout  # fmt: skip
+        ).stdout
 
     def states(self) -> dict[str, str]:
         """Return Slurm's short state of each node with its flags (``idle``, ``mix``, ``down*``)."""
@@ -362,9 +401,14 @@ class SlurmLab:
         )
 
     def run_as_user(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,
-        timeout: float = 120.0, check: bool = True,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 120.0,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command as the plain user in the user's home; ``env`` is added to the user's environment."""
         process = self.popen_as_user(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
@@ -379,14 +423,19 @@ class SlurmLab:
         return done
 
     def popen_as_user(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,
-        stdin: int | IO[Any] | None = subprocess.DEVNULL, stdout: int | IO[Any] | None = None,
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: int | IO[Any] | None = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
-    ) -> subprocess.Popen[str]:  # fmt: skip
+    ) -> subprocess.Popen[str]:
         """Start a command as :meth:`run_as_user` does, but in a session of its own, and do not wait for its end."""
         return popen_as(
             self.user, argv, self.user_env() | dict(env or {}), cwd or self.user_home, stdin, stdout, stderr
-        )  # fmt: skip
+        )
 
     def call_as_user(self, function: Callable[[], None], timeout_s: float = 120.0) -> None:
         """Run ``function`` as the plain user in a forked child. Raises AssertionError with the child's traceback."""

@@ -47,8 +47,11 @@ def _install_packages(accounting: bool) -> str:
     if _apt("--simulate", *wanted).returncode:  # the package lists may be old or absent
         print("downloading Debian's package lists (apt-get update)", flush=True)
         _apt("update", check=True)
-    added = [line.split()[1] for line in _apt("--simulate", *wanted, check=True).stdout.splitlines()
-             if line.startswith("Inst ")]  # fmt: skip
+    added = [
+        line.split()[1]
+        for line in _apt("--simulate", *wanted, check=True).stdout.splitlines()
+        if line.startswith("Inst ")
+    ]
     sizes = [line for line in _apt("--assume-no", *wanted).stdout.splitlines() if line.startswith(("Need to", "After"))]
     print(f"installing {len(added)} of Debian's packages: {' '.join(added)}", *sizes, sep="\n  ")
     print("make uninstall-slurm removes them", flush=True)

@@ -23,9 +23,26 @@ ROOTS_ENV = "RRL_SLURM_ROOTS"
 SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 """Debian's suite of each version of Slurm that the tests run on."""
 PROGRAMS = (
-    "munged", "sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo",
-    "slurmctld", "slurmd", "slurmdbd", "slurmstepd", "sprio", "squeue", "srun", "sstat",
-)  # fmt: skip
+    "munged",
+    "sacct",
+    "sacctmgr",
+    "salloc",
+    "sattach",
+    "sbatch",
+    "sbcast",
+    "scancel",
+    "scontrol",
+    "sdiag",
+    "sinfo",
+    "slurmctld",
+    "slurmd",
+    "slurmdbd",
+    "slurmstepd",
+    "sprio",
+    "squeue",
+    "srun",
+    "sstat",
+)
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "patchelf")
 _MIRROR = "http://deb.debian.org/debian"
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -126,8 +143,9 @@ def unpack(suite: str, root: Path, packages: Sequence[str]) -> None:
 def _unpack(package: Path, root: Path) -> None:
     """Unpack a package. ``dpkg-deb -x`` is not used, because it replaces the links of a merged /usr by folders."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as archive:
-        done = subprocess.run(["tar", "-x", "--no-same-owner", "--keep-directory-symlink", "-C", root],
-                              stdin=archive.stdout)  # fmt: skip
+        done = subprocess.run(
+            ["tar", "-x", "--no-same-owner", "--keep-directory-symlink", "-C", root], stdin=archive.stdout
+        )
     if archive.returncode or done.returncode:
         raise RuntimeError(f"{package.name} cannot be unpacked to {root}")
 
@@ -137,8 +155,15 @@ def _use_own_libraries(root: Path) -> None:
     libraries = next(root.glob("usr/lib/*-linux-gnu*"))
     loader = next(libraries.glob("ld-linux-*.so.?"))
     plugins = libraries / "slurm-wlm"
-    patchelf = [str(loader), "--library-path", str(libraries), str(root / "usr/bin/patchelf"),
-                "--force-rpath", "--set-rpath", f"{plugins}:{libraries}"]  # fmt: skip
+    patchelf = [
+        str(loader),
+        "--library-path",
+        str(libraries),
+        str(root / "usr/bin/patchelf"),
+        "--force-rpath",
+        "--set-rpath",
+        f"{plugins}:{libraries}",
+    ]
     _output_of([*patchelf, *map(str, plugins.glob("*.so"))])
     for name in PROGRAMS:
         found = [root / "usr" / folder / f"{name}{wlm}" for folder in ("bin", "sbin") for wlm in ("-wlm", "")]

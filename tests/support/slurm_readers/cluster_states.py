@@ -104,14 +104,18 @@ def submit(lab: SlurmLab, command: str, *options: str, name: str) -> str:
 
 def wait_state(lab: SlurmLab, job: str, wanted: str) -> None:
     """Wait until Slurm shows this state of a job."""
-    lab.wait_for(lambda: wanted in lab.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").split(),
-                 f"job {job} is not {wanted}")  # fmt: skip
+    lab.wait_for(
+        lambda: wanted in lab.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").split(),
+        f"job {job} is not {wanted}",
+    )
 
 
 def wait_reason(lab: SlurmLab, job: str, wanted: str) -> None:
     """Wait until Slurm shows this reason of a pending job."""
-    lab.wait_for(lambda: wanted in lab.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%r"),
-                 f"job {job} does not wait for {wanted}")  # fmt: skip
+    lab.wait_for(
+        lambda: wanted in lab.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%r"),
+        f"job {job} does not wait for {wanted}",
+    )
 
 
 def ends_early(lab: SlurmLab, job: str) -> bool:

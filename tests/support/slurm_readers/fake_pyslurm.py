@@ -18,9 +18,20 @@ from msgspec import Struct
 CONTROL_ENV = "FAKE_PYSLURM"
 """Environment variable with the path of the control file."""
 JOB_ATTRIBUTES = (
-    "id", "state", "allocated_nodes", "name", "state_reason", "comment", "heterogeneous_id", "heterogeneous_offset",
-    "time_limit", "run_time", "start_time", "end_time", "user_id",
-)  # fmt: skip
+    "id",
+    "state",
+    "allocated_nodes",
+    "name",
+    "state_reason",
+    "comment",
+    "heterogeneous_id",
+    "heterogeneous_offset",
+    "time_limit",
+    "run_time",
+    "start_time",
+    "end_time",
+    "user_id",
+)
 STEP_ATTRIBUTES = ("id", "allocated_nodes", "name", "user_id")
 NODE_ATTRIBUTES = ("name", "state", "reason", "reason_time", "reason_user", "idle_cpus", "effective_cpus")
 FOREVER_S = 3600.0

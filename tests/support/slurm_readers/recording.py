@@ -59,9 +59,10 @@ def main() -> int:
             admin = msgspec.json.decode(answer.read_bytes())
             answer.unlink()
             recording["errors"] = {
-                "drain_not_permitted": own["drain"], "drain_unknown_node": admin["drain"],
+                "drain_not_permitted": own["drain"],
+                "drain_unknown_node": admin["drain"],
                 "load_unknown_node": own["load"],
-            }  # fmt: skip
+            }
             with lab.controller_down():
                 lab.call_as_user(lambda: _write(answer, _errors(DRAINED)))
             recording["errors"]["controller_away"] = msgspec.json.decode(answer.read_bytes())["drain"]
@@ -97,10 +98,11 @@ def _objects() -> dict[str, Any]:
     env = dict(os.environ) | {"SLURM_TIME_FORMAT": "%s"}
     plain = dict(os.environ)
     found["commands"] = {
-        name: subprocess.run(argv, env=env if argv[0] == "squeue" else plain, capture_output=True, check=True)
-        .stdout.decode(errors="replace")
+        name: subprocess.run(
+            argv, env=env if argv[0] == "squeue" else plain, capture_output=True, check=True
+        ).stdout.decode(errors="replace")
         for name, argv in COMMANDS.items()
-    }  # fmt: skip
+    }
     lines = found["commands"]["config"].splitlines()
     found["commands"]["config"] = "\n".join(line for line in lines if line.startswith(_CONFIG_KEYS)) + "\n"
     return found

@@ -30,8 +30,10 @@ def tensorboard_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:
     watcher = DirectoryWatcher(str(folder), LegacyEventFileLoader, IsTensorFlowEventsFile)
     return [
         (event.step, value.simple_value)
-        for event in watcher.Load() for value in event.summary.value if value.tag == metric
-    ]  # fmt: skip
+        for event in watcher.Load()
+        for value in event.summary.value
+        if value.tag == metric
+    ]
 
 
 def wandb_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:

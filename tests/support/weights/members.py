@@ -39,14 +39,7 @@ class Nursery:
         self.kind = kind
         self._control, theirs = socket.socketpair()
         with theirs:
-            argv = (
-                *inside,
-                sys.executable,
-                "-m",
-                "rrl.tests.support.weights.member",
-                str(theirs.fileno()),
-                kind,
-            )
+            argv = (*inside, sys.executable, "-m", "rrl.tests.support.weights.member", str(theirs.fileno()), kind)
             tls = {"UCX_TLS": "tcp,self"} if kind == "nixl" else {"UCX_TLS": "tcp"} if inside else {}
             env = os.environ | tls
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)

@@ -110,9 +110,14 @@ class _Torture:
     async def _start(self, name: str) -> None:
         old = self._members.get(name)
         self._members[name] = await Member.start(
-            self._nursery, name, NBYTES, number=old.incarnation.number + 1 if old else 1, check=True,
-            chunk_by=CHUNK_BY, on=self._on_report,
-        )  # fmt: skip
+            self._nursery,
+            name,
+            NBYTES,
+            number=old.incarnation.number + 1 if old else 1,
+            check=True,
+            chunk_by=CHUNK_BY,
+            on=self._on_report,
+        )
         self._announce()
 
     def _announce(self) -> None:

@@ -75,15 +75,7 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
         upstream: Address of the source from which the child pulls; if empty, the child has the version from the
             beginning.
     """
-    argv = [
-        sys.executable,
-        "-m",
-        "rrl.tests.support.weights.source",
-        kind,
-        SECRET.hex(),
-        str(size),
-        str(chunk),
-    ]
+    argv = [sys.executable, "-m", "rrl.tests.support.weights.source", kind, SECRET.hex(), str(size), str(chunk)]
     argv += [upstream] if upstream else []
     process = await asyncio.to_thread(subprocess.Popen, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -267,8 +267,10 @@ def test_logs_are_merged_with_times_and_selected_as_by_the_command(root: Path) -
     found = rrl.run(RUN)
     lines = list(found.logs())
     assert [(line.incarnation, line.text) for line in lines] == [
-        ("rollout/0#1", "early"), ("trainer/0#1", "step \x1b[1m1"), ("rollout/0#1", "late"),
-    ]  # fmt: skip
+        ("rollout/0#1", "early"),
+        ("trainer/0#1", "step \x1b[1m1"),
+        ("rollout/0#1", "late"),
+    ]
     assert [line.time for line in lines] == [noon.replace(second=second) for second in range(3)]
     assert [line.text for line in found.logs("rollout/0", lines=1)] == ["late"]
     assert [line.text for line in found.logs(since=noon.replace(second=1), grep="l.te")] == ["late"]

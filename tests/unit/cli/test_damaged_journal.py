@@ -22,9 +22,14 @@ from rrl.transport.keys import RunKeys
 
 FRAME = struct.Struct("<II")
 COMMANDS = (
-    ("status",), ("status", "--json"), ("logs", "--failed"), ("list",), ("resume",), ("manage",),
+    ("status",),
+    ("status", "--json"),
+    ("logs", "--failed"),
+    ("list",),
+    ("resume",),
+    ("manage",),
     ("cancel", "--no-wait"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture

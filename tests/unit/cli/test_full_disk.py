@@ -55,9 +55,16 @@ def write_runs(root: Path) -> None:
 
 @pytest.mark.skipif(not own_mounts(), reason="this machine does not permit mounts")
 @pytest.mark.parametrize(
-    "command", [["manage", "mine-1"], ["cancel", "mine-1"], ["inject", "mine-1", "kill"], ["submit", "JOB"],
-                ["submit", "JOB", "--foreground"], ["resume", "over-1"]],
-)  # fmt: skip
+    "command",
+    [
+        ["manage", "mine-1"],
+        ["cancel", "mine-1"],
+        ["inject", "mine-1", "kill"],
+        ["submit", "JOB"],
+        ["submit", "JOB", "--foreground"],
+        ["resume", "over-1"],
+    ],
+)
 def test_a_command_on_a_full_disk_ends_with_one_line(tmp_path: Path, command: list[str]) -> None:
     done = run_on_a_full_disk(tmp_path, command)
     assert done.returncode in (1, 2), done.stderr

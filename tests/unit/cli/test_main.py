@@ -230,9 +230,7 @@ def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pyte
     assert main.run(["status", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["turns"], shown["branches"], shown["token_drift"]) == (18, 0, 0)
-    assert shown["episodes"] == {
-        "finished": 9, "retried": 0, "replayed": 0, "dropped": 4, "dropped_by_reason": {}
-    }  # fmt: skip
+    assert shown["episodes"] == {"finished": 9, "retried": 0, "replayed": 0, "dropped": 4, "dropped_by_reason": {}}
     assert shown["stream"]["parts"] is None
     assert shown["pace"]["seconds_per_step"] == 3
     assert shown["pace"]["seconds_left"] is None, "a forecast for a run without a manager"
@@ -309,8 +307,22 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     completed("aaa-1").written(root)
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert set(row) == {"schema", "run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries",
-                        "started", "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
+    assert set(row) == {
+        "schema",
+        "run",
+        "name",
+        "outcome",
+        "standing",
+        "step",
+        "steps",
+        "reward",
+        "recoveries",
+        "started",
+        "ended",
+        "run_seconds",
+        "run_dir",
+        "why",
+    }
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 
@@ -321,9 +333,13 @@ def test_global_option_after_the_command_is_answered_with_its_place(capsys: pyte
 
 @pytest.mark.parametrize(
     ("started", "on_path", "shown"),
-    [(".venv/bin/rrl", False, ".venv/bin/rrl"), (".venv/bin/rrl", True, "rrl"), ("/opt/rrl", False, "/opt/rrl"),
-     ("pytest", False, "rrl")],
-)  # fmt: skip
+    [
+        (".venv/bin/rrl", False, ".venv/bin/rrl"),
+        (".venv/bin/rrl", True, "rrl"),
+        ("/opt/rrl", False, "/opt/rrl"),
+        ("pytest", False, "rrl"),
+    ],
+)
 def test_advice_names_the_program_as_the_user_can_start_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, on_path: bool, shown: str
 ) -> None:
@@ -420,9 +436,14 @@ def test_submit_as_json_names_run_and_folder(
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.COMPLETED, 0), (Outcome.FAILED, 1), (Outcome.REJECTED, 2)])
 def test_awaited_run_ends_with_a_summary_and_its_exit_code(
-    root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str,
-    outcome: Outcome, code: int,
-) -> None:  # fmt: skip
+    root: Path,
+    job_toml: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    outcome: Outcome,
+    code: int,
+) -> None:
     _pretends(monkeypatch, root, Story("small-7").works().ends(outcome, "so it was told"))
     assert main.run(["submit", job_toml, how]) == code
     shown = capsys.readouterr().out
@@ -458,8 +479,9 @@ def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
     (tmp_path / "file").touch()  # root may write everywhere except below a file
     assert main.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
     reported = capsys.readouterr().err
-    assert reported == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"
-                    " another folder with --runs-dir\n")  # fmt: skip
+    assert reported == (
+        f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name another folder with --runs-dir\n"
+    )
 
 
 def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(

@@ -45,10 +45,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.mark.parametrize(
     "command",
     [
-        ("status",), ("status", "--json"), ("logs",), ("logs", "--json"), ("logs", "--failed"),
+        ("status",),
+        ("status", "--json"),
+        ("logs",),
+        ("logs", "--json"),
+        ("logs", "--failed"),
         ("logs", "--failed", "--json"),
     ],
-)  # fmt: skip
+)
 def test_text_of_a_role_is_escaped_by_every_command_that_shows_it(
     run: RunDir, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:

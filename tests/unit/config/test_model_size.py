@@ -10,9 +10,14 @@ from rrl.config.model_size import largest_key, weight_count
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
 
 BUILT = ModelSpec(
-    hidden_size=48, intermediate_size=80, layers=3, heads=6, kv_heads=2, head_dim=10,
+    hidden_size=48,
+    intermediate_size=80,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
     tokenizer=TokenizerSpec(tuple("0123456")),
-)  # fmt: skip
+)
 
 
 def test_estimated_weights_of_a_built_model_equal_those_of_torch() -> None:

@@ -49,14 +49,38 @@ q = 3
 '''
     lines = lines_of(text)
     expected: dict[Path, int] = {
-        ("top",): 2, ("dotted",): 3, ("dotted", "key", "quo.ted"): 3, ("inline",): 4, ("inline", "a"): 4,
-        ("inline", "b", "c", "d"): 4, ("list",): 5, ("list", 0): 6, ("list", 1): 6, ("list", 2): 8,
-        ("list", 2, "z", 0): 8, ("list", 2, "z", 1): 9, ("text",): 11, ("raw",): 15, ("a",): 17,
-        ("table",): 21, ("table", "sub"): 19, ("table", "sub", "key"): 20, ("table", "key"): 22,
-        ("many",): 23, ("many", 0): 23, ("many", 0, "n"): 24, ("many", 0, "inner"): 25, ("many", 0, "inner", "k"): 26,
-        ("many", 0, "nested", 0): 27, ("many", 0, "nested", 0, "q"): 28, ("many", 1): 29, ("many", 1, "n"): 30,
-        ("many", 1, "nested", 0): 31, ("many", 1, "nested", 1): 33, ("many", 1, "nested", 1, "q"): 34,
-    }  # fmt: skip
+        ("top",): 2,
+        ("dotted",): 3,
+        ("dotted", "key", "quo.ted"): 3,
+        ("inline",): 4,
+        ("inline", "a"): 4,
+        ("inline", "b", "c", "d"): 4,
+        ("list",): 5,
+        ("list", 0): 6,
+        ("list", 1): 6,
+        ("list", 2): 8,
+        ("list", 2, "z", 0): 8,
+        ("list", 2, "z", 1): 9,
+        ("text",): 11,
+        ("raw",): 15,
+        ("a",): 17,
+        ("table",): 21,
+        ("table", "sub"): 19,
+        ("table", "sub", "key"): 20,
+        ("table", "key"): 22,
+        ("many",): 23,
+        ("many", 0): 23,
+        ("many", 0, "n"): 24,
+        ("many", 0, "inner"): 25,
+        ("many", 0, "inner", "k"): 26,
+        ("many", 0, "nested", 0): 27,
+        ("many", 0, "nested", 0, "q"): 28,
+        ("many", 1): 29,
+        ("many", 1, "n"): 30,
+        ("many", 1, "nested", 0): 31,
+        ("many", 1, "nested", 1): 33,
+        ("many", 1, "nested", 1, "q"): 34,
+    }
     assert {path: lines.get(path) for path in expected} == expected
     assert set(lines) == set(_paths(tomllib.loads(text), ()))
 

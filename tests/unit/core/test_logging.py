@@ -44,8 +44,12 @@ def logged(arguments: str = "", before: str = "", after: str = "", level: str = 
     env = {name: value for name, value in os.environ.items() if name != LOG_LEVEL_ENV}
     done = subprocess.run(
         [sys.executable, "-c", MESSAGES.format(arguments=arguments, before=before, after=after)],
-        env=env | ({LOG_LEVEL_ENV: level} if level else {}), stderr=err, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        env=env | ({LOG_LEVEL_ENV: level} if level else {}),
+        stderr=err,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stderr or ""
 
 
@@ -53,8 +57,10 @@ def test_a_message_has_time_level_logger_and_text() -> None:
     lines = logged().splitlines()
     assert all(stamp_of(line.encode()) for line in lines)
     assert [line.partition(" ")[2] for line in lines] == [
-        "INFO rrl.agent: said at info", "WARNING rrl.agent: said at warning", "ERROR rrl.agent: said at error",
-    ]  # fmt: skip
+        "INFO rrl.agent: said at info",
+        "WARNING rrl.agent: said at warning",
+        "ERROR rrl.agent: said at error",
+    ]
 
 
 def test_message_of_a_role_has_no_time_since_its_launcher_adds_it() -> None:

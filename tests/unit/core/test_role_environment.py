@@ -172,10 +172,19 @@ def test_missing_command_is_reported_with_the_searched_path() -> None:
 
 def test_variables_are_passed_by_name_or_prefix_but_never_those_of_a_launcher() -> None:
     shell = {
-        "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "OTHER": "x", "SLURM_JOB_ID": "7",
-        "PMIX_RANK": "0", "PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "RRL_LAUNCH": "/x",
-    }  # fmt: skip
+        "WANDB_API_KEY": "secret",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_P2P_LEVEL": "SYS",
+        "OTHER": "x",
+        "SLURM_JOB_ID": "7",
+        "PMIX_RANK": "0",
+        "PMI_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "RRL_LAUNCH": "/x",
+    }
     assert select_variables(("WANDB_API_KEY", "NCCL_*", "MISSING"), shell) == {
-        "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "WANDB_API_KEY": "secret",
-    }  # fmt: skip
+        "NCCL_DEBUG": "INFO",
+        "NCCL_P2P_LEVEL": "SYS",
+        "WANDB_API_KEY": "secret",
+    }
     assert select_variables(("S*", "PMI*", "OMPI_*", "RRL_*", "SLURM_JOB_ID"), shell) == {}

@@ -15,8 +15,16 @@ def test_escaped_text_has_no_control_characters_and_no_direction_marks() -> None
     left = {sign for sign in escaped(every) if unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")}
     assert left == {"\t"}
     assert not {unicodedata.bidirectional(sign) for sign in escaped(every)} & {
-        "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI",
-    }  # fmt: skip
+        "LRE",
+        "RLE",
+        "LRO",
+        "RLO",
+        "PDF",
+        "LRI",
+        "RLI",
+        "FSI",
+        "PDI",
+    }
 
 
 def test_escaped_text_stays_readable() -> None:

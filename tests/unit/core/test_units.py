@@ -10,10 +10,18 @@ from rrl.core.units import seconds, size, slurm_mem, slurm_time
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("500ms", 0.5), ("90s", 90), ("1.5min", 90), ("2h", 7200), ("1d", 86400), (" 5 s ", 5),
-        ("30:00", 1800), ("1:30:00", 5400), ("1-12:00", 129600), ("1-12:00:30", 129630),
+        ("500ms", 0.5),
+        ("90s", 90),
+        ("1.5min", 90),
+        ("2h", 7200),
+        ("1d", 86400),
+        (" 5 s ", 5),
+        ("30:00", 1800),
+        ("1:30:00", 5400),
+        ("1-12:00", 129600),
+        ("1-12:00:30", 129630),
     ],
-)  # fmt: skip
+)
 def test_durations_are_parsed_with_a_unit_or_in_slurms_format(text: str, expected: float) -> None:
     assert seconds(text) == expected
 

@@ -37,8 +37,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return at
 
 
-def checked(path: Path, at: float, *, passed: bool = True, full: bool = True, gpus: tuple[str, ...] = (),
-            freed: bool = False) -> None:  # fmt: skip
+def checked(
+    path: Path, at: float, *, passed: bool = True, full: bool = True, gpus: tuple[str, ...] = (), freed: bool = False
+) -> None:
     update_memory(path, lambda memory: after_check(memory, passed=passed, full=full, gpus=gpus, freed=freed, at=at))
 
 

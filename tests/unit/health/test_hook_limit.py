@@ -39,8 +39,9 @@ def test_at_most_a_quarter_of_the_nodes_are_drained_at_the_same_time() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), min_size=1, unique_by=lambda each: each[1]),
-    st.integers(1, 100), st.randoms(),
-)  # fmt: skip
+    st.integers(1, 100),
+    st.randoms(),
+)
 def test_concurrent_drains_leave_as_many_as_the_limit_permits(
     made: list[tuple[int, int]], nodes: int, order: Random
 ) -> None:

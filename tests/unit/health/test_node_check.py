@@ -23,10 +23,7 @@ def test_lost_gpu_has_the_remedy_that_the_driver_reports(fields: dict[str, str |
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
 
 
-@pytest.mark.parametrize(
-    ("action", "remedy"),
-    [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT)],
-)
+@pytest.mark.parametrize(("action", "remedy"), [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT)])
 def test_newest_recovery_actions_give_their_remedies(action: str, remedy: Remedy) -> None:
     found = ObservedNode().gpus(gpu(0, recovery_action=action), times=3).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)

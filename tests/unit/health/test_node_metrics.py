@@ -29,15 +29,20 @@ def result(*findings: Finding, drained: bool | None = True) -> NodeCheckResult:
     return NodeCheckResult(NodeName("n1"), Verdict.FAIL, findings, xids, 1_795_694_400.5, 2.5, drained)
 
 
-FINDINGS = (finding("gpu_lost", Verdict.FAIL, ODD), finding("xid", Verdict.WARN), finding("disk", Verdict.OK),
-            finding("dcgm_diag", Verdict.UNKNOWN))  # fmt: skip
+FINDINGS = (
+    finding("gpu_lost", Verdict.FAIL, ODD),
+    finding("xid", Verdict.WARN),
+    finding("disk", Verdict.OK),
+    finding("dcgm_diag", Verdict.UNKNOWN),
+)
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (one.name, frozenset(one.labels.items())): one.value
-        for family in text_string_to_metric_families(text) for one in family.samples
-    }  # fmt: skip
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
 
 
 def test_file_is_what_prometheus_reads_with_any_text_in_labels(tmp_path: Path) -> None:
@@ -46,17 +51,25 @@ def test_file_is_what_prometheus_reads_with_any_text_in_labels(tmp_path: Path) -
     found = samples(path.read_text())
     assert all(("node", "n1") in labels for _, labels in found)
     of = {name: value for (name, labels), value in found.items() if len(labels) == 1}
-    assert of == {"rrl_node_check_timestamp_seconds": 1_795_694_400.5, "rrl_node_check_duration_seconds": 2.5,
-                  "rrl_node_drained_by_hook": 1.0}  # fmt: skip
-    verdicts = {dict(labels)["verdict"]: value for (name, labels), value in found.items()
-                if name == "rrl_node_check_verdict"}  # fmt: skip
+    assert of == {
+        "rrl_node_check_timestamp_seconds": 1_795_694_400.5,
+        "rrl_node_check_duration_seconds": 2.5,
+        "rrl_node_drained_by_hook": 1.0,
+    }
+    verdicts = {
+        dict(labels)["verdict"]: value for (name, labels), value in found.items() if name == "rrl_node_check_verdict"
+    }
     assert verdicts == {"OK": 0.0, "WARN": 0.0, "FAIL": 1.0, "UNKNOWN": 0.0}
     problems = [dict(labels) for name, labels in found if name == "rrl_node_findings"]
     assert {(one["detector"], one["verdict"], one["component"]) for one in problems} == {
-        ("gpu_lost", "FAIL", ODD), ("xid", "WARN", ""),
-    }  # fmt: skip
-    xids = {(dict(labels)["gpu"], dict(labels)["code"]): value for (name, labels), value in found.items()
-            if name == "rrl_node_xids"}  # fmt: skip
+        ("gpu_lost", "FAIL", ODD),
+        ("xid", "WARN", ""),
+    }
+    xids = {
+        (dict(labels)["gpu"], dict(labels)["code"]): value
+        for (name, labels), value in found.items()
+        if name == "rrl_node_xids"
+    }
     assert xids == {("GPU-1", "79"): 2.0, ("GPU-2", "48"): 1.0}
 
 

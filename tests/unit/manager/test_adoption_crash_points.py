@@ -106,8 +106,13 @@ def test_killed_trainer_is_replaced_by_the_standby_of_its_node(unharmed: Site) -
     assert unharmed.promotions == [f"standby/{_node_of(unharmed)}#1 trainer/0#2"]
     assert_nobody_else_came_back(unharmed)
     assert len(incarnations_of(unharmed)[TRAINER]) == 2
-    adoption = next(s.event.action for s in unharmed.records if isinstance(s.event, ev.Intended)
-                    and isinstance(s.event.action, Launch) and s.event.action.standby is not None)  # fmt: skip
+    adoption = next(
+        s.event.action
+        for s in unharmed.records
+        if isinstance(s.event, ev.Intended)
+        and isinstance(s.event.action, Launch)
+        and s.event.action.standby is not None
+    )
     assert adoption.why.evidence
 
 

@@ -93,8 +93,11 @@ def test_cluster_outage_of_a_minute_fails_no_replica() -> None:
     assert (outcome, site.managers, state.step) == (Outcome.COMPLETED, 1, 3)
     started = starts(site)
     assert started[f"{STORE}".replace("/", "-")] == started[f"{TRAINER}".replace("/", "-")] == 1
-    fenced = {s.event.action.incarnation.replica for s in site.records
-              if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)}  # fmt: skip
+    fenced = {
+        s.event.action.incarnation.replica
+        for s in site.records
+        if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)
+    }
     assert fenced <= {ROLLOUTS[0]}, "a replica other than the target of the planned fault was fenced"
     assert site.granted == ["small-1.pool"]
     failures = [one.why for one in state.replica(ROLLOUTS[0]).failures]
@@ -148,10 +151,11 @@ ACTIONS: dict[str, Callable[[ev.Event], bool]] = {
     "fence": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Fence),
     "exclusion": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Exclude),
     "replacement": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Request) and ".more" in e.action.tag,
-    "relaunch": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Launch)
-    and e.action.incarnation.number == 2,
+    "relaunch": lambda e: (
+        isinstance(e, ev.Intended) and isinstance(e.action, Launch) and e.action.incarnation.number == 2
+    ),
     "rejoined": lambda e: isinstance(e, ev.Joined) and e.incarnation.number == 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
@@ -208,8 +212,11 @@ def test_roles_continue_while_the_run_directory_is_full(monkeypatch: pytest.Monk
     assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
     assert marks["committed"] > 10, "the roles trained too few steps while the run directory was full"
     assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {
-        "trajectories-0": 1, f"{REWARD}".replace("/", "-"): 1, "trainer-0": 1, "rollout-1": 1
-    }  # fmt: skip
+        "trajectories-0": 1,
+        f"{REWARD}".replace("/", "-"): 1,
+        "trainer-0": 1,
+        "rollout-1": 1,
+    }
 
 
 def test_cancelled_run_ends_from_its_reserve_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

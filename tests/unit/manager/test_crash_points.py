@@ -60,9 +60,16 @@ SPARSE_FIRST = 5
 
 
 ELSEWHERE: set[type] = {
-    ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
-    ev.GpuUseRecorded, ev.OutsideWaitChanged, ev.ClusterUnknown,
-}  # fmt: skip
+    ev.ManagerStopped,
+    ev.FaultRequested,
+    ev.StacksCollected,
+    ev.BaselinesLearned,
+    ev.NoteChanged,
+    ev.ValuesLogged,
+    ev.GpuUseRecorded,
+    ev.OutsideWaitChanged,
+    ev.ClusterUnknown,
+}
 """Events that the scripts need not contain, because other events cause the same actions."""
 
 
@@ -88,31 +95,42 @@ def _drained_and_used_again(site: Site) -> None:
 IN_NODE_GROUPS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=NODE_GROUPS)
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
 _GANG = msgspec.structs.replace(
-    gang_job(2, 1, rollouts=2, spares=2, steps=8, limits=LIMITS), cluster="slurm",
+    gang_job(2, 1, rollouts=2, spares=2, steps=8, limits=LIMITS),
+    cluster="slurm",
     health=HealthSpec(admission=False),  # otherwise the order of the agents' messages would decide the placement
-)  # fmt: skip
+)
 IS_REPAIRED = Script(
-    Outcome.COMPLETED, granted=1, job=_GANG,
+    Outcome.COMPLETED,
+    granted=1,
+    job=_GANG,
     at_step={2: _commands("restart", target=R0), 3: _dies(MEMBER), 5: _drained_and_used_again, 7: _loses_a_node},
-)  # fmt: skip
+)
 RESTARTS_WHOLE = Script(
-    Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
+    Outcome.COMPLETED,
+    granted=1,
+    job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
     at_step={2: _dies(R0)},
-)  # fmt: skip
+)
 _EVALUATED = msgspec.structs.replace(
     job(spares=0, limits=LIMITS, recovery=Recovery(policy="requeue")), eval=EvalSpec(every=1)
 )
-IS_REQUEUED = Script(
-    Outcome.COMPLETED, granted=2, job=_EVALUATED, at_step={2: _dies(R0)},
-)  # fmt: skip
+IS_REQUEUED = Script(Outcome.COMPLETED, granted=2, job=_EVALUATED, at_step={2: _dies(R0)})
 IS_RESUMED = Script(
-    Outcome.COMPLETED, granted=2, cancel_at=2, job=job(spares=0, limits=LIMITS),
+    Outcome.COMPLETED,
+    granted=2,
+    cancel_at=2,
+    job=job(spares=0, limits=LIMITS),
     resumed=job(spares=0, limits=LIMITS, steps=4),
-)  # fmt: skip
+)
 SCRIPTS = {
-    "completes": COMPLETES, "is cancelled": IS_CANCELLED, "in parts": IN_NODE_GROUPS, "is repaired": IS_REPAIRED,
-    "restarts whole": RESTARTS_WHOLE, "is requeued": IS_REQUEUED, "is resumed": IS_RESUMED,
-}  # fmt: skip
+    "completes": COMPLETES,
+    "is cancelled": IS_CANCELLED,
+    "in parts": IN_NODE_GROUPS,
+    "is repaired": IS_REPAIRED,
+    "restarts whole": RESTARTS_WHOLE,
+    "is requeued": IS_REQUEUED,
+    "is resumed": IS_RESUMED,
+}
 
 
 def _worked(site: Site) -> dict[ReplicaId, int]:
@@ -177,9 +195,13 @@ def unharmed(name: str) -> Unharmed:
     assert site.managers == 1 + (script.resumed is not None)
     assert_over(script, site, outcome, state)
     return Unharmed(
-        script, site.records, _facts(site, state), _worked(site), recorded_lifetimes_ns(state),
+        script,
+        site.records,
+        _facts(site, state),
+        _worked(site),
+        recorded_lifetimes_ns(state),
         reported_lifetimes_ns(site),
-    )  # fmt: skip
+    )
 
 
 def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
@@ -189,8 +211,11 @@ def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
     assert {type(event.action) for event in events if isinstance(event, ev.Decided)} == set(get_args(Decision))
     launches = [e.action for e in events if isinstance(e, ev.Intended) and isinstance(e.action, Launch)]
     assert {(role_of(one.incarnation.replica), one.standby is not None) for one in launches} >= {
-        (AGENT, False), (STANDBY_ROLE, False), ("trainer", False), ("trainer", True)
-    }  # fmt: skip
+        (AGENT, False),
+        (STANDBY_ROLE, False),
+        ("trainer", False),
+        ("trainer", True),
+    }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -317,12 +342,16 @@ def test_cluster_that_answers_every_other_poll_changes_nothing() -> None:
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-@pytest.mark.parametrize("prepared", [
-    lambda site: setattr(site, "lose_answers", True),
-    lambda site: setattr(site, "deaf", 3),
-    lambda site: setattr(site, "blink", True),
-    lambda site: setattr(site, "kill_every", 17),
-], ids=["answers lost", "deaf", "seen every other time", "managers that die again and again"])  # fmt: skip
+@pytest.mark.parametrize(
+    "prepared",
+    [
+        lambda site: setattr(site, "lose_answers", True),
+        lambda site: setattr(site, "deaf", 3),
+        lambda site: setattr(site, "blink", True),
+        lambda site: setattr(site, "kill_every", 17),
+    ],
+    ids=["answers lost", "deaf", "seen every other time", "managers that die again and again"],
+)
 def test_requests_of_several_components_are_made_once(prepared: Callable[[Site], None]) -> None:
     site, outcome, state = run_to_end(IN_NODE_GROUPS, prepared)
     assert_ended_well(IN_NODE_GROUPS, site, outcome, state)
@@ -337,8 +366,10 @@ def test_commands_are_carried_out_once_across_managers(kill_every: int) -> None:
     site, outcome, state = run_to_end(SHARDS, lambda site: setattr(site, "kill_every", kill_every))
     assert (outcome, site.allocations) == (Outcome.COMPLETED, {})
     assert {name: n for name, n in starts(site).items() if not name.startswith("agent")} == {
-        "shard-0": 1, "shard-1": 1, "shard-2": 1,
-    }  # fmt: skip
+        "shard-0": 1,
+        "shard-1": 1,
+        "shard-2": 1,
+    }
     assert epochs_of(site, ev.FindingChanged) == []
     assert {one.status for one in workers(state)} == {Status.COMPLETED}
 

@@ -29,13 +29,27 @@ SPARSE = 31
 """``make test`` kills the manager at every ``SPARSE``-th record, and ``make test-long`` at each record."""
 
 
-def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
-        verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
+def ill(
+    node: NodeName,
+    detector: str,
+    component: str = "GPU-1",
+    *,
+    cause: Cause = Cause.GPU,
+    proof: bool = False,
+    verdict: Verdict = Verdict.FAIL,
+) -> Finding:
     remedy = Remedy.REBOOT if verdict is Verdict.FAIL else Remedy.NONE
     return Finding(
-        detector, verdict, cause, remedy, 0.0, (Evidence("nvml", "it is broken", 0.0),), node=node, proof=proof,
+        detector,
+        verdict,
+        cause,
+        remedy,
+        0.0,
+        (Evidence("nvml", "it is broken", 0.0),),
+        node=node,
+        proof=proof,
         component=component,
-    )  # fmt: skip
+    )
 
 
 def _breaks_under_a_rollout(site: Site) -> None:
@@ -46,12 +60,8 @@ def _is_hot_under_another(site: Site) -> None:
     site.finds(ill(site.working()[R0][0].node, "gpu_hot", verdict=Verdict.WARN))
 
 
-JOB = msgspec.structs.replace(
-    job(spares=2, steps=16, limits=LIMITS, recovery=Recovery(breaker=0.5)), cluster="slurm",
-)  # fmt: skip
-STORY = Script(
-    Outcome.COMPLETED, granted=1, job=JOB, at_step={2: _breaks_under_a_rollout, 3: _is_hot_under_another}
-)  # fmt: skip
+JOB = msgspec.structs.replace(job(spares=2, steps=16, limits=LIMITS, recovery=Recovery(breaker=0.5)), cluster="slurm")
+STORY = Script(Outcome.COMPLETED, granted=1, job=JOB, at_step={2: _breaks_under_a_rollout, 3: _is_hot_under_another})
 
 
 def prepared(site: Site) -> None:
@@ -72,9 +82,13 @@ def _break_together(site: Site) -> None:
 
 
 TOGETHER = Script(
-    Outcome.COMPLETED, granted=1, at_step={2: _break_together},
-    job=msgspec.structs.replace(job(spares=2, steps=12, limits=LIMITS, recovery=Recovery(breaker=0.8)), cluster="slurm")
-)  # fmt: skip
+    Outcome.COMPLETED,
+    granted=1,
+    at_step={2: _break_together},
+    job=msgspec.structs.replace(
+        job(spares=2, steps=12, limits=LIMITS, recovery=Recovery(breaker=0.8)), cluster="slurm"
+    ),
+)
 
 
 @functools.cache

@@ -50,10 +50,12 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
 @pytest.mark.parametrize(
     ("role", "main"),
     [
-        ("trainer", trainer_main.main), ("rollout", rollout_main.main), ("reward", reward.main),
+        ("trainer", trainer_main.main),
+        ("rollout", rollout_main.main),
+        ("reward", reward.main),
         ("trajectories", server.main),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("model", "expected_text"),
     [
@@ -62,9 +64,13 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     ],
 )
 def test_invalid_model_is_one_line_and_exit_code_2(
-    role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    main: Callable[[], None],
+    model: dict[str, Any],
+    expected_text: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert _end(role, main, monkeypatch, model=model) == 2
     message_text = capsys.readouterr().err
     assert message_text.startswith(expected_text)

@@ -35,16 +35,26 @@ exec sleep infinity
 
 def options(**extra: str) -> tuple[str, ...]:
     return allocation_options(
-        tag="run.pool", comment="rrl run run.pool", nodes=2, node=NODE, walltime=3600, exclude=("n4",),
+        tag="run.pool",
+        comment="rrl run run.pool",
+        nodes=2,
+        node=NODE,
+        walltime=3600,
+        exclude=("n4",),
         extra={name.replace("_", "-"): value for name, value in extra.items()},
-    )  # fmt: skip
+    )
 
 
 def test_allocation_script_equals_the_stored_text() -> None:
     made = allocation_options(
-        tag="run.more-7", comment="rrl run replacement run.more-7", nodes=3, node=NODE, walltime=129600.5,
-        exclude=("n9", "n4"), extra={"partition": "main", "exclusive": ""},
-    )  # fmt: skip
+        tag="run.more-7",
+        comment="rrl run replacement run.more-7",
+        nodes=3,
+        node=NODE,
+        walltime=129600.5,
+        exclude=("n9", "n4"),
+        extra={"partition": "main", "exclusive": ""},
+    )
     assert allocation_script(made) == GOLDEN
 
 
@@ -91,8 +101,10 @@ def test_heterogeneous_script_has_its_components_in_order_each_with_its_own_name
 
 def test_pool_script_with_manager_ends_with_the_manager() -> None:
     text = allocation_script(options(output="/runs/a b/pool.log"), command=("python", "-m", "x", "/runs/a b"))
-    assert text.endswith("\n# The manager runs on the first of these nodes, and starts every step in this job.\n"
-                         "exec python -m x '/runs/a b'\n")  # fmt: skip
+    assert text.endswith(
+        "\n# The manager runs on the first of these nodes, and starts every step in this job.\n"
+        "exec python -m x '/runs/a b'\n"
+    )
     assert '#SBATCH --output="/runs/a b/pool.log"\n' in text
 
 
@@ -139,9 +151,14 @@ def test_real_sbatch_accepts_each_form_from_a_plain_user(slurm_lab: SlurmLab) ->
 def test_real_sbatch_parses_every_line_as_intended(slurm_lab: SlurmLab) -> None:
     comment = r"""a "b" \ # $HOME 'c' | é"""
     made = allocation_options(
-        tag="run.pool", comment=comment, nodes=2, node=Resources(3, 1, 2**30), walltime=120, exclude=("n1",),
+        tag="run.pool",
+        comment=comment,
+        nodes=2,
+        node=Resources(3, 1, 2**30),
+        walltime=120,
+        exclude=("n1",),
         extra={"partition": "main", "nice": "100"},
-    )  # fmt: skip
+    )
     script = slurm_lab.user_home / "pool.sh"
     script.write_text(allocation_script(made))
     script.chmod(0o644)

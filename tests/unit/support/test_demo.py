@@ -25,5 +25,16 @@ def test_steps_are_listed_by_the_names_of_their_replicas(capsys: pytest.CaptureF
         "squeue --steps",
         [["5.7", "quickstart-1123-035245-e477.rollout-1.2", "0:07", "n4"], ["3.0", "python", "0:11", "n1"]],
     )
-    assert capsys.readouterr().out.split() == ["$", "squeue", "--steps", "5.7", "rollout-1.2", "0:07", "n4",
-                                               "3.0", "python", "0:11", "n1"]  # fmt: skip
+    assert capsys.readouterr().out.split() == [
+        "$",
+        "squeue",
+        "--steps",
+        "5.7",
+        "rollout-1.2",
+        "0:07",
+        "n4",
+        "3.0",
+        "python",
+        "0:11",
+        "n1",
+    ]

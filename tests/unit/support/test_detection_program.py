@@ -106,8 +106,10 @@ def test_counts_are_given_for_each_suite(tmp_path: Path, capsys: pytest.CaptureF
     main(tmp_path, seeds=1, jobs=1, json_only=True)
     suites = json.loads(capsys.readouterr().out)["suites"]
     assert {name: (each[OURS]["runs"], each[OURS]["found"], each[OURS]["false"]) for name, each in suites.items()} == {
-        "faults": (1, 1, 0), "no_fault": (1, 0, 0), "all": (2, 1, 0),
-    }  # fmt: skip
+        "faults": (1, 1, 0),
+        "no_fault": (1, 0, 0),
+        "all": (2, 1, 0),
+    }
     assert suites["no_fault"][WARNS_OF_ALL]["unexplained_per_hour"] > suites["no_fault"][OURS]["unexplained_per_hour"]
 
 

@@ -97,8 +97,17 @@ def test_lost_seconds_of_a_stage_are_those_of_all_causes_for_each_fault() -> Non
 
 def test_plans_that_differ_in_their_faults_alone_share_a_clean_run() -> None:
     assert Plan("10 %", 100, 10).clean == Plan("5 %", 100, 5).clean
-    assert len({Plan("10 %", 100, 10).clean, Plan("short", 50, 5).clean, Plan("long", 100, 10, step_factor=4.0).clean,
-                Plan("tail", 100, 10, HEAVY_TAIL).clean}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                Plan("10 %", 100, 10).clean,
+                Plan("short", 50, 5).clean,
+                Plan("long", 100, 10, step_factor=4.0).clean,
+                Plan("tail", 100, 10, HEAVY_TAIL).clean,
+            }
+        )
+        == 4
+    )
 
 
 def test_the_published_outages_give_the_published_ettr() -> None:

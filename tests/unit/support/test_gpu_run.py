@@ -56,9 +56,10 @@ def test_gpu_tests_pass_in_a_rehearsal_on_the_cpu_and_the_fake_driver(tmp_path: 
     assert done.returncode == 0, done.stdout
     reasons = {line.rpartition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
     assert reasons == {
-        "a rehearsal has no GPU memory", "a rehearsal has no GPU whose memory a process could hold",
+        "a rehearsal has no GPU memory",
+        "a rehearsal has no GPU whose memory a process could hold",
         "in a rehearsal torch has no GPU",
-    }  # fmt: skip
+    }
 
 
 def test_missing_requirement_without_wheels_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

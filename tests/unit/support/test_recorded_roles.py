@@ -53,8 +53,9 @@ class FakeEngine:
 
 
 SEGMENTS = (Segment(7, 0, (5, 6), (-0.1, -0.2), OLD), Segment(7, 2, (8, EOS), (-0.3, -0.4), NEW))
-SAMPLE = Trained(1, 0, 0, 3, 4, (2, 3), (5, 6, 9, 8), (-0.1, -0.2, 0.0, -0.3), (OLD, OLD, Version(-1, 0), NEW),
-                 ((2, 1),), 1.0)  # fmt: skip
+SAMPLE = Trained(
+    1, 0, 0, 3, 4, (2, 3), (5, 6, 9, 8), (-0.1, -0.2, 0.0, -0.3), (OLD, OLD, Version(-1, 0), NEW), ((2, 1),), 1.0
+)
 """A sample: 5 and 6 were sampled after 2 and 3, 9 was given, and another turn sampled 8 after all of them."""
 
 
@@ -104,9 +105,12 @@ def test_each_difference_from_the_sampled_tokens_counts_as_drift(
 def test_answer_continued_by_another_engine_keeps_its_context(tmp_path: Path) -> None:
     record_engine(tmp_path, "1", Item(7, 3, (2, 3)), SEGMENTS[:1])
     record_engine(tmp_path, "2", Item(7, 3, (2, 3), SEGMENTS[:1], 10), SEGMENTS[1:])
-    record_sample(tmp_path, msgspec.structs.replace(
-        SAMPLE, tokens=(5, 6, 8, EOS), logprobs=(-0.1, -0.2, -0.3, -0.4), versions=(OLD, OLD, NEW, NEW), masked=()
-    ))  # fmt: skip
+    record_sample(
+        tmp_path,
+        msgspec.structs.replace(
+            SAMPLE, tokens=(5, 6, 8, EOS), logprobs=(-0.1, -0.2, -0.3, -0.4), versions=(OLD, OLD, NEW, NEW), masked=()
+        ),
+    )
     assert _recorded.drift(tmp_path) == (0, 4)
     assert _recorded.answers(tmp_path) >= {((2, 3), (5, 6, 8, EOS))}
 
@@ -144,9 +148,10 @@ def read(records: Iterable[Record]) -> _agents_deaths.StoreLog:
 
 
 DEATH: list[Record] = [
-    *turn(1, 1, "first", 6), AttemptFailed(1, 1, 0, "the process died", True),
+    *turn(1, 1, "first", 6),
+    AttemptFailed(1, 1, 0, "the process died", True),
     AttemptStarted(1, 2, Incarnation(ReplicaId("agents/0"), 2)),
-]  # fmt: skip
+]
 
 
 def test_replayed_turn_is_not_counted_as_sampled_again() -> None:

@@ -56,8 +56,12 @@ def test_recovery_ends_with_the_first_commit_of_a_step_that_was_not_restored(tmp
     run = _run(tmp_path, "snapshot of step 8")
     restart = follow(_restart(), _events([(13.5, 8), (15.0, 9)]), run)
     assert dict(zip(STAGES, restart.stages(), strict=True)) == {
-        "detect": 0.5, "decide": 0.25, "start": 1.25, "work": 1.0, "step": 2.0,
-    }  # fmt: skip
+        "detect": 0.5,
+        "decide": 0.25,
+        "start": 1.25,
+        "work": 1.0,
+        "step": 2.0,
+    }
     assert (restart.seconds(), restart.lost_steps) == (5.0, 0)
 
 
@@ -83,10 +87,14 @@ def test_ratios_pair_kills_at_equal_moments_and_count_ready_standbys() -> None:
     def restarts(*seconds: float) -> list[Restart]:
         return [Restart(Kill(0.0, 7, FIRST), end < 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, end) for end in seconds]
 
-    found = figures({
-        "warm": restarts(0.5, 4.0), "in_place": restarts(5.0, 5.0), "job": restarts(10.0, 8.0),
-        "warm_ready": restarts(0.5, 0.5),
-    })  # fmt: skip
+    found = figures(
+        {
+            "warm": restarts(0.5, 4.0),
+            "in_place": restarts(5.0, 5.0),
+            "job": restarts(10.0, 8.0),
+            "warm_ready": restarts(0.5, 0.5),
+        }
+    )
     assert found["warm_over_job"] == {"of_medians": 0.25, "range": [0.05, 0.5]}
     assert found["warm_over_in_place"] == {"of_medians": 0.45, "range": [0.1, 0.8]}
     assert found["warm_kills_with_ready_standby"] == "1 of 2"

@@ -57,9 +57,8 @@ class Recorder(Baseline):
         self.loads: dict[tuple[str, str], Loads] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if self._newest.get(incarnation.replica) != (incarnation, phase):
             self._newest[incarnation.replica] = incarnation, phase
@@ -124,9 +123,8 @@ class Gaps(Recorder):
         self._heard_at: dict[str, float] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if now - self._heard_at.get(incarnation.replica, now) > 30.0:
             self.resumed[incarnation.replica] = now
@@ -177,8 +175,12 @@ def test_replicas_leave_a_barrier_together_when_the_slowest_has_arrived(tmp_path
 
 def test_barrier_stays_closed_until_a_failed_replica_has_arrived_again(tmp_path: Path) -> None:
     judge = recorded(tmp_path, BARRIER + event("crash", "rollout/0", '"3min"'))
-    waits = [end - begin for begin, end in zip(judge.begins("rollout/1", "wait_others"),
-             judge.begins("rollout/1", "generate")[1:], strict=False)]  # fmt: skip
+    waits = [
+        end - begin
+        for begin, end in zip(
+            judge.begins("rollout/1", "wait_others"), judge.begins("rollout/1", "generate")[1:], strict=False
+        )
+    ]
     generates = [judge.begins(f"rollout/{index}", "generate") for index in (0, 1)]
     assert max(waits) < 120.0
     assert abs(generates[0][-1] - generates[1][-1]) <= 3.0
@@ -237,9 +239,8 @@ class Progress(Recorder):
         self._done: dict[str, int] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         super().heartbeat(incarnation, phase, done, waits_for, data, now)
         if incarnation.replica.startswith("rollout/") and done > self._done.get(incarnation.replica, 0):
             self.rises.append(now)
@@ -298,9 +299,8 @@ class Clock(Recorder):
     newest_before = begins_at = 0.0
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data: DataReport, now: float
+    ) -> None:
         if not self.begins_at:
             self.newest_before = now
 
@@ -346,16 +346,22 @@ def test_truth_that_is_not_required_is_neither_missed_nor_a_false_alarm(tmp_path
         (phase("rollout", "a", '{mixed = [["9s", 0.5]]}'), "mixed is written"),
         (phase("rollout", "a", '{mixed = [[1, "9"]]}'), "'9' is not a duration"),
         (phase("rollout", "a", '{draw = "nap"}'), "rhythm.0.lasts: there is no nap in [draws]; there are none"),
-        ('draws = {nap = "9s"}\n' + phase("rollout", "a", '{draw = "nop"}') + event("hang", "rollout/0", '"9s"',
-         'for = {draw = "nap"}'), 'there is no nop in [draws]; did you mean "nap"?'),
+        (
+            'draws = {nap = "9s"}\n'
+            + phase("rollout", "a", '{draw = "nop"}')
+            + event("hang", "rollout/0", '"9s"', 'for = {draw = "nap"}'),
+            'there is no nop in [draws]; did you mean "nap"?',
+        ),
         ('draws = {nap = "9s"}\n', 'draws.nap: nothing uses it; write {draw = "nap"}'),
         ('draws = {nap = {draw = "nap"}}\n', "draws.nap: is itself a draw"),
         (phase("rollout", "a", '"9s"', 'until = {rolout = "a"}'), 'there is no role rolout; did you mean "rollout"?'),
         (phase("rollout", "a", '"9s"', 'until = {trainer = "tran"}'), 'no phase tran; did you mean "train"?'),
         (phase("rollout", "a", '"9s"', 'until = {rollout = "a"}'), "a does not come before a, so that a never ends"),
         (phase("rollout", "a", '"9s"', "takes = {groups = 1}"), "no queue groups; there are none: write [queues.NAME]"),
-        ("queues.groups.holds = 3\n" + phase("rollout", "a", '"9s"', "takes = {groups = 4}"),
-         "rhythm.0.takes: 4 of groups are more than the queue holds: 3"),
+        (
+            "queues.groups.holds = 3\n" + phase("rollout", "a", '"9s"', "takes = {groups = 4}"),
+            "rhythm.0.takes: 4 of groups are more than the queue holds: 3",
+        ),
         ("queues.groups.holds = 3\n", "queues.groups: no phase of a rhythm adds units"),
         (phase("rollout", "a", '"9s"', "takes = {groups = 0.5}"), "takes.groups: must be a whole number"),
         (phase("rollout", "a", '"9s"', "every_rounds = 0"), "every_rounds: must be at least 1, not 0"),
@@ -365,10 +371,13 @@ def test_truth_that_is_not_required_is_neither_missed_nor_a_false_alarm(tmp_path
         (event("crash", "rollout/0", '"9s"', 'process_state = "T"'), "crash has no process_state"),
         ('[[event]]\nat = "9s"\ndo = "clock_jumps"\n', "event.0: clock_jumps needs forward or back"),
         ('[[event]]\nat = "9s"\ndo = "clock_jumps"\nback = "-9s"\n', "event.0.back: '-9s' is not a duration"),
-        (event("crash", "rollout/0", '"9s"') + '[[truth]]\nwho = "rollout/0"\ncause = "gpu"\nwithin = "9s"\n'
-         "required = false\n", "truth.0: within has no meaning with required = false"),
+        (
+            event("crash", "rollout/0", '"9s"') + '[[truth]]\nwho = "rollout/0"\ncause = "gpu"\nwithin = "9s"\n'
+            "required = false\n",
+            "truth.0: within has no meaning with required = false",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistake_in_a_new_key_is_one_line_with_a_correct_form(tmp_path: Path, text: str, expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, text)

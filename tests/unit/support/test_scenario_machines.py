@@ -71,8 +71,13 @@ def test_node_has_local_and_shared_file_systems(tmp_path: Path) -> None:
     *_, host = data(readings(tmp_path, event("mount", 'path = "/local/x"\nset = {used = 0.5}')), HostData)
     assert isinstance(host, HostData)
     assert {one.path: one.filesystem for one in host.mounts} == {
-        "/": "xfs", "/tmp": "xfs", "/dev/shm": "tmpfs", "/home": "nfs4", "/scratch": "lustre", "/local/x": "xfs",
-    }  # fmt: skip
+        "/": "xfs",
+        "/tmp": "xfs",
+        "/dev/shm": "tmpfs",
+        "/home": "nfs4",
+        "/scratch": "lustre",
+        "/local/x": "xfs",
+    }
 
 
 @pytest.mark.parametrize(("by", "kernel", "nvml"), [("", 1, 1), ('by = ["kernel"]', 1, 0), ('by = ["nvml"]', 0, 1)])
@@ -93,8 +98,12 @@ def test_an_xid_is_found_where_the_kernel_log_may_not_be_read(tmp_path: Path) ->
 def test_nodes_have_a_long_uptime_and_old_lines_belong_to_their_boot(tmp_path: Path) -> None:
     line = 'text = "mlx5_core 0000:9a:00.0 ib4: Link down"'
     judge = readings(tmp_path, event("kernel", line, "0s") + event("kernel", line))
-    reported = [(reading.at - one.age, one) for _, reading in judge.readings if isinstance(reading.data, KernelData)
-            for one in reading.data.events]  # fmt: skip
+    reported = [
+        (reading.at - one.age, one)
+        for _, reading in judge.readings
+        if isinstance(reading.data, KernelData)
+        for one in reading.data.events
+    ]
     assert [at for at, _ in reported] == pytest.approx([60.0, UPTIME + 300.0], abs=2.0)
     assert {(one.kind, one.device) for _, one in reported} == {("nic", "ib4")}
 
@@ -220,8 +229,10 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "expected_text"),
     [
-        (CRASH + CRASH.replace("first", "other") + TRUTH.replace('of = "first"\n', ""),
-         "one.toml:14: truth.0.of: is needed if there is not exactly one event"),
+        (
+            CRASH + CRASH.replace("first", "other") + TRUTH.replace('of = "first"\n', ""),
+            "one.toml:14: truth.0.of: is needed if there is not exactly one event",
+        ),
         (CRASH + TRUTH.replace("first", "nope"), "truth.0.of: there is no event nope"),
         (CRASH + CRASH + TRUTH, "truth.0.of: several events are called first"),
         (event("gpu", 'gpu = 1\nset = {remap_failed = "yes"}'), 'remap_failed must be true or false, not "yes"'),
@@ -234,8 +245,10 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("mount", "set = {used = 97}"), "used is a share, from 0 to 1, not 97"),
         (event("port", "set = {symbol_error = 200}"), "grow = {symbol_error = 2.0}"),
         (event("hang", "for = 30", "5min", "rollout/1"), 'a duration needs a unit; write for example "30s"'),
-        (event("stretch", 'for = "3min"', "5min", "trainer/0.1") + "[roles.trainer]\nranks = 2\n",
-         "stretch affects a whole gang: write trainer/0"),
+        (
+            event("stretch", 'for = "3min"', "5min", "trainer/0.1") + "[roles.trainer]\nranks = 2\n",
+            "stretch affects a whole gang: write trainer/0",
+        ),
         (event("xid", 'xid = 31\nage = "2h"'), "event.0.age: is only for lines that are in the log from the beginning"),
         ('[roles.rollout]\nrhythm = ["generate"]\n', "roles.rollout.rhythm.0: must be a table"),
         ("[expect]\ngpu = 8\n", "what can be expected of a node"),
@@ -250,10 +263,12 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("port", 'set = {physical = "linkup"}'), 'physical cannot be linkup; did you mean "LinkUp"?'),
         (event("port", 'set = {link_layer = "RoCE"}'), "it can be InfiniBand, Ethernet"),
         (CRASH + CRASH + event("cut", 'after = "first"'), "event.2.after: several events are called first"),
-        (event("cut", 'name = "a"\nafter = "b"') + event("cut", 'name = "b"\nafter = "a"'),
-         "event.0.after: a, b wait for each other, so none of them occurs"),
+        (
+            event("cut", 'name = "a"\nafter = "b"') + event("cut", 'name = "b"\nafter = "a"'),
+            "event.0.after: a, b wait for each other, so none of them occurs",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistake_is_one_line_with_its_place_and_a_correct_form(tmp_path: Path, text: str, expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, text)

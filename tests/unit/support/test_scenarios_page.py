@@ -47,10 +47,12 @@ def test_every_example_has_the_expected_findings_and_no_other(tmp_path: Path, te
 def test_default_phases_and_their_loads_are_those_of_the_page(tmp_path: Path) -> None:
     def described(role: RoleTable, given: bool) -> list[object]:
         phases = [
-            (phase.model_copy(update={"cpu": None, "gpu": None, "tensor": None}),
-             (phase.cpu or 0.0, phase.gpu or 0.0, phase.tensor or 0.0) if given else loads_of(phase)[:3])
+            (
+                phase.model_copy(update={"cpu": None, "gpu": None, "tensor": None}),
+                (phase.cpu or 0.0, phase.gpu or 0.0, phase.tensor or 0.0) if given else loads_of(phase)[:3],
+            )
             for phase in (*(role.once or ()), *role.rhythm)
-        ]  # fmt: skip
+        ]
         return [role.replicas, role.gpus, len(role.once or ()), *phases]
 
     (tmp_path / "none.toml").write_text('about = "x"\n')

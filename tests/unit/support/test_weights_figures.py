@@ -81,8 +81,7 @@ class FakeDist:
 
 
 @pytest.mark.parametrize(
-    ("beside", "sizes"),
-    [(False, [8_390_656, 8_390_720]), (True, [CHUNK_BYTES, 2_048, CHUNK_BYTES - 2_048, 4_160])],
+    ("beside", "sizes"), [(False, [8_390_656, 8_390_720]), (True, [CHUNK_BYTES, 2_048, CHUNK_BYTES - 2_048, 4_160])]
 )
 def test_rank_of_gloo_digests_every_chunk_once(beside: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes, version = 2 * CHUNK_BYTES + 4_160, Version(3, 1)

@@ -10,8 +10,12 @@ import pytest
 from rrl.transport import address
 from rrl.transport.address import Interface, ListenAddress, NoAddress, interface_on, interfaces, own_address, resolve
 
-HERE = [Interface("lo", "127.0.0.1"), Interface("eth0", "192.168.1.5"), Interface("ib0", "10.4.0.7"),
-        Interface("ib0", "10.5.0.7")]  # fmt: skip
+HERE = [
+    Interface("lo", "127.0.0.1"),
+    Interface("eth0", "192.168.1.5"),
+    Interface("ib0", "10.4.0.7"),
+    Interface("ib0", "10.5.0.7"),
+]
 
 
 @pytest.fixture

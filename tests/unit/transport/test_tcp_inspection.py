@@ -46,9 +46,7 @@ def test_listener_closed_during_inspection_does_not_affect_another_socket(monkey
         assert here.recv(5) == b"heard"
 
 
-def test_received_bytes_are_unknown_if_the_kernel_does_not_report_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_received_bytes_are_unknown_if_the_kernel_does_not_report_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with connected() as (here, dialled):
         dialled.sendall(b"heard")
         here.recv(5, socket.MSG_WAITALL)

@@ -34,7 +34,7 @@ class HelpScreen(ModalScreen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q,enter", "app.pop_screen", "Back", key_display="Esc"),
+        Binding("escape,question_mark,q,enter", "app.pop_screen", "Back", key_display="Esc")
     ]
 
     def __init__(self, bindings: Iterable[ActiveBinding]) -> None:

@@ -31,7 +31,7 @@ class RunsScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "explain", "Explain", tooltip="Explain the decisions of the run that has the cursor"),
+        Binding("e", "explain", "Explain", tooltip="Explain the decisions of the run that has the cursor")
     ]
 
     class Opened(Message):
@@ -95,10 +95,14 @@ class RunsScreen(Screen[None]):
 def _row(watched: WatchedRun, now: float) -> TableRow:
     entry = watched.entry
     keys = (
-        by_text(entry.run), by_text(entry.standing), by_number(entry.step), by_number(entry.reward),
-        by_number(entry.recoveries), by_number(entry.run_seconds),
+        by_text(entry.run),
+        by_text(entry.standing),
+        by_number(entry.step),
+        by_number(entry.reward),
+        by_number(entry.recoveries),
+        by_number(entry.run_seconds),
         by_number(None if entry.started is None else now - entry.started),
-    )  # fmt: skip
+    )
     return TableRow(str(watched.run.path), run_cells(entry, now), keys)
 
 

@@ -114,10 +114,17 @@ class PyslurmChild:
         return self._running
 
     async def _start(self) -> _Running:
-        starting = asyncio.create_task(asyncio.create_subprocess_exec(
-            *self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(os.environ), start_new_session=True, limit=MAX_OUTPUT_BYTES,
-        ))  # fmt: skip
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment(os.environ),
+                start_new_session=True,
+                limit=MAX_OUTPUT_BYTES,
+            )
+        )
         try:
             process = await asyncio.shield(starting)
         except OSError as error:

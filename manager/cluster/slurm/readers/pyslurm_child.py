@@ -16,18 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from .messages import (
-    DrainNode,
-    Failed,
-    ReadConfig,
-    ReadJobs,
-    ReadNodes,
-    ReadSteps,
-    Ready,
-    Reply,
-    Request,
-    UndrainNode,
-)
+from .messages import DrainNode, Failed, ReadConfig, ReadJobs, ReadNodes, ReadSteps, Ready, Reply, Request, UndrainNode
 from .pyslurm_objects import PyslurmObjects
 
 

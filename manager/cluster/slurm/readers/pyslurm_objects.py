@@ -103,10 +103,19 @@ class PyslurmObjects:
 def _job(job: Any) -> JobRow:
     limit_min = job.time_limit
     return JobRow(
-        job.id, job.state, _text(job, "allocated_nodes"), _text(job, "name"), _text(job, "state_reason"),
-        _text(job, "comment"), job.heterogeneous_id or 0, job.heterogeneous_offset or 0,
-        None if limit_min is None else limit_min * 60.0, job.run_time or 0.0, job.start_time, job.end_time,
-    )  # fmt: skip
+        job.id,
+        job.state,
+        _text(job, "allocated_nodes"),
+        _text(job, "name"),
+        _text(job, "state_reason"),
+        _text(job, "comment"),
+        job.heterogeneous_id or 0,
+        job.heterogeneous_offset or 0,
+        None if limit_min is None else limit_min * 60.0,
+        job.run_time or 0.0,
+        job.start_time,
+        job.end_time,
+    )
 
 
 def _node(node: Any) -> NodeRow:

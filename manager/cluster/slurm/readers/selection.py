@@ -127,8 +127,9 @@ class SelectedReader:
         if isinstance(self._chosen, PyslurmReader) and self._chosen.queue_length > LARGE_QUEUE_JOBS:
             _log.info(
                 "the queue has %d jobs, more than %d: they are read by squeue instead of pyslurm from now on",
-                self._chosen.queue_length, LARGE_QUEUE_JOBS,
-            )  # fmt: skip
+                self._chosen.queue_length,
+                LARGE_QUEUE_JOBS,
+            )
             self._jobs_by_commands = True
         return jobs
 

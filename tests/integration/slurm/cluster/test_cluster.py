@@ -62,9 +62,11 @@ def test_pool_is_requested_listed_used_and_released(lab: SlurmLab, run: Run) -> 
         await slurm.launch(run.step("rollout-2.1", nodes[1]))
         observed = await slurm.observe()
         assert observed.steps == {
-            run.tag("agent-a.1"): nodes[0], run.tag("rollout-0.1"): nodes[0], run.tag("rollout-1.1"): nodes[0],
+            run.tag("agent-a.1"): nodes[0],
+            run.tag("rollout-0.1"): nodes[0],
+            run.tag("rollout-1.1"): nodes[0],
             run.tag("rollout-2.1"): nodes[1],
-        }  # fmt: skip
+        }
         assert observed.nodes is not None
         assert {name: status.state for name, status in observed.nodes.items()} == dict.fromkeys(nodes, NodeState.UP)
         pids = [await run.pid(name) for name in ("agent-a.1", "rollout-0.1", "rollout-1.1", "rollout-2.1")]
@@ -299,11 +301,13 @@ def test_unanswered_request_is_settled_by_its_tag_later(lab: SlurmLab, run: Run)
     async def deaf() -> None:
         slurm = run.cluster(hold="sbatch")
         observed, *others = await asyncio.gather(
-            slurm.observe(), slurm.request(run.allocation_request(1)), slurm.release(run.pool),
+            slurm.observe(),
+            slurm.request(run.allocation_request(1)),
+            slurm.release(run.pool),
             slurm.stop(run.tag("rollout-0.1"), grace=1.0),
             run.cluster(SlurmLimits(write_timeout_s=0.5), hold="salloc").request(run.allocation_request(1, "more-1")),
             return_exceptions=True,
-        )  # fmt: skip
+        )
         assert isinstance(observed, ClusterSnapshot)
         assert (observed.allocations, observed.steps, observed.nodes) == (None, None, None)
         assert [type(other) for other in others] == [Unanswered] * 4, others
@@ -388,8 +392,20 @@ def test_connected_steps_outlive_a_scancel_of_the_managers_job(lab: SlurmLab, ru
     path = run.folder / "manager.sh"
     path.write_text(f"#!/bin/sh\nexec {sys.executable} - {run.folder} <<'EOF'\n{MANAGER}EOF\n")
     path.chmod(0o644)
-    lab.run_as_user(["sbatch", "-J", run.tag("manager"), "--comment", f"rrl {run.id} manager", "-n1", "--mem=500M",
-                     "-o", f"{run.folder}/manager.out", str(path)])  # fmt: skip
+    lab.run_as_user(
+        [
+            "sbatch",
+            "-J",
+            run.tag("manager"),
+            "--comment",
+            f"rrl {run.id} manager",
+            "-n1",
+            "--mem=500M",
+            "-o",
+            f"{run.folder}/manager.out",
+            str(path),
+        ]
+    )
 
     async def scenario() -> None:
         slurm = run.cluster()

@@ -26,8 +26,15 @@ pytestmark = pytest.mark.slurm
 
 NODE = Resources(cpus=4, gpus=2, mem=2000 * 2**20)
 FAST = SlurmLimits(min_poll_interval_s=0.05, reads_per_minute=100_000)
-HOSTILE = {"SLURM_NTASKS": "64", "SLURM_STEP_GPUS": "9", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5",
-           "SRUN_EXPORT_ENV": "ALL", "SLURM_EXPORT_ENV": "ALL"}  # fmt: skip
+HOSTILE = {
+    "SLURM_NTASKS": "64",
+    "SLURM_STEP_GPUS": "9",
+    "PMI_RANK": "5",
+    "PMIX_RANK": "5",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "SRUN_EXPORT_ENV": "ALL",
+    "SLURM_EXPORT_ENV": "ALL",
+}
 
 
 @pytest.fixture

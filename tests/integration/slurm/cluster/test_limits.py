@@ -16,9 +16,10 @@ ASSOC = "astro||4|10||40|normal\nastro|gpu|2|||\nphysics|||||\n"
 def test_association_limits_are_parsed_for_account_and_partition() -> None:
     limits, qos = association_limits(ASSOC, "astro", "main")
     assert limits == [
-        Limit(4, True, True, "MaxJobs of account astro"), Limit(10, False, True, "MaxSubmitJobs of account astro"),
+        Limit(4, True, True, "MaxJobs of account astro"),
+        Limit(10, False, True, "MaxSubmitJobs of account astro"),
         Limit(40, False, False, "GrpSubmitJobs of account astro"),
-    ]  # fmt: skip
+    ]
     assert qos == "normal"
     assert association_limits(ASSOC, "astro", "gpu")[0] == [Limit(2, True, True, "MaxJobs of account astro")]
     assert association_limits(ASSOC, "nobody", "") == ([], "")
@@ -26,9 +27,10 @@ def test_association_limits_are_parsed_for_account_and_partition() -> None:
 
 def test_qos_limits_are_parsed_for_each_user_and_for_all() -> None:
     assert qos_limits("normal||||\nlow|3|6|100|\n", "low") == [
-        Limit(3, True, True, "MaxJobsPerUser of QOS low"), Limit(6, False, True, "MaxSubmitJobsPerUser of QOS low"),
+        Limit(3, True, True, "MaxJobsPerUser of QOS low"),
+        Limit(6, False, True, "MaxSubmitJobsPerUser of QOS low"),
         Limit(100, True, False, "GrpJobs of QOS low"),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -214,11 +214,17 @@ def test_shrink_refuses_hetjob_nodes_whose_release_would_affect_others() -> None
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("expected_text", "kind"), [
-    ("Unexpected message received for job 1", Refused), ("Invalid node name specified for job 4", Refused),
-    ("Job is no longer pending execution for job 1", Refused), ("slurm_update error: Invalid user id", Refused),
-    ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("expected_text", "kind"),
+    [
+        ("Unexpected message received for job 1", Refused),
+        ("Invalid node name specified for job 4", Refused),
+        ("Job is no longer pending execution for job 1", Refused),
+        ("slurm_update error: Invalid user id", Refused),
+        ("Unable to contact slurm controller (connect failure)", Unanswered),
+        ("Socket timed out", Unanswered),
+    ],
+)
 def test_shrink_distinguishes_refused_from_unanswered(expected_text: str, kind: type[Exception]) -> None:
     async def answer(argv: tuple[str, ...]) -> CommandResult:
         assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")

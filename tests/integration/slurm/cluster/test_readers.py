@@ -141,8 +141,10 @@ def test_jobs_are_read_in_each_state(read: Read, reader: str) -> None:
     jobs, moment = read.jobs, "settled"
     running = read.job(moment, reader, jobs.running)
     assert (running.state, running.nodes, running.comment) == (
-        AllocationState.RUNNING, ("n1",), f"rrl {RUN} {RUN}.pool",
-    )  # fmt: skip
+        AllocationState.RUNNING,
+        ("n1",),
+        f"rrl {RUN} {RUN}.pool",
+    )
     assert running.time_left_s is not None
     assert 0 < running.time_left_s < 600
     assert read.job(moment, reader, jobs.suspended).state is AllocationState.SUSPENDED
@@ -233,8 +235,9 @@ def test_loop_turns_while_slurmctld_is_stopped_for_60_seconds(read: Read, preemp
     """A manager's polls return that everything is unknown, and never block its event loop for 0.5 s."""
 
     async def scenario() -> None:
-        slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0, reads_per_minute=10_000),
-                             reader="auto")  # fmt: skip
+        slurm = SlurmCluster(
+            "run-1", "python", SlurmLimits(min_poll_interval_s=0.0, reads_per_minute=10_000), reader="auto"
+        )
         assert (await slurm.observe()).unknown == ""
         longest, unknown, polling = 0.0, 0, None
         with preempting_lab.controller_stopped():

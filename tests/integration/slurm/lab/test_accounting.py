@@ -52,8 +52,9 @@ def test_job_above_a_limit_is_pending_with_its_reason_or_refused(lab: SlurmLab) 
 
 
 def test_accounting_remembers_ended_jobs(lab: SlurmLab) -> None:
-    job = lab.run_as_user(["sbatch", "--wait", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "exit 3"],
-                          check=False).stdout.strip()  # fmt: skip
+    job = lab.run_as_user(
+        ["sbatch", "--wait", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "exit 3"], check=False
+    ).stdout.strip()
     lab.wait_for(
         lambda: lab.slurm("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode") == "FAILED|3:0\n",
         f"job {job} is not in the database",

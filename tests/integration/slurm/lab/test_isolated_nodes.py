@@ -46,8 +46,9 @@ def test_each_isolated_node_has_its_own_address_and_is_reachable(lab: SlurmLab) 
 
 
 def test_cut_node_keeps_running_is_down_in_slurm_and_recovers_when_healed(lab: SlurmLab) -> None:
-    step = lab.popen_as_user(["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"],
-                             stderr=subprocess.DEVNULL)  # fmt: skip
+    step = lab.popen_as_user(
+        ["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"], stderr=subprocess.DEVNULL
+    )
 
     def sleeping_pids() -> list[int]:
         return [pid for pid, process in slurm_processes.of_node(lab.dir, "n2").items() if process.comm == "sleep"]

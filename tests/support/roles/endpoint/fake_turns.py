@@ -51,9 +51,18 @@ class FakeTurns(CLIENT):  # type: ignore[misc]
             return EpisodeTurns(attempt, turns, tuple(self.recorded))
 
     async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
-        max_new: int, messages: tuple[str, ...], options: str = "", sampling: Sampling | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        episode: int,
+        attempt: int,
+        request: str,
+        parent: int | None,
+        offset: int,
+        given: tuple[int, ...],
+        max_new: int,
+        messages: tuple[str, ...],
+        options: str = "",
+        sampling: Sampling | None = None,
+    ) -> int:
         with self._lock:
             self._check(episode, attempt)
             for turn in self.turns.values():

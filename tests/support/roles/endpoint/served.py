@@ -22,9 +22,13 @@ from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 
 RUN = "guess-1"
 SECRET = bytes(range(32))
-CHAT = open_chat(ModelSpec(tokenizer=TokenizerSpec((*"0123456789", "12", "<", ">", "=", "?"), chat={
-    "user": "?{content}=", "assistant": "{content}"
-})))  # fmt: skip
+CHAT = open_chat(
+    ModelSpec(
+        tokenizer=TokenizerSpec(
+            (*"0123456789", "12", "<", ">", "=", "?"), chat={"user": "?{content}=", "assistant": "{content}"}
+        )
+    )
+)
 MAX_LENGTH = 24
 DEADLINE_S = 30.0
 """Seconds after which a wait fails. Only a broken build takes so long."""

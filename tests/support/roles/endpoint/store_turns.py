@@ -53,9 +53,18 @@ class StoreInProcess(CLIENT):  # type: ignore[misc]
         return turns
 
     async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
-        max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
-    ) -> int:  # fmt: skip
+        self,
+        episode: int,
+        attempt: int,
+        request: str,
+        parent: int | None,
+        offset: int,
+        given: tuple[int, ...],
+        max_new: int,
+        messages: tuple[str, ...],
+        options: str,
+        sampling: Sampling | None,
+    ) -> int:
         opened = self._answer(
             OpenTurn(self._who, episode, attempt, request, parent, offset, given, max_new, messages, options, sampling)
         )

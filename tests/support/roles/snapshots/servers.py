@@ -49,9 +49,13 @@ def process(keys: RunKeys, folder: Path, node: NodeName = NODE) -> Iterator[tupl
 
 @contextlib.contextmanager
 def member(
-    keys: RunKeys, incarnation: int = 1, rank: int = 0, node: NodeName = NODE, gang: ReplicaId = GANG,
+    keys: RunKeys,
+    incarnation: int = 1,
+    rank: int = 0,
+    node: NodeName = NODE,
+    gang: ReplicaId = GANG,
     pinning: Pinning | None = None,
-) -> Iterator[SnapshotClient]:  # fmt: skip
+) -> Iterator[SnapshotClient]:
     client = SnapshotClient(RUN, node, keys, gang, rank, incarnation, pinning)
     try:
         yield client

@@ -36,10 +36,17 @@ class CommittedRun:
     def __init__(self, path: Path, model: dict[str, Any] | None = None, keep: int = 2) -> None:
         self.run = RunDir(path)
         self.run.create()
-        self.job = resolve(Job.model_validate({
-            "run": {"name": "test", "steps": 9}, "model": model or BUILT, "task": {"function": "tasks:Task"},
-            "roles": {"trainer": {"keep_checkpoints": keep}},
-        }), "python")  # fmt: skip
+        self.job = resolve(
+            Job.model_validate(
+                {
+                    "run": {"name": "test", "steps": 9},
+                    "model": model or BUILT,
+                    "task": {"function": "tasks:Task"},
+                    "roles": {"trainer": {"keep_checkpoints": keep}},
+                }
+            ),
+            "python",
+        )
         write_atomically(self.run.run_spec, msgspec.json.encode(self.job))
         self._store = crew.open_store(self.run.store, retained_commits=keep)
         self.models: dict[int, nn.Module] = {}

@@ -23,9 +23,15 @@ from rrl.roles.trajectories.types import Batch, Item, Part, Segment, Trajectory
 
 torch.set_num_threads(1)  # the tests share their cores, and a model of this size is not faster on two cores
 SMALL = ModelSpec(
-    hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, head_dim=16, max_length=64,
+    hidden_size=32,
+    intermediate_size=64,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    head_dim=16,
+    max_length=64,
     initializer_range=0.05,
-)  # fmt: skip
+)
 Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
 """A function of the item's index and the answer's tokens, which returns (reward, training reward)."""
 
@@ -95,9 +101,14 @@ def join(item: Item, segments: Sequence[Segment], scores: tuple[float, float] = 
 
 
 def sampled_batch(
-    with_engine: Engine, prompts: Sequence[tuple[int, ...]], first_item: int, group_size: int, max_new: int,
-    number: int, score: Scoring,
-) -> Batch:  # fmt: skip
+    with_engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    first_item: int,
+    group_size: int,
+    max_new: int,
+    number: int,
+    score: Scoring,
+) -> Batch:
     """Sample and score one batch of complete groups, one group per prompt."""
     items = [
         Item((first_item + place) * group_size + copy, first_item + place, prompt, max_new=max_new)
@@ -141,9 +152,17 @@ def step_in_parts(student: Learner, batch: Batch, sizes: Sequence[int]) -> dict[
 
 
 def learn(
-    student: Learner, rollout: Engine, prompt: Callable[[int], tuple[int, ...]], score: Scoring, *,
-    steps: int, lag: int, prompts: int, group_size: int, max_new: int,
-) -> Iterator[dict[str, float]]:  # fmt: skip
+    student: Learner,
+    rollout: Engine,
+    prompt: Callable[[int], tuple[int, ...]],
+    score: Scoring,
+    *,
+    steps: int,
+    lag: int,
+    prompts: int,
+    group_size: int,
+    max_new: int,
+) -> Iterator[dict[str, float]]:
     """Yield the metrics of each step.
 
     The batch of step n was sampled with the weights of step n - 1 - ``lag``, or with the weights of step 0 if this

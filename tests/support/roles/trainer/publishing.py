@@ -66,9 +66,11 @@ class PublishingWorker(SimpleNamespace):
         self._chunk = chunk
         self.launch = SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1))
         self._connection: Any = SimpleNamespace(
-            weights=self.store, keys=SimpleNamespace(secret=SECRET), launch=self.launch,
+            weights=self.store,
+            keys=SimpleNamespace(secret=SECRET),
+            launch=self.launch,
             announce_version=lambda version: self.announced.append(version.step),
-        )  # fmt: skip
+        )
 
     @contextmanager
     def idle(self, cause: str) -> Iterator[None]:
@@ -124,9 +126,13 @@ def gang_of(rank: int, world: int, folder: str) -> Gang:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_MEETS_BY)
     control_group, file_group, publish_group = (dist.new_group(backend="gloo") for _ in range(3))
     return Gang(
-        rank, world, mesh=init_device_mesh("cpu", (world,)), control_group=control_group, file_group=file_group,
+        rank,
+        world,
+        mesh=init_device_mesh("cpu", (world,)),
+        control_group=control_group,
+        file_group=file_group,
         publish_group=publish_group,
-    )  # fmt: skip
+    )
 
 
 def compare(rank: int, world: int, folder: str, dtype: str, batches: Sequence[Batch]) -> None:

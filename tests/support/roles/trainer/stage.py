@@ -65,10 +65,15 @@ def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False
     dice = random.Random(7)
     cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}
     store = Store(
-        folder, group_size=_GROUP, groups_per_batch=_PER_BATCH, max_ahead_batches=steps, max_new_tokens=_MAX_NEW,
+        folder,
+        group_size=_GROUP,
+        groups_per_batch=_PER_BATCH,
+        max_ahead_batches=steps,
+        max_new_tokens=_MAX_NEW,
         next_prompt=lambda i: Prompt(i, tuple(2 + (i + place) % 10 for place in range(1 + i % 2))),
-        keep_uncommitted=uncommitted, **cut,
-    )  # fmt: skip
+        keep_uncommitted=uncommitted,
+        **cut,
+    )
     store.update_membership({_ROLLOUT, _REWARD})
     ids = [item.trajectory for item in crew.lease(store, _ROLLOUT, steps * _PER_BATCH * _GROUP)]
     segments = []
@@ -93,10 +98,19 @@ class Stage:
     """
 
     def __init__(
-        self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
-        uncommitted: int = 1, model: dict[str, Any] | None = None, gpus: int = 0,
-        stream: bool = False, **trainer: Any,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        processes: ForkServerContext,
+        *,
+        world: int,
+        steps: int,
+        snapshots: bool = False,
+        uncommitted: int = 1,
+        model: dict[str, Any] | None = None,
+        gpus: int = 0,
+        stream: bool = False,
+        **trainer: Any,
+    ) -> None:
         self.lab = Lab(path)
         self.world, self.steps, self._gpus = world, steps, gpus
         self._processes = processes
@@ -152,9 +166,7 @@ class Stage:
         assert isinstance(state, CommittedState)
         return state.number
 
-    async def live(
-        self, moment: str = "", step: int = 0, rank: int = 0, world: int | None = None
-    ) -> list[int | None]:  # fmt: skip
+    async def live(self, moment: str = "", step: int = 0, rank: int = 0, world: int | None = None) -> list[int | None]:
         """Run one incarnation of the gang to its end, and return the members' exit codes (negative for a signal).
 
         Args:

@@ -53,9 +53,15 @@ def episodes(
 
 
 def ask(
-    store: Store, item: EpisodeItem, request: str = "1", given: Sequence[int] = (2, 3), parent: int | None = None,
-    offset: int = 0, max_new: int = 4, who: Incarnation = AGENTS,
-) -> int:  # fmt: skip
+    store: Store,
+    item: EpisodeItem,
+    request: str = "1",
+    given: Sequence[int] = (2, 3),
+    parent: int | None = None,
+    offset: int = 0,
+    max_new: int = 4,
+    who: Incarnation = AGENTS,
+) -> int:
     """Open a turn and return its number."""
     opened = answer(
         store,
@@ -72,9 +78,15 @@ def sample(store: Store, turn: int, tokens: Sequence[int], step: int = 0, who: I
 
 
 def turn(
-    store: Store, item: EpisodeItem, given: Sequence[int], tokens: Sequence[int], parent: int | None = None,
-    offset: int = 0, step: int = 0, who: Incarnation = AGENTS,
-) -> int:  # fmt: skip
+    store: Store,
+    item: EpisodeItem,
+    given: Sequence[int],
+    tokens: Sequence[int],
+    parent: int | None = None,
+    offset: int = 0,
+    step: int = 0,
+    who: Incarnation = AGENTS,
+) -> int:
     """Open and complete a turn, and return its number."""
     number = ask(store, item, f"{given} {parent} {offset}", given, parent, offset, who=who)
     sample(store, number, tokens, step)

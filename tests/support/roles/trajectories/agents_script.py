@@ -83,9 +83,17 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 EPISODE_RECORDS = {
-    AttemptStarted, AttemptFailed, CallBlamed, TurnCreated, TurnTaken, TurnUnused, TurnEnded, TurnsNumbered,
-    EpisodeFinished, EpisodesCounted,
-}  # fmt: skip
+    AttemptStarted,
+    AttemptFailed,
+    CallBlamed,
+    TurnCreated,
+    TurnTaken,
+    TurnUnused,
+    TurnEnded,
+    TurnsNumbered,
+    EpisodeFinished,
+    EpisodesCounted,
+}
 """Kinds of records that only a job with agents has."""
 OUTSIDE = "outside"
 """Idempotency key with which the agent outside of the run requests its episode."""
@@ -213,14 +221,22 @@ class AgentsScript:
             self._turn(item, "foreign", first, 4, (4, 1), step, sampling=Sampling(temperature=0.5))
 
     def _turn(
-        self, item: EpisodeItem, request: str, parent: int | None, offset: int, tokens: tuple[int, ...], step: int,
-        ends: bool = True, sampling: Sampling | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        item: EpisodeItem,
+        request: str,
+        parent: int | None,
+        offset: int,
+        tokens: tuple[int, ...],
+        step: int,
+        ends: bool = True,
+        sampling: Sampling | None = None,
+    ) -> int:
         who = self._of(item)
         opened = self._call(
-            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, (request, "hash"), "{}",
-                     sampling)
-        )  # fmt: skip
+            OpenTurn(
+                who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, (request, "hash"), "{}", sampling
+            )
+        )
         assert isinstance(opened, TurnOpened)
         rollout = OTHER if item.episode % 2 else ROLLOUT
         answer(self.store, LeaseWork(rollout, 9))
@@ -237,9 +253,13 @@ class AgentsScript:
 
 
 def check(
-    folder: Path, views: Sequence[View], members: Sequence[Incarnation], to: int,
-    repeated: Sequence[tuple[StoreRequest, StoreAnswer] | None] = (), **changed: Any,
-) -> None:  # fmt: skip
+    folder: Path,
+    views: Sequence[View],
+    members: Sequence[Incarnation],
+    to: int,
+    repeated: Sequence[tuple[StoreRequest, StoreAnswer] | None] = (),
+    **changed: Any,
+) -> None:
     """Check that a store that opens ``folder`` shows each episode as one of ``views``.
 
     ``views`` are the last acknowledged view and the next one, of which a crash may leave only the first records. The

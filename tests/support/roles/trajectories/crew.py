@@ -116,9 +116,12 @@ def manifest(number: int) -> dict[str, Any]:
 
 
 def commit(
-    store: Store, batch: Batch | PackedBatch, who: Incarnation = TRAINER, metrics: dict[str, float] | None = None,
+    store: Store,
+    batch: Batch | PackedBatch,
+    who: Incarnation = TRAINER,
+    metrics: dict[str, float] | None = None,
     earlier: Sequence[Batch | PackedBatch] = (),
-) -> Done:  # fmt: skip
+) -> Done:
     """Commit a step together with ``earlier`` steps, which have no metrics."""
     trained = [TrainedStep(one.number, one.digest, {}) for one in earlier]
     answer = store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics, trained)
@@ -128,9 +131,14 @@ def commit(
 
 
 def train(
-    store: Store, number: int, who: Incarnation = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
-    weights: int | None = None, metrics: dict[str, float] | None = None,
-) -> Batch:  # fmt: skip
+    store: Store,
+    number: int,
+    who: Incarnation = TRAINER,
+    tokens: Sequence[int] = (5, 1),
+    at_most: int = 1000,
+    weights: int | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Batch:
     """Generate up to ``at_most`` trajectories, score them, and bind and commit step ``number``."""
     generate(store, at_most=at_most, tokens=tokens, weights=weights)
     score(store)

@@ -107,9 +107,16 @@ class Script:
         self.store.flush()
         last = self.promised[-1]
         now = Acknowledged(
-            log_in(self.folder).stat().st_size, dict(last.segments), dict(last.scored), dict(last.bound),
-            dict(last.parts), last.committed, dict(last.dropped), last.fence, last.made,
-        )  # fmt: skip
+            log_in(self.folder).stat().st_size,
+            dict(last.segments),
+            dict(last.scored),
+            dict(last.bound),
+            dict(last.parts),
+            last.committed,
+            dict(last.dropped),
+            last.fence,
+            last.made,
+        )
         change(now, given)
         self.promised.append(now)
         self.noted(len(self.promised) - 1)
@@ -133,8 +140,9 @@ class Script:
 
     def generate(self, who: Incarnation, tokens: tuple[int, ...], step: int) -> None:
         items = [item for item in self.lease(who) if not item.so_far]
-        self.append(who, [segment(item.trajectory, 0, tokens, step) for item in items],
-                    tuple(item.trajectory for item in items))  # fmt: skip
+        self.append(
+            who, [segment(item.trajectory, 0, tokens, step) for item in items], tuple(item.trajectory for item in items)
+        )
 
     def score(self, reward: float, at_most: int) -> None:
         leased = self.store.lease_scoring(REWARD, at_most)
@@ -184,8 +192,9 @@ class Script:
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
             late = {mine[-1].trajectory} if number == _LATE and self._staleness is not None else set()
             self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine if x.trajectory not in late))
-            self.append(OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours],
-                        tuple(x.trajectory for x in yours))  # fmt: skip
+            self.append(
+                OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours], tuple(x.trajectory for x in yours)
+            )
             if number == 2:
                 self.drop(mine[0].trajectory)
                 self.generate(OTHER, (8, 1), number)
@@ -222,7 +231,7 @@ def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> It
 
 def check(
     folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[Request, Answer]] = (), **changed: Any
-) -> None:  # fmt: skip
+) -> None:
     """Check that a store that opens ``folder`` keeps all that ``promised`` contains.
 
     The store must answer the ``repeated`` requests as before, and continue to step ``to`` without losing a trajectory

@@ -173,11 +173,19 @@ class VirtualRun:
     def _open(self) -> Store:
         setting = self.setting
         store = Store(
-            self.folder, group_size=setting.size, groups_per_batch=setting.groups, max_ahead_batches=setting.ahead,
-            max_new_tokens=setting.longest, next_prompt=self._prompt, keep_uncommitted=setting.uncommitted,
-            staleness=setting.staleness, wait_for_late=setting.waits, compact_from=20_000,
-            groups_per_part=setting.groups_per_part, max_part_bytes=setting.max_part_bytes,
-        )  # fmt: skip
+            self.folder,
+            group_size=setting.size,
+            groups_per_batch=setting.groups,
+            max_ahead_batches=setting.ahead,
+            max_new_tokens=setting.longest,
+            next_prompt=self._prompt,
+            keep_uncommitted=setting.uncommitted,
+            staleness=setting.staleness,
+            wait_for_late=setting.waits,
+            compact_from=20_000,
+            groups_per_part=setting.groups_per_part,
+            max_part_bytes=setting.max_part_bytes,
+        )
         store.update_membership(self._members())
         return store
 

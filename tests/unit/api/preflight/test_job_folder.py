@@ -36,9 +36,18 @@ def doubts(place: Path, *, trust: bool = False) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("job", 0o777), ("job", 0o1777), (".", 0o777), ("job/job.toml", 0o666), ("job/tasks.py", 0o606),
-     ("more", 0o777), ("more/more.toml", 0o666), ("job/pack", 0o777), ("job/__pycache__", 0o777)],
-)  # fmt: skip
+    [
+        ("job", 0o777),
+        ("job", 0o1777),
+        (".", 0o777),
+        ("job/job.toml", 0o666),
+        ("job/tasks.py", 0o606),
+        ("more", 0o777),
+        ("more/more.toml", 0o666),
+        ("job/pack", 0o777),
+        ("job/__pycache__", 0o777),
+    ],
+)
 def test_what_every_user_may_write_is_refused_unless_it_is_trusted(place: Path, name: str, mode: int) -> None:
     (place / name).chmod(mode)
     says = f"every user may write {(place / name).resolve()}, and so make code run as you"

@@ -39,9 +39,7 @@ def test_job_that_may_fit_is_accepted_with_any_number_of_cores() -> None:
 
 def test_node_with_more_memory_than_the_machine_is_refused() -> None:
     found = problem(cluster={"node": {"mem": "25GiB"}})
-    assert found == Problem(
-        ("cluster", "node", "mem"), "25GiB is more than this machine has (24.0 GiB); lower it"
-    )  # fmt: skip
+    assert found == Problem(("cluster", "node", "mem"), "25GiB is more than this machine has (24.0 GiB); lower it")
 
 
 def test_more_processes_than_the_memory_holds_are_refused_at_the_largest_role() -> None:
@@ -92,14 +90,16 @@ def changed(before: str, after: str) -> str:
     [
         (changed('"4GiB"', '"900TiB"'), "7: cluster.node.mem: 900TiB is more than this machine has ("),
         (changed("replicas = 2", "replicas = 4000"), "17: roles.rollout.replicas: 4000: the processes of the run need"),
-        (changed("[model.tokenizer]", "[model]\nhidden_size = 1000000000\n[model.tokenizer]"), "10: model.hidden_size:"
-         " a model of 1.7e+12 weights needs at least"),
+        (
+            changed("[model.tokenizer]", "[model]\nhidden_size = 1000000000\n[model.tokenizer]"),
+            "10: model.hidden_size: a model of 1.7e+12 weights needs at least",
+        ),
         (f'{JOB}[transport]\nnetwork = "ib7"\n', "25: transport.network: no interface ib7 with an IPv4 address; there"),
         (f'{JOB}[env]\nvenv = "/no/venv"\n', "25: env.venv: '/no/venv' does not exist; name a path that exists"),
         (f'{JOB}[env]\npython = "/no/py"\n', "25: env.python: '/no/py' does not exist; name a path that exists"),
         (f'{JOB}[commands.judge]\ncommand = ["juge"]\n', '25: commands.judge.command: there is no command "juge" in'),
     ],
-)  # fmt: skip
+)
 def test_local_job_that_cannot_run_on_this_machine_is_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -127,11 +127,13 @@ def test_command_in_a_container_is_not_looked_for(folder: Path) -> None:
 
 
 def test_missing_interpreter_of_the_built_in_roles_is_named_once(folder: Path) -> None:
-    job = Job.model_validate({
-        "run": {"name": "test", "steps": 1},
-        "model": {"tokenizer": {"pieces": "01"}},
-        "task": {"function": "mine:make"},
-    })  # fmt: skip
+    job = Job.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"tokenizer": {"pieces": "01"}},
+            "task": {"function": "mine:make"},
+        }
+    )
     assert command_problems(job, resolve(job, "/no/python"), folder) == [
         Problem(("env", "python"), '"/no/python" does not exist')
     ]

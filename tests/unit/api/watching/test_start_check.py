@@ -84,7 +84,9 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     reported = capsys.readouterr().out
     assert reported == (
         "fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
-                    rf" \x1b]0;none (logs: {run.submit})" "\n")  # fmt: skip
+        rf" \x1b]0;none (logs: {run.submit})"
+        "\n"
+    )
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
     assert main.run(["list", "--json"]) == 0
@@ -101,9 +103,13 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     ],
 )
 def test_a_run_that_may_still_be_begun_is_not_rejected(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
     jobs: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     squeue(tmp_path, monkeypatch, answer)
     submitted_to_slurm(root, jobs=jobs)
     assert main.run(["status"]) == 0

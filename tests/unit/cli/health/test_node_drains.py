@@ -38,8 +38,10 @@ class Cluster:
         if not self.answers:
             return CommandResult(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
         if argv[0] == "sinfo":
-            lines = (f"{node}|{state}|{datetime.fromtimestamp(at).isoformat(timespec='seconds')}|{reason}"
-                     for node, (state, at, reason) in self.nodes.items())  # fmt: skip
+            lines = (
+                f"{node}|{state}|{datetime.fromtimestamp(at).isoformat(timespec='seconds')}|{reason}"
+                for node, (state, at, reason) in self.nodes.items()
+            )
             return CommandResult(0, "\n".join(lines), "")
         if argv[1] == "show":
             state, _, reason = self.nodes[argv[-1]]

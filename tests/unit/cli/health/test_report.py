@@ -55,8 +55,11 @@ def test_table_of_the_report_equals_the_snapshot() -> None:
 
 
 def test_site_without_failures_is_reported_in_a_few_lines() -> None:
-    quiet = report(sourced(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))),
-                        began(DAY_S, "r", ANNA, 2)), BEGAN, NOW)  # fmt: skip
+    quiet = report(
+        sourced(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))), began(DAY_S, "r", ANNA, 2)),
+        BEGAN,
+        NOW,
+    )
     shown = drawn(report_view(quiet, Sources(1, 65, 0, ()), "scontrol cannot be started"), 100)
     matches_stored("health_report_quiet", shown)
 
@@ -117,9 +120,16 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize(
     ("value", "expected_text"),
-    [(0.0, "0"), (0.00286, "0.00286"), (3.214, "3.21"), (47.0, "47.0"), (106.38, "106"), (217444.6, "217,000"),
-     (1e-5, "1e-05")],
-)  # fmt: skip
+    [
+        (0.0, "0"),
+        (0.00286, "0.00286"),
+        (3.214, "3.21"),
+        (47.0, "47.0"),
+        (106.38, "106"),
+        (217444.6, "217,000"),
+        (1e-5, "1e-05"),
+    ],
+)
 def test_figures_are_rounded_to_significant_digits(value: float, expected_text: str) -> None:
     assert figure(value) == expected_text
 
@@ -141,8 +151,12 @@ def test_html_page_is_self_contained_and_has_plots() -> None:
 
 def test_text_of_users_is_escaped() -> None:
     evil = '</code><script>alert("x")</script><img src=http://evil onerror=alert(1)>'
-    records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, component=evil),
-               acted(6, "n1", "drain_requested", reason=f"rrl:{evil}", outcome=evil, by=evil)]  # fmt: skip
+    records = [
+        began(0, "r", ANNA),
+        *held(0, "n1"),
+        found(5, "n1", text=evil, component=evil),
+        acted(6, "n1", "drain_requested", reason=f"rrl:{evil}", outcome=evil, by=evil),
+    ]
     read = Page(page(report(sourced(ANNA, evil, records), BEGAN, NOW), Sources(1, 1, 0, (evil,)), evil))
     assert not {"script", "img"} & set(read.visible)
     assert read.references == []
@@ -453,8 +467,11 @@ def test_number_of_drains_per_command_is_limited_and_a_pasted_command_drains_its
     request_drains(folder, "n1", "n2")
     common = ("--history", str(folder), *SINCE)
     try:
-        lines = [line for line in command(lab, tmp_path, "drain-requests", *common).stdout.splitlines()
-                 if line.startswith("scontrol")]  # fmt: skip
+        lines = [
+            line
+            for line in command(lab, tmp_path, "drain-requests", *common).stdout.splitlines()
+            if line.startswith("scontrol")
+        ]
         env = {**os.environ, **lab.environment()}
         subprocess.run(["bash", "-c", lines[0]], env=env, check=True, timeout=60)  # as an administrator pastes it
         assert reason_of(lab, "n1") == "drained rrl:math-1: storage: it's gone"

@@ -90,8 +90,10 @@ def test_check_shows_the_ranks_and_nodes_of_a_gang_and_its_number_of_standbys(
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "trainer       1 x 3 ranks, 2 on a node, each (1 cpus, 0 gpus, 1024 MiB, 2 nodes of their own)" in shown
-    assert ("warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes, after the"
-            " first commit") in shown  # fmt: skip
+    assert (
+        "warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes, after the"
+        " first commit"
+    ) in shown
 
 
 def test_check_shows_the_number_of_spares_with_a_warm_rollout(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,15 +215,28 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
     ("commands", "extra", "line"),
     [
         ({}, "", 'cluster.kind is "slurm", and there is no sbatch on PATH'),
-        ({"sbatch": "exit 1", "sinfo": "echo 'fatal: Could not establish a configuration source' >&2; exit 1"}, "",
-         ":6: cluster.kind: Slurm is installed on this machine, but no cluster is configured; use a login node"),
-        ({"sinfo": SINFO, "sbatch": "echo 'allocation failure: Invalid partition name specified' >&2; exit 1"},
-         '[slurm]\npartition = "x"\n', ":25: slurm.partition: Slurm says for pool: Invalid partition name specified"),
-        ({"sinfo": SINFO, "sbatch": "exit 0", "scontrol": CONFIG, "sacctmgr":
-          'case "$*" in *"show assoc"*) echo "astro||1||||";; *"show user"*) echo astro;; esac'}, "",
-         "the run needs 2 jobs to start, and MaxJobs of account astro is 1"),
+        (
+            {"sbatch": "exit 1", "sinfo": "echo 'fatal: Could not establish a configuration source' >&2; exit 1"},
+            "",
+            ":6: cluster.kind: Slurm is installed on this machine, but no cluster is configured; use a login node",
+        ),
+        (
+            {"sinfo": SINFO, "sbatch": "echo 'allocation failure: Invalid partition name specified' >&2; exit 1"},
+            '[slurm]\npartition = "x"\n',
+            ":25: slurm.partition: Slurm says for pool: Invalid partition name specified",
+        ),
+        (
+            {
+                "sinfo": SINFO,
+                "sbatch": "exit 0",
+                "scontrol": CONFIG,
+                "sacctmgr": 'case "$*" in *"show assoc"*) echo "astro||1||||";; *"show user"*) echo astro;; esac',
+            },
+            "",
+            "the run needs 2 jobs to start, and MaxJobs of account astro is 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_job_that_can_never_start_is_one_line_and_exit_code_2(
     site: Site, capsys: pytest.CaptureFixture[str], command: str, commands: dict[str, str], extra: str, line: str
 ) -> None:
@@ -233,8 +248,10 @@ def test_job_that_can_never_start_is_one_line_and_exit_code_2(
 
 
 def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    sacctmgr = 'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo astro;;' \
-               ' *"show qos"*) echo "normal|5|||";; esac'  # fmt: skip
+    sacctmgr = (
+        'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo astro;;'
+        ' *"show qos"*) echo "normal|5|||";; esac'
+    )
     assert site.slurm(scontrol=CONFIG, sacctmgr=sacctmgr).run("check") == 0
     shown, reported = capsys.readouterr()
     assert "limit   MaxJobsPerUser of QOS normal = 5\n" in shown
@@ -263,17 +280,31 @@ def test_model_folder_is_checked_where_the_job_is_checked(site: Site, capsys: py
     assert main.run(["check", "--no-task", "--defaults", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
     for name, content, reported in [
-        ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
-         " add chat_template.jinja"),
+        (
+            "tokenizer_config.json",
+            "{}",
+            f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or add chat_template.jinja",
+        ),
         ("config.json", "{}", f"10: model.path: {folder}/config.json does not exist, or is empty"),
-        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json has no max_position_embeddings"
-         " (the maximum length of a text); set `max_length` in [model]"),
+        (
+            "config.json",
+            '{"a": 1}',
+            f"10: model.path: {folder}/config.json has no max_position_embeddings"
+            " (the maximum length of a text); set `max_length` in [model]",
+        ),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
-        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no space for a prompt:"
-         " the model takes 5 tokens at most; lower it"),
-        ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
-         " of transformers wrote for a model"),
-    ]:  # fmt: skip
+        (
+            "config.json",
+            '{"n_ctx": 5, "eos_token_id": 0}',
+            "sampling.max_new_tokens: 5 leaves no space for a prompt: the model takes 5 tokens at most; lower it",
+        ),
+        (
+            "config.json",
+            None,
+            f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
+            " of transformers wrote for a model",
+        ),
+    ]:
         whole = (folder / name).read_text()
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
         for command in ("check", "submit"):
@@ -285,28 +316,62 @@ def test_model_folder_is_checked_where_the_job_is_checked(site: Site, capsys: py
     assert not site.runs.exists()
 
 
-@pytest.mark.parametrize(("name", "content", "expected_text"), [
-    ("config.json", '{"architectures": ["BertModel"]}',
-     "path: {m}/config.json: BertModel is not a causal language model; name a model whose architecture ends in"),
-    ("config.json", '{"max_position_embeddings": 128, "num_experts": 8}',
-     "path: {m}/config.json: num_experts = 8: mixtures of experts are not supported; name a dense model"),
-    ("config.json", '{"max_position_embeddings": 128, "model_type": "gpt_neox"}',
-     "path: {m}/config.json: gpt_neox is not supported: "),
-    ("config.json", '{"max_position_embeddings": 128, "quantization_config": {"bits": 4}}',
-     "path: {m}/config.json: its weights are quantized; name the folder of the unquantized model"),
-    ("config.json", '{"max_position_embeddings": 9, "eos_token_id": 0}',
-     "max_length: max_length = 64 is more than the 9 that {m}/config.json allows; lower it"),
-    ("config.json", '{"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}',
-     "path: {m}/tokenizer.json has 3 tokens, but the model of {m}/config.json embeds 2; name a"),
-    ("config.json", '{"max_position_embeddings": 128}',
-     "path: '{m}' defines no end of sequence; tokenizer_config.json needs `eos_token`"),
-    ("tokenizer.json", "{}", "path: {m}/tokenizer.json is not a tokenizer; name a folder that save_pretrained"),
-    ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}',
-     "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it into the folder"),
-    ("model.safetensors", "\x05\0\0\0\0\0\0\0{\"a\"", "path: {m}/model.safetensors is not a safetensors file; copy it"),
-    ("model.safetensors", '\x1f\0\0\0\0\0\0\0{"a": {"data_offsets": [0, 9]}}',
-     "path: {m}/model.safetensors has only 39 of the 48 bytes that its header declares; copy it again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "expected_text"),
+    [
+        (
+            "config.json",
+            '{"architectures": ["BertModel"]}',
+            "path: {m}/config.json: BertModel is not a causal language model; name a model whose architecture ends in",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 128, "num_experts": 8}',
+            "path: {m}/config.json: num_experts = 8: mixtures of experts are not supported; name a dense model",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 128, "model_type": "gpt_neox"}',
+            "path: {m}/config.json: gpt_neox is not supported: ",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 128, "quantization_config": {"bits": 4}}',
+            "path: {m}/config.json: its weights are quantized; name the folder of the unquantized model",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 9, "eos_token_id": 0}',
+            "max_length: max_length = 64 is more than the 9 that {m}/config.json allows; lower it",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}',
+            "path: {m}/tokenizer.json has 3 tokens, but the model of {m}/config.json embeds 2; name a",
+        ),
+        (
+            "config.json",
+            '{"max_position_embeddings": 128}',
+            "path: '{m}' defines no end of sequence; tokenizer_config.json needs `eos_token`",
+        ),
+        ("tokenizer.json", "{}", "path: {m}/tokenizer.json is not a tokenizer; name a folder that save_pretrained"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "b.safetensors"}}',
+            "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it into the folder",
+        ),
+        (
+            "model.safetensors",
+            '\x05\0\0\0\0\0\0\0{"a"',
+            "path: {m}/model.safetensors is not a safetensors file; copy it",
+        ),
+        (
+            "model.safetensors",
+            '\x1f\0\0\0\0\0\0\0{"a": {"data_offsets": [0, 9]}}',
+            "path: {m}/model.safetensors has only 39 of the 48 bytes that its header declares; copy it again",
+        ),
+    ],
+)
 def test_model_that_cannot_be_trained_is_refused_before_the_job_is_queued(
     site: Site, name: str, content: str, expected_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,20 +409,32 @@ _LARGE = b'{"a": {"dtype": "BF16", "shape": [40000, 25000], "data_offsets": [0, 
     [
         (b"{}", "", []),
         (b"{}", "learning_rate = 1e-4", []),
-        (b"{}", "learning_rate = 1.1e-4", ["learning_rate = 0.00011 probably destroys what a model has learned; write"
-         " 0.0001 or less"]),
+        (
+            b"{}",
+            "learning_rate = 1.1e-4",
+            ["learning_rate = 0.00011 probably destroys what a model has learned; write 0.0001 or less"],
+        ),
         (_LARGE, "learning_rate = 1e-5", []),
-        (_LARGE, "learning_rate = 1.1e-5", ["learning_rate = 1.1e-05 probably destroys what a model of 1.0B weights has"
-         " learned; write 1e-05 or less"]),
+        (
+            _LARGE,
+            "learning_rate = 1.1e-5",
+            ["learning_rate = 1.1e-05 probably destroys what a model of 1.0B weights has learned; write 1e-05 or less"],
+        ),
         (_LARGE, "warm_start_steps = 9", []),
-        (b"{}", "warm_start_steps = 9\nwarm_start_learning_rate = 1e-3", ["warm_start_learning_rate = 0.001 probably"
-         " destroys what a model has learned; write 0.0001 or less"]),
-        (None, "learning_rate = 1e-3", ["learning_rate = 0.001 probably destroys what a model has learned; write 0.0001"
-         " or less"]),
+        (
+            b"{}",
+            "warm_start_steps = 9\nwarm_start_learning_rate = 1e-3",
+            ["warm_start_learning_rate = 0.001 probably destroys what a model has learned; write 0.0001 or less"],
+        ),
+        (
+            None,
+            "learning_rate = 1e-3",
+            ["learning_rate = 0.001 probably destroys what a model has learned; write 0.0001 or less"],
+        ),
         (None, "learning_rate = 2e-5", []),
         (b"{}", 'learning_rate = 0.1\ncommand = ["true"]', []),
     ],
-)  # fmt: skip
+)
 def test_rate_that_destroys_a_trained_model_is_a_warning_and_an_unknown_size_is_none(
     site: Site, capsys: pytest.CaptureFixture[str], header: bytes | None, keys: str, doubted: list[str]
 ) -> None:
@@ -397,16 +474,20 @@ def test_stream_with_an_own_trainer_is_a_warning(
 @pytest.mark.parametrize(
     ("kind", "network", "warning"),
     [
-        ("local", "", 'roles.endpoint: with kind = "local" without [transport] network the endpoint listens on a'
-         " loopback address, which agents on other machines cannot reach; set `network` to an interface that they can"
-         " reach"),
+        (
+            "local",
+            "",
+            'roles.endpoint: with kind = "local" without [transport] network the endpoint listens on a'
+            " loopback address, which agents on other machines cannot reach; set `network` to an interface that they"
+            " can reach",
+        ),
         ("local", "lo", 'with [transport] network = "lo" the endpoint listens on a loopback'),
         ("slurm", "127.0.0.0/8", 'with [transport] network = "127.0.0.0/8" the endpoint listens on a loopback'),
         ("slurm", "10.0.0.0/8", ""),
         ("slurm", "ib0", ""),
         ("slurm", "", ""),
     ],
-)  # fmt: skip
+)
 def test_endpoint_on_loopback_is_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str], kind: str, network: str, warning: str
 ) -> None:

@@ -48,18 +48,25 @@ PLACES: dict[str, Facts] = {
     "no_accounts": slurm(accounts=Unavailable("no slurmdbd")),
     "no_manager": slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED})),
     "other_manager": slurm(
-        trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN})),
-    "preempted": slurm(config=findings.config(PreemptType="preempt/qos", InactiveLimit="120 sec"),
-                       partitions=Partitions((Partition("gpu", True, True, 1800.0, True),))),
+        trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN})
+    ),
+    "preempted": slurm(
+        config=findings.config(PreemptType="preempt/qos", InactiveLimit="120 sec"),
+        partitions=Partitions((Partition("gpu", True, True, 1800.0, True),)),
+    ),
     "odd_names": msgspec.structs.replace(
-        slurm(partitions=Partitions((Partition(ODD, False, True, None, False),)),
-              nodes=Nodes((findings.node("n1", partitions=(ODD,)),))),
-        wanted=DoctorOptions(ODD, ODD, ODD)),
-    "deaf": slurm(trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"),
-    config=Unavailable("x")),
+        slurm(
+            partitions=Partitions((Partition(ODD, False, True, None, False),)),
+            nodes=Nodes((findings.node("n1", partitions=(ODD,)),)),
+        ),
+        wanted=DoctorOptions(ODD, ODD, ODD),
+    ),
+    "deaf": slurm(
+        trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"), config=Unavailable("x")
+    ),
     "refused": slurm(trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED})),
     "no_nodes": slurm(nodes=Unavailable("no answer")),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +150,17 @@ def test_written_job_mentions_gpus_and_requests_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "rollouts", "spares", "exclusive"),
     [
-        (nodes(count=6), 2, 1, True), (nodes(count=5), 2, 1, True), (nodes(count=4), 2, 0, True),
-        (nodes(count=3), 1, 0, True), (nodes(count=2), 2, 1, False), (nodes(count=1), 2, 0, False),
-        (nodes(count=1, cpus=4), 1, 0, False), (nodes(count=9, cpus=1), 1, 0, False),
+        (nodes(count=6), 2, 1, True),
+        (nodes(count=5), 2, 1, True),
+        (nodes(count=4), 2, 0, True),
+        (nodes(count=3), 1, 0, True),
+        (nodes(count=2), 2, 1, False),
+        (nodes(count=1), 2, 0, False),
+        (nodes(count=1, cpus=4), 1, 0, False),
+        (nodes(count=9, cpus=1), 1, 0, False),
         (nodes(count=5, memory=2 * GIB), 1, 0, False),
     ],
-)  # fmt: skip
+)
 def test_roles_are_distributed_over_the_available_nodes(
     tmp_path: Path, there: Nodes, rollouts: int, spares: int, exclusive: bool
 ) -> None:

@@ -99,16 +99,30 @@ def test_check_of_the_quickstart_shows_two_prompts_with_answers_and_rewards(
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ('"spiral_matrix"', '"spiral_matrx"', '19: task.dataset: "spiral_matrx" is not a dataset of reasoning-gym; did'
-         ' you mean "spiral_matrix"?'),
-        ("min_n = 2", "min_x = 2", '20: task.args: spiral_matrix has no argument "min_x"; it has min_n, max_n; did you'
-         ' mean "min_n"?'),
-        ("metadata[matrix]", "metadata[matrx]", '21: task.prompt: "{metadata[matrx]}=" does not fit an item of'
-         " spiral_matrix (KeyError: 'matrx'); an item has question, answer, metadata[source_dataset],"),
-        ("0123456789=", "012345679", "27: model.tokenizer.pieces: prompts and answers of the first 100 items of [task]"
-         " contain '8' '=', which is in no piece: add each to `pieces` or to `ignore`"),
+        (
+            '"spiral_matrix"',
+            '"spiral_matrx"',
+            '19: task.dataset: "spiral_matrx" is not a dataset of reasoning-gym; did you mean "spiral_matrix"?',
+        ),
+        (
+            "min_n = 2",
+            "min_x = 2",
+            '20: task.args: spiral_matrix has no argument "min_x"; it has min_n, max_n; did you mean "min_n"?',
+        ),
+        (
+            "metadata[matrix]",
+            "metadata[matrx]",
+            '21: task.prompt: "{metadata[matrx]}=" does not fit an item of'
+            " spiral_matrix (KeyError: 'matrx'); an item has question, answer, metadata[source_dataset],",
+        ),
+        (
+            "0123456789=",
+            "012345679",
+            "27: model.tokenizer.pieces: prompts and answers of the first 100 items of [task]"
+            " contain '8' '=', which is in no piece: add each to `pieces` or to `ignore`",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistake_in_the_task_of_the_quickstart_is_one_line(
     checked: Checked, before: str, after: str, line: str
 ) -> None:
@@ -120,25 +134,47 @@ def test_mistake_in_the_task_of_the_quickstart_is_one_line(
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ("return Doubling()", "return [][seed]", "building the task raised IndexError: list index out of range"
-         " (doubling.py:13)"),
-        ("return str(i)", "return str(i // 0)", "prompt(0) raised ZeroDivisionError: integer division or modulo by zero"
-         " (doubling.py:3); the next 31 items fail too, which ends a run"),
+        (
+            "return Doubling()",
+            "return [][seed]",
+            "building the task raised IndexError: list index out of range (doubling.py:13)",
+        ),
+        (
+            "return str(i)",
+            "return str(i // 0)",
+            "prompt(0) raised ZeroDivisionError: integer division or modulo by zero"
+            " (doubling.py:3); the next 31 items fail too, which ends a run",
+        ),
         ("return str(i)", "return i", "prompt(0) returned 0; return a string"),
         ("int(answer)", "int(reply)", "score(0, '0') raised NameError: name 'reply' is not defined (doubling.py:9)"),
-        ("right, right / 2", "right", "score(0, '0') returned 1.0; return two finite numbers: the reward to report,"
-         " and the reward to train on"),
+        (
+            "right, right / 2",
+            "right",
+            "score(0, '0') returned 1.0; return two finite numbers: the reward to report, and the reward to train on",
+        ),
         ("right / 2", "right / 2 right", "building the task raised SyntaxError: invalid syntax (doubling.py:10)"),
-        ("class Doubling", "import sys; sys.exit(3)\nclass Doubling", "building the task raised SystemExit: 3"
-         " (doubling.py:1)"),
-        ("class Doubling", "import os; os.write(2, b'no licence\\n'); os._exit(3)\nclass Doubling",
-         "the process in which the task was tried ended with exit code 3: no licence"),
-        ("class Doubling", "import os; os.kill(os.getpid(), 11)\nclass Doubling",
-         "the process in which the task was tried ended with signal SIGSEGV"),
-        ("class Doubling", "import rrl_no_such_package\nclass Doubling", '"doubling:make" imports rrl_no_such_package,'
-         " which "),
+        (
+            "class Doubling",
+            "import sys; sys.exit(3)\nclass Doubling",
+            "building the task raised SystemExit: 3 (doubling.py:1)",
+        ),
+        (
+            "class Doubling",
+            "import os; os.write(2, b'no licence\\n'); os._exit(3)\nclass Doubling",
+            "the process in which the task was tried ended with exit code 3: no licence",
+        ),
+        (
+            "class Doubling",
+            "import os; os.kill(os.getpid(), 11)\nclass Doubling",
+            "the process in which the task was tried ended with signal SIGSEGV",
+        ),
+        (
+            "class Doubling",
+            "import rrl_no_such_package\nclass Doubling",
+            '"doubling:make" imports rrl_no_such_package, which ',
+        ),
     ],
-)  # fmt: skip
+)
 def test_exception_of_the_users_task_is_one_line_with_its_file_and_line(
     checked: Checked, before: str, after: str, line: str
 ) -> None:
@@ -150,12 +186,20 @@ def test_exception_of_the_users_task_is_one_line_with_its_file_and_line(
     [
         ('"doubling:make"', '"doublng:make"', '13: task.function: "doublng:make": there is no module doublng, neither'),
         ('"doubling:make"', '"doubling:mak"', "doubling.py has no function mak; did you mean"),
-        ('"doubling:make"', '"doubling:make"\nargs = { x = 1 }', '14: task.args: "doubling:make" cannot be called with'
-         " `seed` and these arguments: got an unexpected keyword argument 'x'; its signature is (seed)"),
-        ("max_new_tokens = 4", "max_new_tokens = 4\n[model]\nmax_length = 5", "18: model.max_length: the prompt of item"
-         " 10 of [task] has 2 tokens; with max_new_tokens = 4 this exceeds max_length = 5 of the model; the"),
+        (
+            '"doubling:make"',
+            '"doubling:make"\nargs = { x = 1 }',
+            '14: task.args: "doubling:make" cannot be called with'
+            " `seed` and these arguments: got an unexpected keyword argument 'x'; its signature is (seed)",
+        ),
+        (
+            "max_new_tokens = 4",
+            "max_new_tokens = 4\n[model]\nmax_length = 5",
+            "18: model.max_length: the prompt of item"
+            " 10 of [task] has 2 tokens; with max_new_tokens = 4 this exceeds max_length = 5 of the model; the",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistake_in_the_tables_of_the_users_task_is_one_line(
     checked: Checked, before: str, after: str, line: str
 ) -> None:
@@ -314,11 +358,11 @@ def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vo
     ("player", "line"),
     [
         (PLAYER.replace("async ", ""), '"player:run" is not async; write async def run(item, base_url, api_key)'),
-        (PLAYER.replace("run", "play"), 'has no function run'),
+        (PLAYER.replace("run", "play"), "has no function run"),
         ("import no_such_package\n" + PLAYER, '"player:run" imports no_such_package, which'),
         ("1 / 0\n" + PLAYER, "importing it raised ZeroDivisionError: division by zero (player.py:1)"),
     ],
-)  # fmt: skip
+)
 def test_an_agent_that_cannot_run_is_one_line_at_its_key(checked: Checked, player: str, line: str) -> None:
     (checked.folder / "player.py").write_text(player)
     refused = checked.line(job=AGENTS_JOB)

@@ -79,12 +79,7 @@ def test_single_log_is_shown_without_a_prefix_and_several_with_their_incarnation
 def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
     for tag in ("rollout-10.1", "rollout-9.1", "trainer-0.3", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
         write(run, tag, "x")
-    for name in (
-        "rollout-9.1.step.log.0",
-        "rollout-9.1.step.log.srun",
-        "rollout-9.1.log.1",
-        "rollout-9.1.log.2",
-    ):
+    for name in ("rollout-9.1.step.log.0", "rollout-9.1.step.log.srun", "rollout-9.1.log.1", "rollout-9.1.log.2"):
         (run.logs / f"{RUN}.{name}").write_text("x\n")
     (run.logs / "manager.3.log").write_text("x\n")
     (run.submit / "123_0_log.out").write_text("x\n")
@@ -92,12 +87,16 @@ def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
     run.controller_log.write_text("")
     (run.logs / "notes.txt").write_text("x\n")
     assert {(log.role, log.replica, log.label) for log in all_logs(run)} == {
-        ("rollout", "rollout/10", "rollout/10#1"), ("rollout", "rollout/9", "rollout/9#1"),
-        ("rollout", "rollout/9", "rollout/9#1 step"), ("rollout", "rollout/9", "rollout/9#1 srun"),
-        ("trainer", "trainer/0", "trainer/0#3"), ("agent", "agent/gpu-node.site.org", "agent/gpu-node.site.org#2"),
-        ("manager", "manager", "manager epoch 3"), ("manager", "manager", "manager"),
+        ("rollout", "rollout/10", "rollout/10#1"),
+        ("rollout", "rollout/9", "rollout/9#1"),
+        ("rollout", "rollout/9", "rollout/9#1 step"),
+        ("rollout", "rollout/9", "rollout/9#1 srun"),
+        ("trainer", "trainer/0", "trainer/0#3"),
+        ("agent", "agent/gpu-node.site.org", "agent/gpu-node.site.org#2"),
+        ("manager", "manager", "manager epoch 3"),
+        ("manager", "manager", "manager"),
         ("manager", "manager", "manager (errors)"),
-    }  # fmt: skip
+    }
 
 
 def test_log_of_a_promoted_standby_is_shown_once_under_its_incarnation(
@@ -116,8 +115,11 @@ def test_log_of_a_promoted_standby_is_shown_once_under_its_incarnation(
         assert [line.rpartition(" | ")[2] for line in reported if " step " not in line] == lines, whose
         assert all("trainer/0#2" in line for line in reported)
     assert [line.rpartition("| ")[2] for line in shown(capsys, "trainer")] == [
-        "first life", "older", "launcher", *lines[1:]
-    ]  # fmt: skip
+        "first life",
+        "older",
+        "launcher",
+        *lines[1:],
+    ]
     assert len(shown(capsys)) == len(lines) + 3
     assert shown(capsys, "standby/n2#4") == ["12:00:09.000 another"]
 
@@ -134,13 +136,19 @@ def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]
     write(run, "rollout-0.2", at(5, "five"))
     write(run, "trainer-0.1", at(2, "two"), at(3, "three"), at(6, "six"))
     assert shown(capsys) == [
-        "12:00:01.000 rollout/0#1 | one", "12:00:02.000 trainer/0#1 | two", "12:00:03.000 trainer/0#1 | three",
-        "12:00:04.000 rollout/0#1 | four", "12:00:05.000 rollout/0#2 | five", "12:00:06.000 trainer/0#1 | six",
-    ]  # fmt: skip
+        "12:00:01.000 rollout/0#1 | one",
+        "12:00:02.000 trainer/0#1 | two",
+        "12:00:03.000 trainer/0#1 | three",
+        "12:00:04.000 rollout/0#1 | four",
+        "12:00:05.000 rollout/0#2 | five",
+        "12:00:06.000 trainer/0#1 | six",
+    ]
     assert shown(capsys, "rollout/0#1") == ["12:00:01.000 one", "12:00:04.000 four"]
     assert shown(capsys, "-n", "1") == [
-        "12:00:04.000 rollout/0#1 | four", "12:00:05.000 rollout/0#2 | five", "12:00:06.000 trainer/0#1 | six",
-    ]  # fmt: skip
+        "12:00:04.000 rollout/0#1 | four",
+        "12:00:05.000 rollout/0#2 | five",
+        "12:00:06.000 trainer/0#1 | six",
+    ]
 
 
 def test_rotated_files_are_read_as_part_of_their_log(
@@ -180,8 +188,9 @@ def test_invalid_time_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str
 def test_grep_shows_matching_lines_only(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
     write(run, "rollout-0.1", *(at(n, f"step {n} loss {n / 7:.3f}") for n in range(50)), at(60, "CUDA out of memory"))
     assert shown(capsys, "--grep", "(?i)out of MEMORY|^step 1 ") == [
-        "12:00:01.000 step 1 loss 0.143", "12:01:00.000 CUDA out of memory",
-    ]  # fmt: skip
+        "12:00:01.000 step 1 loss 0.143",
+        "12:01:00.000 CUDA out of memory",
+    ]
     assert main.run(["logs", RUN, "--grep", "(unclosed"]) == 2
     reported = capsys.readouterr().err
     assert reported.startswith('rrl: --grep "(unclosed" is not a valid regular expression: ')

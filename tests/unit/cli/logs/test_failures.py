@@ -72,8 +72,11 @@ def test_each_failure_is_shown_with_its_finding_and_the_last_lines_before_it(
     assert main.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
     [reported] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (reported["incarnation"], reported["node"], reported["rung"], reported["successor"]) == (
-        "rollout/0#1", "n3", "restart in place", "rollout/0#2",
-    )  # fmt: skip
+        "rollout/0#1",
+        "n3",
+        "restart in place",
+        "rollout/0#2",
+    )
     assert [line["text"] for line in reported["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
     assert main.run(["logs", RUN, "--failed", "--since", "2027-01-15T08:00:44"]) == 0
     assert capsys.readouterr().out == "nothing has failed since then\n"
@@ -104,9 +107,14 @@ def test_lines_before_the_finding_of_a_continuing_incarnation_are_shown(
 ) -> None:
     story = Story(RUN).works()
     finding = Finding(
-        "stalled", Verdict.FAIL, Cause.HANG, Remedy.RESTART, story.now,
-        (Evidence("manager", "no token for 300 s", story.now),), incarnation=story.incarnation("rollout/0"),
-    )  # fmt: skip
+        "stalled",
+        Verdict.FAIL,
+        Cause.HANG,
+        Remedy.RESTART,
+        story.now,
+        (Evidence("manager", "no token for 300 s", story.now),),
+        incarnation=story.incarnation("rollout/0"),
+    )
     story.record(ev.FindingChanged(finding))
     run = written(story, tmp_path, monkeypatch)
     write(run, "rollout-0.1.log", (1, "long ago"), (story.at, "stuck"), (story.at + 100, "moves again"))
@@ -152,8 +160,11 @@ def test_lost_node_and_its_incarnations_have_failed() -> None:
     assert (node.node, node.incarnation) == ("n3", None)
     assert of_node == ("node lost: manager: agent and all replicas silent for 10 s",)
     assert (failure.incarnation, failure.node, evidence, failure.rung) == (
-        story.incarnation("rollout/0"), "n3", ("n3 is excluded: node lost: silent",), "spare node",
-    )  # fmt: skip
+        story.incarnation("rollout/0"),
+        "n3",
+        ("n3 is excluded: node lost: silent",),
+        "spare node",
+    )
     assert (failure.ended, failure.successor) == (True, None)
 
 

@@ -37,14 +37,7 @@ from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.explained import INSIDE_WORDS, assert_explained
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
-from rrl.tests.support.manager.jobs import (
-    ROLLOUTS,
-    RUN,
-    STORE,
-    TRAINER,
-    gang_job,
-    job,
-)
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import World, lost
 
 ROOT = Path(__file__).parents[4]
@@ -343,9 +336,7 @@ def test_command_prints_all_decisions_in_order(run: RunDir, capsys: pytest.Captu
 
 
 def test_a_replica_selects_its_own_decisions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = [
-        ("start", "rollout/0#1 on n3"), ("replace", "rollout/0#1 on n3"), ("start", "rollout/0#2 on n3"),
-    ]  # fmt: skip
+    mine = [("start", "rollout/0#1 on n3"), ("replace", "rollout/0#1 on n3"), ("start", "rollout/0#2 on n3")]
     assert decided(capsys, "rollout/0") == mine
     assert decided(capsys, "rollout/0#2") == mine[2:]
     assert {subject.partition("#")[0] for _, subject in decided(capsys, "rollout")} == {R0, R1}
@@ -384,9 +375,7 @@ def test_an_unknown_name_is_refused_in_one_line_with_the_names_that_exist(
 
 
 def test_json_has_every_part_of_an_explanation(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    (lost,) = [
-        one for one in json.loads(shown(capsys, "trainer/0", "--json")) if one["decision"] == "replace"
-    ]  # fmt: skip
+    (lost,) = [one for one in json.loads(shown(capsys, "trainer/0", "--json")) if one["decision"] == "replace"]
     assert lost["evidence"] == ["n2 is excluded: node lost: manager: agent of n2 is silent"]
     assert [one["detector"] for one in lost["findings"]] == ["node_lost"]
     assert lost["repair"] == "spare node"

@@ -34,9 +34,13 @@ def test_export_writes_the_newest_checkpoint_and_prints_its_folder(
     assert line.startswith(f"step 2 of quick-1: {out}  (")
     assert line.endswith("KiB, float32)\n")
     assert {path.name for path in out.iterdir()} == {
-        "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
         "rrl_export.json",
-    }  # fmt: skip
+    }
 
 
 def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,9 +63,13 @@ def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: 
     ],
 )
 def test_invalid_request_is_one_line_and_exit_code_2(
-    made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
+    made: CommittedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()

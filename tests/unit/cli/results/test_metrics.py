@@ -47,12 +47,25 @@ def test_each_step_is_one_json_line_with_the_failures_before_it(root: Path, caps
     assert [row["seconds"] for row in rows[1:12]] == [3.0] * 11
     assert rows[4]["metrics"] == {"reward": 0.1 + 0.07 * 5, "loss": 0.1, "entropy": 1.25}
     assert [(mark["kind"], mark["about"]) for mark in rows[-1]["marks"]] == [
-        ("failure", "rollout/0#1"), ("restart", "rollout/0#2"),
-    ]  # fmt: skip
+        ("failure", "rollout/0#1"),
+        ("restart", "rollout/0#2"),
+    ]
     assert rows[0].keys() == {
-        "schema", "step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "phase_seconds",
-        "token_age_p50", "token_age_max", "metrics", "logged", "marks", "evaluation",
-    }  # fmt: skip
+        "schema",
+        "step",
+        "at",
+        "incarnation",
+        "seconds",
+        "tokens",
+        "tokens_per_second",
+        "phase_seconds",
+        "token_age_p50",
+        "token_age_max",
+        "metrics",
+        "logged",
+        "marks",
+        "evaluation",
+    }
 
 
 def test_csv_has_a_column_for_each_number_of_any_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert main.run(["track", RUN, "--to", "wandb"]) == 2
     assert capsys.readouterr().err == (
         "rrl: the package wandb is not installed here; pip install '.[wandb]' in rrl's clone\n"
-    )  # fmt: skip
+    )
 
 
 def test_tracker_in_use_by_another_process_is_left_to_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

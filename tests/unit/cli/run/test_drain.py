@@ -122,10 +122,12 @@ def test_undrain_reports_that_the_node_may_be_used_again(root: Path, capsys: pyt
     story = works().record(sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
     story.record(ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
     back = (
-        sent_command("undrain"), ev.Decided(Readmit(N5, Why(("undrain requested by anna",)))),
-        ev.Intended(Undrain(N5, REASON, Why(("undrain requested by anna",)))), ev.IntentSettled("n5!undrain", True),
+        sent_command("undrain"),
+        ev.Decided(Readmit(N5, Why(("undrain requested by anna",)))),
+        ev.Intended(Undrain(N5, REASON, Why(("undrain requested by anna",)))),
+        ev.IntentSettled("n5!undrain", True),
         ev.NodeChanged(N5, NodeStatus(NodeState.UP, "IDLE")),
-    )  # fmt: skip
+    )
     assert answered(story, root, ["undrain", RUN, "n5"], *back) == 0
     assert capsys.readouterr().out == "n5 may be used again; Slurm says IDLE\n"
 

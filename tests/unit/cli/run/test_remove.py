@@ -60,9 +60,12 @@ def _managed(run: RunDir, story: Story) -> None:
     ids=["running", "resumed", "managed"],
 )
 def test_run_that_may_not_be_removed_is_refused_in_one_line_and_nothing_goes(
-    root: Path, capsys: pytest.CaptureFixture[str], story: Story, prepare: Callable[[RunDir, Story], None] | None,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    story: Story,
+    prepare: Callable[[RunDir, Story], None] | None,
     why: str,
-) -> None:  # fmt: skip
+) -> None:
     run, over = story.written(root), completed("over-1").written(root)
     if prepare is not None:
         prepare(run, story)

@@ -212,11 +212,13 @@ def test_walltime_too_short_for_a_role_is_refused(ended: Ended, capsys: pytest.C
 @pytest.mark.parametrize(
     ("key", "old", "new"),
     [
-        ("run.name", '"small"', '"other"'), ("run.seed", "steps = 40", "steps = 40\nseed = 3"),
-        ("model", "0123456789+= ", "01"), ("task", "min_terms = 2", "min_terms = 3"),
+        ("run.name", '"small"', '"other"'),
+        ("run.seed", "steps = 40", "steps = 40\nseed = 3"),
+        ("model", "0123456789+= ", "01"),
+        ("task", "min_terms = 2", "min_terms = 3"),
         ("cluster.kind", '"local"', '"slurm"'),
     ],
-)  # fmt: skip
+)
 def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str) -> None:
     assert old in ended.job.read_text()
     ended.job.write_text(ended.job.read_text().replace(old, new))
@@ -299,9 +301,12 @@ def test_run_of_an_earlier_rrl_with_fewer_spec_keys_counts_as_the_same_job(ended
     ],
 )
 def test_restart_after_the_end_advises_what_is_possible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    outcome: Outcome | None, advice: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: Outcome | None,
+    advice: str,
+) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     story = Story(RUN, job_view(12)).works()
     story = story.stops(Outcome.COMPLETED, "done") if outcome is None else story.ends(outcome, "done")
@@ -310,8 +315,9 @@ def test_restart_after_the_end_advises_what_is_possible(
     assert capsys.readouterr().err == f"rrl: {advice}\n"
 
 
-def test_restart_of_a_single_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_restart_of_a_single_rank_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     job = job_view()
     roles = tuple(msgspec.structs.replace(one, ranks=2) if one.name == "trainer" else one for one in job.roles)

@@ -84,8 +84,9 @@ def test_submit_keeps_files_and_settings_as_one_file_that_gives_the_same_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*submission(tmp_path, monkeypatch, ""), str(tmp_path / "more.toml")]
-    (tmp_path / "more.toml").write_text('[roles.rollout]\nreplicas = 3\nenv.BAR = "x = 1"\n[[faults.random]]\n'
-                                        'kinds = ["kill"]\nevery = "1h"\n')  # fmt: skip
+    (tmp_path / "more.toml").write_text(
+        '[roles.rollout]\nreplicas = 3\nenv.BAR = "x = 1"\n[[faults.random]]\nkinds = ["kill"]\nevery = "1h"\n'
+    )
     settings = ["--set", "roles.trainer.learning_rate=1e-6", "--set", "cluster.walltime=8h"]
     assert main.run([*command, *settings, "--set", "faults.planned=[]"]) == 0
     run = RunDir(tmp_path / "runs" / capsys.readouterr().out.strip())

@@ -74,9 +74,12 @@ def test_lengths_are_shown_as_far_as_they_are_known(metrics: dict[str, float], e
 
 
 EPISODES = {
-    "episodes_at_work": 118.0, "episodes_finished": 1205.0, "episodes_replayed": 3.0, "turns": 2410.0,
+    "episodes_at_work": 118.0,
+    "episodes_finished": 1205.0,
+    "episodes_replayed": 3.0,
+    "turns": 2410.0,
     "branches": 2410.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -86,16 +89,18 @@ EPISODES = {
         ({}, True, "1,205 finished, 3 replayed · turns 2,410 · 2 branches each"),
         ({"branches": 1205.0, "episodes_replayed": 0.0}, False, "118 at work · turns 2,410 · 1 branch each"),
         (
-            {"episodes_retried": 2.0, "episodes_dropped": 16.0, "branches": 1500.0}, False,
+            {"episodes_retried": 2.0, "episodes_dropped": 16.0, "branches": 1500.0},
+            False,
             "118 at work, 3 replayed, 2 begun again, 16 dropped · turns 2,410 · 1.24 branches each",
         ),
         (
-            {"untrained_turns": 4.0, "token_drift": 12.0}, False,
+            {"untrained_turns": 4.0, "token_drift": 12.0},
+            False,
             "118 at work, 3 replayed · turns 2,410 · 2 branches each · 4 turns not trained"
             " · 12 tokens trained in a wrong context: a bug of rrl",
         ),
     ],
-)  # fmt: skip
+)
 def test_agents_have_a_row_of_their_own(changes: dict[str, float], ended: bool, expected: str) -> None:
     figures = with_episode_counts(EpisodeFigures(), EPISODES | changes)
     assert " · ".join(text.plain for text in agent_figures(figures, ended)) == expected

@@ -37,8 +37,15 @@ def test_dead_replica_is_dead_since_its_end_and_not_in_its_last_phase() -> None:
 )
 def test_failed_replica_is_called_by_the_cause(cause: Cause, word: str) -> None:
     story = Story().works()
-    finding = Finding("x", Verdict.FAIL, cause, Remedy.RESTART, story.now - 60, (Evidence("m", "why", story.now),),
-                      incarnation=story.incarnation("rollout/0"))  # fmt: skip
+    finding = Finding(
+        "x",
+        Verdict.FAIL,
+        cause,
+        Remedy.RESTART,
+        story.now - 60,
+        (Evidence("m", "why", story.now),),
+        incarnation=story.incarnation("rollout/0"),
+    )
     story.record(FindingChanged(finding))
     assert row(story, "rollout/0")[3:5] == [word, "1m04s"]
     story.record(FindingChanged(msgspec.structs.replace(finding, verdict=Verdict.WARN)))
@@ -110,17 +117,26 @@ def test_compact_view_lists_only_unusual_replicas() -> None:
     story.loses("rollout/0")
     lines = drawn(status_view(story.recorded(), story.now, 80, max_listed=0), 80).splitlines()
     assert [line.split() for line in lines[9:14]] == [
-        ["trajectories", "1", "serve"], ["reward", "1", "wait_work"], ["trainer", "1", "wait_data"],
+        ["trajectories", "1", "serve"],
+        ["reward", "1", "wait_work"],
+        ["trainer", "1", "wait_data"],
         ["rollout/0", "#1", "n3", "dead", "0s", "v12", "about", "to", "be", "replaced"],
         ["rollout", "1", "more", "generate"],
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("detector", [one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS)])
 def test_no_internal_word_is_shown_for_a_detector(detector: str) -> None:
     story = Story().works()
-    finding = Finding(detector, Verdict.WARN, Cause.HANG, Remedy.NONE, BEGAN, (Evidence("m", "why", BEGAN),),
-                      incarnation=story.incarnation("rollout/0"))  # fmt: skip
+    finding = Finding(
+        detector,
+        Verdict.WARN,
+        Cause.HANG,
+        Remedy.NONE,
+        BEGAN,
+        (Evidence("m", "why", BEGAN),),
+        incarnation=story.incarnation("rollout/0"),
+    )
     shown = drawn(status_view(story.record(FindingChanged(finding)).recorded(), story.now, 120), 120)
     assert not INSIDE_WORDS.search(shown)
     assert "_" not in shown[shown.index("! WARN") :]

@@ -109,11 +109,13 @@ def test_figures_that_nobody_updates_are_shown_as_such() -> None:
     [
         ({"state": AllocationState.SUSPENDED}, "suspended"),
         ({"reclaimed": True, "time_left_s": 30.0}, "preempted"),
-        ({"state": AllocationState.PENDING, "nodes": (), "detail": "PENDING: held by an administrator"},
-         "held by an administrator"),
+        (
+            {"state": AllocationState.PENDING, "nodes": (), "detail": "PENDING: held by an administrator"},
+            "held by an administrator",
+        ),
     ],
     ids=["suspended", "preempted", "held"],
-)  # fmt: skip
+)
 def test_cluster_state_of_an_allocation_is_shown(changes: dict[str, object], expected_text: str) -> None:
     story = Story().works()
     (held,) = story.recorded().allocations.values()

@@ -102,8 +102,12 @@ def test_lag_of_the_weights_is_shown(versions: tuple[int, int], expected: str) -
 
 
 def test_use_of_gpus_is_shown_by_node_while_it_is_new() -> None:
-    uses = {NodeName("n3"): GpuUse(8, 0.874, 500 * GIB, 640 * GIB), NodeName("n4"): GpuUse(8, None, 0, 0),
-            NodeName("n2"): GpuUse(1, 0.0, 2 * GIB, 80 * GIB), NodeName("elsewhere"): GpuUse(1, 1.0, 0, 0)}  # fmt: skip
+    uses = {
+        NodeName("n3"): GpuUse(8, 0.874, 500 * GIB, 640 * GIB),
+        NodeName("n4"): GpuUse(8, None, 0, 0),
+        NodeName("n2"): GpuUse(1, 0.0, 2 * GIB, 80 * GIB),
+        NodeName("elsewhere"): GpuUse(1, 1.0, 0, 0),
+    }
     story = Story().works().record(ev.GpuUseRecorded(uses))
     assert fact(story, "gpus") == ["n2: 0 % busy, 2 of 80 GiB · n3: 87 % busy, 500 of 640 GiB · n4"]
     assert fact(story, "gpus", after_s=MAX_GPU_USE_AGE_S + 1) == []

@@ -202,8 +202,10 @@ def test_suggested_commands_can_be_copied_from_a_narrow_terminal(
     show(next_steps_view({"run": run, "outcome": "completed", "steps": 300}, 300, "", program))
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:].split("  ")[0] for line in lines] == [
-        f"{program} logs {run}", f"{program} resume {run} --steps 600", f"{program} list"
-    ]  # fmt: skip
+        f"{program} logs {run}",
+        f"{program} resume {run} --steps 600",
+        f"{program} list",
+    ]
 
 
 def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:
@@ -225,10 +227,18 @@ def test_status_names_the_folders_with_the_weights() -> None:
 
 def test_summary_with_missing_values_is_shown_with_dashes() -> None:
     summary: dict[str, Any] = {
-        "run": "x", "outcome": "failed", "why": "no nodes", "steps": 0, "reward_first10": None, "reward_last10": None,
-        "faults": 0, "ettr": None, "run_seconds": None, "run_dir": "/runs/x",
+        "run": "x",
+        "outcome": "failed",
+        "why": "no nodes",
+        "steps": 0,
+        "reward_first10": None,
+        "reward_last10": None,
+        "faults": 0,
+        "ettr": None,
+        "run_seconds": None,
+        "run_dir": "/runs/x",
         "recoveries": [{"replica": "rollout/0", "incarnation": 2, "detect_s": None}],
-    }  # fmt: skip
+    }
     matches_stored("summary_with_holes", drawn(summary_view(summary), 80))
     drawn(summary_view({}), 80)
 
@@ -288,9 +298,24 @@ def test_status_and_summary_show_the_number_of_unscored_groups_if_there_are_any(
     assert "dropped" not in drawn(summary_view({"unscored_groups": 0, "unscored_share": 0.0}), 120)
 
 
-METRICS = ("reward", "loss", "unscored_groups", "unscored_share", "stale_share", "tokens", "longest_expected",
-           "long_groups", "recall20", "length_bias", "token_age_p50", "token_age_max", "episodes_at_work",
-           "episodes_finished", "branches", "token_drift")  # fmt: skip
+METRICS = (
+    "reward",
+    "loss",
+    "unscored_groups",
+    "unscored_share",
+    "stale_share",
+    "tokens",
+    "longest_expected",
+    "long_groups",
+    "recall20",
+    "length_bias",
+    "token_age_p50",
+    "token_age_max",
+    "episodes_at_work",
+    "episodes_finished",
+    "branches",
+    "token_drift",
+)
 
 
 @settings(deadline=None)
@@ -318,11 +343,12 @@ def test_list_of_runs_equals_the_snapshot() -> None:
     }
     states = [
         blank,
-        msgspec.structs.replace(blank, run="quick-1120-064114", standing="running", step=12, reward=0.5, started=BEGAN,
-                run_seconds=60.0),
+        msgspec.structs.replace(
+            blank, run="quick-1120-064114", standing="running", step=12, reward=0.5, started=BEGAN, run_seconds=60.0
+        ),
         msgspec.structs.replace(blank, run="small-1119-000000", step=40, reward=0.93, recoveries=2, **before),
         msgspec.structs.replace(blank, run="tools-1119-000000", steps=0, **before),
-    ]  # fmt: skip
+    ]
     matches_stored("runs", drawn(runs_view(states, BEGAN + 60), 80))
 
 
@@ -353,8 +379,15 @@ def test_the_pause_before_a_resume_is_no_run_time(tmp_path: Path) -> None:
 
 def test_durations_have_at_most_two_units() -> None:
     assert [span(s) for s in (-1, 0.9, 59, 60, 134, 3600, 11100, 187200)] == [
-        "0s", "0s", "59s", "1m00s", "2m14s", "1h00m", "3h05m", "2d04h",
-    ]  # fmt: skip
+        "0s",
+        "0s",
+        "59s",
+        "1m00s",
+        "2m14s",
+        "1h00m",
+        "3h05m",
+        "2d04h",
+    ]
     assert [stage(s) for s in (None, 0.123, 99.9, 150)] == ["–", "0.12s", "99.90s", "2m30s"]
 
 

@@ -99,29 +99,50 @@ def test_setting_that_cannot_be_read_is_refused(setting: str, complaint: str) ->
 @pytest.mark.parametrize(
     ("texts", "settings", "expected"),
     [
-        ((JOB, "\n[roles.rollout]\nreplica = 3\n"), (),
-         ['1.toml:3: roles.rollout.replica: unknown key; did you mean "replicas"?']),
-        ((JOB.replace("steps = 10", "steps = 0"), "[run]\nseed = 1\n"), (),
-         ["0.toml:3: run.steps: must be at least 1, not 0"]),
-        ((JOB.replace("steps = 10", "steps = 0"), "[run]\nsteps = -1\n"), (),
-         ["1.toml:2: run.steps: must be at least 1, not -1"]),
-        ((JOB, "[roles.rollout]\nreplicas = 0\n"), ("roles.trainer.learning_rat=3", "run.steps=x"), [
-            "1.toml:2: roles.rollout.replicas: must be at least 1, not 0",
-            '--set roles.trainer.learning_rat=3: unknown key; did you mean "learning_rate"?',
-            '--set run.steps=x: must be a whole number, not "x"',
-        ]),
-        (("[run]\nsteps = 5\n" + JOB.partition("\n\n")[2], "[run]\nseed = 2\n"), ("run.steps=7",), [
-            "0.toml:1: run.name: missing; add name = ... in [run] (a letter, then up to 30 lower-case letters,"]),
-        ((JOB,), ("task.args={}", "faults={planned=[{kind='kill', at='step=x'}]}"), [
-            "--set faults={planned=[{kind='kill', at='step=x'}]}: faults.planned[0].at: "]),
-        ((JOB,), ("run.name=7",), [
-            "--set run.name=7: must be text in quotes, not 7; the shell removes quotes: write --set 'run.name=\"7\"'"]),
+        (
+            (JOB, "\n[roles.rollout]\nreplica = 3\n"),
+            (),
+            ['1.toml:3: roles.rollout.replica: unknown key; did you mean "replicas"?'],
+        ),
+        (
+            (JOB.replace("steps = 10", "steps = 0"), "[run]\nseed = 1\n"),
+            (),
+            ["0.toml:3: run.steps: must be at least 1, not 0"],
+        ),
+        (
+            (JOB.replace("steps = 10", "steps = 0"), "[run]\nsteps = -1\n"),
+            (),
+            ["1.toml:2: run.steps: must be at least 1, not -1"],
+        ),
+        (
+            (JOB, "[roles.rollout]\nreplicas = 0\n"),
+            ("roles.trainer.learning_rat=3", "run.steps=x"),
+            [
+                "1.toml:2: roles.rollout.replicas: must be at least 1, not 0",
+                '--set roles.trainer.learning_rat=3: unknown key; did you mean "learning_rate"?',
+                '--set run.steps=x: must be a whole number, not "x"',
+            ],
+        ),
+        (
+            ("[run]\nsteps = 5\n" + JOB.partition("\n\n")[2], "[run]\nseed = 2\n"),
+            ("run.steps=7",),
+            ["0.toml:1: run.name: missing; add name = ... in [run] (a letter, then up to 30 lower-case letters,"],
+        ),
+        (
+            (JOB,),
+            ("task.args={}", "faults={planned=[{kind='kill', at='step=x'}]}"),
+            ["--set faults={planned=[{kind='kill', at='step=x'}]}: faults.planned[0].at: "],
+        ),
+        (
+            (JOB,),
+            ("run.name=7",),
+            ["--set run.name=7: must be text in quotes, not 7; the shell removes quotes: write --set 'run.name=\"7\"'"],
+        ),
         ((JOB,), ("limits.heartbeat=60s",), ['--set limits.heartbeat=60s: limits.silence: "10s" is less than three']),
         ((JOB,), ("run=3",), ["--set run=3: must be a table, not 3"]),
-        (("", "[cluster]\nspares = 0\n"), (), [
-            "0.toml + 1.toml: run: missing; add a table [run] with name"]),
+        (("", "[cluster]\nspares = 0\n"), (), ["0.toml + 1.toml: run: missing; add a table [run] with name"]),
     ],
-)  # fmt: skip
+)
 def test_error_names_the_file_and_line_or_the_setting(
     tmp_path: Path, texts: tuple[str, ...], settings: tuple[str, ...], expected: list[str]
 ) -> None:

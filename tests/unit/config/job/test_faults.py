@@ -106,14 +106,17 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("trainer/0", ""), ("trainer/0.1", ""), ("trainer/0.3", ""), ("standby/n1:1", ""),
+        ("trainer/0", ""),
+        ("trainer/0.1", ""),
+        ("trainer/0.3", ""),
+        ("standby/n1:1", ""),
         ("trainer/0.0", 'no rank "trainer/0.0"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/0.4", 'no rank "trainer/0.4"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/0.x", 'no rank "trainer/0.x"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/1.1", 'no replica "trainer/1.1"; role trainer has 1, the last is "trainer/0"'),
         ("rollout/1.1", 'no rank "rollout/1.1"; rollout/1 is one process'),
     ],
-)  # fmt: skip
+)
 def test_only_existing_ranks_and_standby_processes_are_valid_targets(target: str, why: str) -> None:
     wrong = validate_fault(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
     assert wrong == (InvalidFault(FaultProblem.NO_SUCH_TARGET, why) if why else None)

@@ -44,9 +44,13 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         assert job.model.path == os.path.normpath(folder / found)
         spec = resolved(job)["model"]
         assert spec == {
-            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None,
+            "path": job.model.path,
+            "dtype": "float32",
+            "chat": False,
+            "max_length": None,
+            "tokenizer": None,
             "tool_parser": None,
-        }  # fmt: skip
+        }
         path.write_text(as_toml(job))
         assert load_job(path).model == job.model  # the written file can be read again, from any folder
         path.write_text(text)
@@ -98,308 +102,729 @@ WRONG: list[tuple[str, str, str]] = [
     # (text that is replaced in JOB, replacement, the whole error message)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
     ("[task]", "[eval]\nevery = 0\n[task]", "job.toml:13: eval.every: must be at least 1, not 0"),
-    ("[task]", "[eval]\nevery = 5\nsamples = 2\n[task]", "job.toml:14: eval.samples: would all be equal at temperature"
-     " = 0; write samples = 1, or a temperature above 0"),
-    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'function = "a:b"\n[eval]\nevery = 5', "job.toml:14: eval.task: missing; the function"
-     " of [task] is trained on: write a table [eval.task] with other prompts"),
-    ("[task]\ndataset", '[eval]\nevery = 5\ntask = { file = "a.jsonl", partial_credit = 0.5 }\n[task]\ndataset',
-     "job.toml:14: eval.task.partial_credit: has no effect: nothing is trained on; remove this key"),
-    ("[task]\ndataset", '[eval]\nevery = 5\ntask = { file = "a.jsonl", size = 5 }\n[task]\ndataset', "job.toml:14:"
-     " eval.task.size: has no effect with `file`; remove this key"),
-    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "a.jsonl" }',
-     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file"),
-    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "./b/../a.jsonl" }',
-     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file"),
-    ("[task]", "[roles.trainer]\nexport = 0\n[task]",
-     'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0'),
-    ("[task]", '[roles.trainer]\nexport = "last"\n[task]',
-     'job.toml:13: roles.trainer.export: must be "end" or a whole number, not "last"'),
-    ("[task]", '[roles.trainer]\nexport = "end"\ncommand = ["train"]\n[task]',
-     "job.toml:13: roles.trainer.export: rrl exports only checkpoints of its built-in trainer; remove this key"),
-    ("[task]", "[roles.trainer]\ncheckpoint_every = 0\n[task]",
-     "job.toml:13: roles.trainer.checkpoint_every: must be at least 1, not 0"),
-    ("[task]", "[roles.trainer]\ncheckpoint_every = 2\nexport = 1\n[task]", "job.toml:14: roles.trainer.export: step 1"
-     " would have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
-    ("[task]", "[roles.trainer]\ncheckpoint_every = 2\n[eval]\nevery = 1\n[task]", "job.toml:15: eval.every: step 1 would"
-     " have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])"),
-    ("[task]", "[roles.trainer]\ndual_clip = 1.2\n[task]",
-     "job.toml:13: roles.trainer.dual_clip: 1.2 is not more than 1 + clip = 1.2; raise it, or lower clip"),
-    ("[task]", "[roles.trainer]\nclip = 2.5\n[task]",
-     "job.toml:12: roles.trainer.dual_clip: 3 is not more than 1 + clip = 3.5; raise it, or lower clip"),
+    (
+        "[task]",
+        "[eval]\nevery = 5\nsamples = 2\n[task]",
+        "job.toml:14: eval.samples: would all be equal at temperature = 0; write samples = 1, or a temperature above 0",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'function = "a:b"\n[eval]\nevery = 5',
+        "job.toml:14: eval.task: missing; the function"
+        " of [task] is trained on: write a table [eval.task] with other prompts",
+    ),
+    (
+        "[task]\ndataset",
+        '[eval]\nevery = 5\ntask = { file = "a.jsonl", partial_credit = 0.5 }\n[task]\ndataset',
+        "job.toml:14: eval.task.partial_credit: has no effect: nothing is trained on; remove this key",
+    ),
+    (
+        "[task]\ndataset",
+        '[eval]\nevery = 5\ntask = { file = "a.jsonl", size = 5 }\n[task]\ndataset',
+        "job.toml:14: eval.task.size: has no effect with `file`; remove this key",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "a.jsonl" }',
+        "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "./b/../a.jsonl" }',
+        "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another file",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nexport = 0\n[task]",
+        'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0',
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nexport = "last"\n[task]',
+        'job.toml:13: roles.trainer.export: must be "end" or a whole number, not "last"',
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nexport = "end"\ncommand = ["train"]\n[task]',
+        "job.toml:13: roles.trainer.export: rrl exports only checkpoints of its built-in trainer; remove this key",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ncheckpoint_every = 0\n[task]",
+        "job.toml:13: roles.trainer.checkpoint_every: must be at least 1, not 0",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ncheckpoint_every = 2\nexport = 1\n[task]",
+        "job.toml:14: roles.trainer.export: step 1"
+        " would have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ncheckpoint_every = 2\n[eval]\nevery = 1\n[task]",
+        "job.toml:15: eval.every: step 1 would"
+        " have no checkpoint; write a multiple of checkpoint_every = 2 ([roles.trainer])",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ndual_clip = 1.2\n[task]",
+        "job.toml:13: roles.trainer.dual_clip: 1.2 is not more than 1 + clip = 1.2; raise it, or lower clip",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nclip = 2.5\n[task]",
+        "job.toml:12: roles.trainer.dual_clip: 3 is not more than 1 + clip = 3.5; raise it, or lower clip",
+    ),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
-    ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"
-     " [roles.trainer]"),
-    ('kind = "local"', 'group_size = 5', "job.toml:6: cluster.group_size: unknown key; it belongs in [sampling]"),
+    (
+        'kind = "local"',
+        "learning_rate = 1.0",
+        "job.toml:6: cluster.learning_rate: unknown key; it belongs in [roles.trainer]",
+    ),
+    ('kind = "local"', "group_size = 5", "job.toml:6: cluster.group_size: unknown key; it belongs in [sampling]"),
     ("cpus = 4", "threads = 4", "job.toml:7: cluster.node.threads: unknown key; known here: cpus, gpus, mem"),
-    ('at = "step=5"', 'at = "step=5"\nwhen = 1', "job.toml:24: faults.planned[0].when: unknown key;"
-     " known here: kind, target, at, seconds, amount"),
+    (
+        'at = "step=5"',
+        'at = "step=5"\nwhen = 1',
+        "job.toml:24: faults.planned[0].when: unknown key; known here: kind, target, at, seconds, amount",
+    ),
     ("[roles.rollout]", "[rollout]", "job.toml:16: rollout: unknown key; did you mean [roles.rollout]?"),
     ("steps = 10", 'steps = 10\n"a b" = 1', 'job.toml:4: run."a b": unknown key; known here: name, steps, seed'),
-    ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
-     " (optimizer steps of a complete run)"),
-    ('at = "step=5"\n', "", "job.toml:20: faults.planned[0].at: missing; add at = ... in [[faults.planned]]"
-     ' (trigger: "step=5" (the trainer has committed that step), "time=90s" (since the first nodes were granted)'
-     ' or "phase=train" (its target is in that phase))'),
-    ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
-     "job.toml: model: missing; the built-in role trajectories needs path in [model], or [model.tokenizer] with"
-     " pieces; or set command in [roles.trajectories]"),
-    ('[model.tokenizer]\npieces = "0123456789+= "\n', "[model]\nlayers = 1\n",
-     "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
-     " Face folder"),
-    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nlayers = 2\n',
-     "job.toml:11: model.layers: comes from config.json of the model folder; remove this key, or remove path"),
-    ("[model.tokenizer]", '[model]\npath = "m"\n[model.tokenizer]',
-     "job.toml:11: model.tokenizer: comes from the model folder; remove this key, or remove path"),
-    ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
-     "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
-    ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
-     "job.toml:10: model.tool_parser: needs the chat template of the model folder; write chat = true, or remove this key"),
-    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
-     "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
-      " raise max_length"),
-    ("[model.tokenizer]", '[model]\ndtype = "bf16"\n[model.tokenizer]', 'job.toml:10: model.dtype: must be "float32" or'
-     ' "bfloat16", not "bf16"; did you mean "bfloat16"?'),
+    (
+        "steps = 10\n",
+        "",
+        "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps of a complete run)",
+    ),
+    (
+        'at = "step=5"\n',
+        "",
+        "job.toml:20: faults.planned[0].at: missing; add at = ... in [[faults.planned]]"
+        ' (trigger: "step=5" (the trainer has committed that step), "time=90s" (since the first nodes were granted)'
+        ' or "phase=train" (its target is in that phase))',
+    ),
+    (
+        '[model.tokenizer]\npieces = "0123456789+= "\n',
+        "",
+        "job.toml: model: missing; the built-in role trajectories needs path in [model], or [model.tokenizer] with"
+        " pieces; or set command in [roles.trajectories]",
+    ),
+    (
+        '[model.tokenizer]\npieces = "0123456789+= "\n',
+        "[model]\nlayers = 1\n",
+        "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
+        " Face folder",
+    ),
+    (
+        '[model.tokenizer]\npieces = "0123456789+= "\n',
+        '[model]\npath = "m"\nlayers = 2\n',
+        "job.toml:11: model.layers: comes from config.json of the model folder; remove this key, or remove path",
+    ),
+    (
+        "[model.tokenizer]",
+        '[model]\npath = "m"\n[model.tokenizer]',
+        "job.toml:11: model.tokenizer: comes from the model folder; remove this key, or remove path",
+    ),
+    (
+        "[model.tokenizer]",
+        "[model]\nchat = true\n[model.tokenizer]",
+        "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key",
+    ),
+    (
+        "[model.tokenizer]",
+        '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
+        "job.toml:10: model.tool_parser: needs the chat template of the model folder; write chat = true, or remove this key",
+    ),
+    (
+        '[model.tokenizer]\npieces = "0123456789+= "\n',
+        '[model]\npath = "m"\nmax_length = 5\n',
+        "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
+        " raise max_length",
+    ),
+    (
+        "[model.tokenizer]",
+        '[model]\ndtype = "bf16"\n[model.tokenizer]',
+        'job.toml:10: model.dtype: must be "float32" or "bfloat16", not "bf16"; did you mean "bfloat16"?',
+    ),
     ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),
     ("steps = 10", "steps = true", "job.toml:3: run.steps: must be a whole number, not true"),
     ("steps = 10", "steps = 10.0", "job.toml:3: run.steps: must be a whole number, not 10.0"),
     ("steps = 10", "steps = 0", "job.toml:3: run.steps: must be at least 1, not 0"),
     ("steps = 10", "steps = [1]", "job.toml:3: run.steps: must be a whole number, not a list"),
-    ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits;"
-     " write a number that fits into 64 bits"),
+    (
+        "steps = 10",
+        "steps = 99999999999999999999",
+        "job.toml:3: run.steps: is a number beyond 64 bits; write a number that fits into 64 bits",
+    ),
     ("replicas = 2", "replicas = 20000", "job.toml:17: roles.rollout.replicas: must be at most 4096, not 20000"),
-    ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower-case"
-     ' letters, digits and dashes, not "Small one"'),
-    ('kind = "local"', 'kind = "slrum"', 'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum";'
-     ' did you mean "slurm"?'),
-    ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults.planned[0].kind: must be "kill", "freeze",'
-     ' "slow", "exit", "exception", "out_of_memory", "engine_dead", "kill_step", "crash", "cut", "delay", "disk_full" or'
-     ' "outage", not "explode"'),
+    (
+        'name = "small"',
+        'name = "Small one"',
+        'job.toml:2: run.name: must be a letter, then up to 30 lower-case letters, digits and dashes, not "Small one"',
+    ),
+    (
+        'kind = "local"',
+        'kind = "slrum"',
+        'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum"; did you mean "slurm"?',
+    ),
+    (
+        'kind = "kill"',
+        'kind = "explode"',
+        'job.toml:21: faults.planned[0].kind: must be "kill", "freeze",'
+        ' "slow", "exit", "exception", "out_of_memory", "engine_dead", "kill_step", "crash", "cut", "delay", "disk_full" or'
+        ' "outage", not "explode"',
+    ),
     ('"4GiB"', "4", 'job.toml:7: cluster.node.mem: a size needs a unit; write for example "4MiB"'),
-    ('"4GiB"', '"4 gigs"', "job.toml:7: cluster.node.mem: '4 gigs' is not a size;"
-     ' write for example "16GiB" or "512MiB"'),
-    ("[task]", '[limits]\nlease = 5\n[task]', "job.toml:13: limits.lease: a duration needs a unit;"
-     ' write for example "5s"'),
-    ("[task]", '[limits]\njoin = "1 day"\n[task]', "job.toml:13: limits.join: '1 day' is not a duration;"
-     ' write for example "90s", "15min", "2h" or "1-12:00:00"'),
+    (
+        '"4GiB"',
+        '"4 gigs"',
+        'job.toml:7: cluster.node.mem: \'4 gigs\' is not a size; write for example "16GiB" or "512MiB"',
+    ),
+    (
+        "[task]",
+        "[limits]\nlease = 5\n[task]",
+        'job.toml:13: limits.lease: a duration needs a unit; write for example "5s"',
+    ),
+    (
+        "[task]",
+        '[limits]\njoin = "1 day"\n[task]',
+        'job.toml:13: limits.join: \'1 day\' is not a duration; write for example "90s", "15min", "2h" or "1-12:00:00"',
+    ),
     ("[task]", '[limits]\nheartbeat = "0s"\n[task]', 'job.toml:13: limits.heartbeat: must be more than 0, not "0s"'),
-    ("[task]", '[limits]\nheartbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less'
-     ' than three heartbeats of "1s"; raise it to "3s"'),
-    ("[task]", '[limits]\nheartbeat = "10s"\n[task]', 'job.toml:12: limits.silence: "10s" is less than three'
-     ' heartbeats of "10s"; raise it to "30s"'),
-    ("[task]", "[roles.trainer]\nlearning_rate = inf\n[task]",
-     "job.toml:13: roles.trainer.learning_rate: is inf; write a finite number"),
-    ("seeds = [1, 2]", "seeds = [1, 2024-01-01]",
-     "job.toml:14: task.args.seeds[1]: is a date or time; write it as text, in quotes"),
+    (
+        "[task]",
+        '[limits]\nheartbeat = "1s"\nsilence = "2s"\n[task]',
+        'job.toml:14: limits.silence: "2s" is less than three heartbeats of "1s"; raise it to "3s"',
+    ),
+    (
+        "[task]",
+        '[limits]\nheartbeat = "10s"\n[task]',
+        'job.toml:12: limits.silence: "10s" is less than three heartbeats of "10s"; raise it to "30s"',
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nlearning_rate = inf\n[task]",
+        "job.toml:13: roles.trainer.learning_rate: is inf; write a finite number",
+    ),
+    (
+        "seeds = [1, 2]",
+        "seeds = [1, 2024-01-01]",
+        "job.toml:14: task.args.seeds[1]: is a date or time; write it as text, in quotes",
+    ),
     ('FOO = "bar"', "FOO = 3", "job.toml:18: roles.rollout.env.FOO: must be text in quotes, not 3"),
-    ('FOO = "bar"', '"F=" = "3"', "job.toml:18: roles.rollout.env: 'F=' is not a valid environment variable name;"
-     " use letters, digits and underscores"),
+    (
+        'FOO = "bar"',
+        '"F=" = "3"',
+        "job.toml:18: roles.rollout.env: 'F=' is not a valid environment variable name;"
+        " use letters, digits and underscores",
+    ),
     ('FOO = "bar"', r'FOO = "\u0000"', "job.toml:18: roles.rollout.env.FOO: contains a NUL character (\\u0000)"),
     ("replicas = 2", "command = []", "job.toml:17: roles.rollout.command: must be something that is not empty, not []"),
     ("replicas = 2", 'command = "x"', 'job.toml:17: roles.rollout.command: must be a list, as in ["a", "b"], not "x"'),
-    ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
-     " lower it or raise replicas"),
-    ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
-     " ([cluster.node] cpus = 4); lower it or raise cpus of the node"),
-    ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
-     ' has ([cluster.node] mem = "4096MiB"); lower it or raise mem of the node'),
-    ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2,'
-     ' the last is "rollout/1"'),
-    ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
-     " there are trajectories, reward, trainer, rollout"),
-    ("rollout/0", "rollouts", 'job.toml:22: faults.planned[0].target: no role "rollouts"; there are trajectories,'
-     ' reward, trainer, rollout; a replica is written "rollout/0"'),
-    ("step=5", "step5", "job.toml:23: faults.planned[0].at: 'step5' is not a valid trigger; write \"step=5\", \"time=90s\" or"
-     ' "phase=train"'),
-    ("step=5", "time=5", "job.toml:23: faults.planned[0].at: '5' is not a duration; write for example \"90s\", \"15min\","
-     ' "2h" or "1-12:00:00"'),
+    (
+        "replicas = 2",
+        "min_replicas = 2",
+        "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1; lower it or raise replicas",
+    ),
+    (
+        "replicas = 2",
+        "replicas = 2\ncpus = 8",
+        "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
+        " ([cluster.node] cpus = 4); lower it or raise cpus of the node",
+    ),
+    (
+        "replicas = 2",
+        'replicas = 2\nmem = "8GiB"',
+        'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
+        ' has ([cluster.node] mem = "4096MiB"); lower it or raise mem of the node',
+    ),
+    (
+        "rollout/0",
+        "rollout/7",
+        'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2, the last is "rollout/1"',
+    ),
+    (
+        "rollout/0",
+        "judge/0",
+        'job.toml:22: faults.planned[0].target: no role "judge"; there are trajectories, reward, trainer, rollout',
+    ),
+    (
+        "rollout/0",
+        "rollouts",
+        'job.toml:22: faults.planned[0].target: no role "rollouts"; there are trajectories,'
+        ' reward, trainer, rollout; a replica is written "rollout/0"',
+    ),
+    (
+        "step=5",
+        "step5",
+        'job.toml:23: faults.planned[0].at: \'step5\' is not a valid trigger; write "step=5", "time=90s" or'
+        ' "phase=train"',
+    ),
+    (
+        "step=5",
+        "time=5",
+        'job.toml:23: faults.planned[0].at: \'5\' is not a duration; write for example "90s", "15min",'
+        ' "2h" or "1-12:00:00"',
+    ),
     ('kind = "kill"', 'kind = "cut"', "job.toml:21: faults.planned[0].kind: cut needs seconds: its duration"),
-    ('kind = "kill"', 'kind = "slow"\namount = 2.0', "job.toml:21: faults.planned[0].kind: slow needs amount, the"
-     " share of the time in which the target runs, between 0 and 1"),
-    ("[[faults.planned]]", "[faults.planned]",
-     "job.toml:20: faults.planned: must be a list of tables, each under [[faults.planned]], not a table"),
-    ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
-     'job.toml:2: rum: unknown key; did you mean "run"?'),
-    ('dataset = "chain_sum"', "", 'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
-     ' file = "prompts.jsonl", function = "module:function"'),
-    ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
-     " importable from the folder of job.toml, not \"my task\""),
-    ('dataset = "chain_sum"', 'file = "a.jsonl"\nreward = "reward.py"', "job.toml:14: task.reward: must be"
-     " ``module:function`` that scores the answers to the file's prompts, not \"reward.py\""),
-    ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question'"
-     " is not a valid format string: expected '}' before end of string; write {{ for a literal brace"),
-    ('pieces = "0123456789+= "', "pieces = [1]",
-     "job.toml:10: model.tokenizer.pieces[0]: must be text in quotes, not 1"),
-    ('pieces = "0123456789+= "', "pieces = 1",
-     'job.toml:10: model.tokenizer.pieces: must be text in quotes or a list, as in ["a", "b"], not 1'),
-    ("[model.tokenizer]", "[model]\nheads = 4\nkv_heads = 3\n[model.tokenizer]",
-     "job.toml:11: model.kv_heads: 3 does not divide heads = 4; use a divisor"),
-    ("[task]", "[sampling]\nmax_new_tokens = 64\n[task]", "job.toml:13: sampling.max_new_tokens: 64 leaves no space"
-     " for a prompt in [model] max_length = 64; lower it or raise max_length"),
-    ("[task]", "[sampling]\nprompts_per_step = 64\ngroup_size = 64\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n"
-     "[task]", "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens make a batch of up"
-      " to 254 MiB; the limit is 224 MiB; write stream = true, or lower prompts_per_step, group_size or"
-      " max_new_tokens"),
-    ("[task]", "[sampling]\nstream = true\ngroup_size = 4096\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n[task]",
-     "job.toml:14: sampling.group_size: a group of 4096 answers of 8000 tokens is a message of up to 254 MiB; the limit"
-     " is 224 MiB; lower group_size or max_new_tokens"),
-    ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is not an sbatch option;"
-     " write its long name without leading dashes"),
-    ("[task]", '[slurm]\naccount = "x\\ny"\n[task]',
-     "job.toml:12: slurm: the value of account must be printable and on one line"),
-    ("[task]", "[slurm]\naccount = [1]\n[task]",
-     "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list"),
-    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is not a phase of rrl; did"
-     ' you mean "train"? a phase of your own needs the keys `progresses` and `longest`'),
-    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is not a phase of rrl;"
-     ' a phase of your own needs the keys `progresses` and `longest`'),
-    ("[task]", '[phases.train]\nlongst = "8h"\n[task]', "job.toml:13: phases.train.longst: unknown key;"
-     ' did you mean "longest"?'),
-    ("[task]", '[phases.train]\nlongest = 8\n[task]', "job.toml:13: phases.train.longest: a duration needs a unit;"
-     ' write for example "8s"'),
-    ("[task]", '[phases.train]\nshortest = "0s"\n[task]', "job.toml:13: phases.train.shortest: must be more than 0,"
-     ' not "0s"'),
-    ("[task]", '[phases]\ntrain = 3\n[task]', "job.toml:13: phases.train: must be a table, not 3"),
+    (
+        'kind = "kill"',
+        'kind = "slow"\namount = 2.0',
+        "job.toml:21: faults.planned[0].kind: slow needs amount, the"
+        " share of the time in which the target runs, between 0 and 1",
+    ),
+    (
+        "[[faults.planned]]",
+        "[faults.planned]",
+        "job.toml:20: faults.planned: must be a list of tables, each under [[faults.planned]], not a table",
+    ),
+    (
+        "[run]",
+        "run.name = 1\n[rum]",
+        'job.toml:1: run.name: must be text in quotes, not 1\njob.toml:2: rum: unknown key; did you mean "run"?',
+    ),
+    (
+        'dataset = "chain_sum"',
+        "",
+        'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
+        ' file = "prompts.jsonl", function = "module:function"',
+    ),
+    (
+        'dataset = "chain_sum"',
+        'function = "my task"',
+        "job.toml:13: task.function: must be ``module:function``,"
+        ' importable from the folder of job.toml, not "my task"',
+    ),
+    (
+        'dataset = "chain_sum"',
+        'file = "a.jsonl"\nreward = "reward.py"',
+        "job.toml:14: task.reward: must be"
+        ' ``module:function`` that scores the answers to the file\'s prompts, not "reward.py"',
+    ),
+    (
+        'dataset = "chain_sum"',
+        'dataset = "chain_sum"\nprompt = "{question"',
+        "job.toml:14: task.prompt: '{question'"
+        " is not a valid format string: expected '}' before end of string; write {{ for a literal brace",
+    ),
+    (
+        'pieces = "0123456789+= "',
+        "pieces = [1]",
+        "job.toml:10: model.tokenizer.pieces[0]: must be text in quotes, not 1",
+    ),
+    (
+        'pieces = "0123456789+= "',
+        "pieces = 1",
+        'job.toml:10: model.tokenizer.pieces: must be text in quotes or a list, as in ["a", "b"], not 1',
+    ),
+    (
+        "[model.tokenizer]",
+        "[model]\nheads = 4\nkv_heads = 3\n[model.tokenizer]",
+        "job.toml:11: model.kv_heads: 3 does not divide heads = 4; use a divisor",
+    ),
+    (
+        "[task]",
+        "[sampling]\nmax_new_tokens = 64\n[task]",
+        "job.toml:13: sampling.max_new_tokens: 64 leaves no space"
+        " for a prompt in [model] max_length = 64; lower it or raise max_length",
+    ),
+    (
+        "[task]",
+        "[sampling]\nprompts_per_step = 64\ngroup_size = 64\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n[task]",
+        "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens make a batch of up"
+        " to 254 MiB; the limit is 224 MiB; write stream = true, or lower prompts_per_step, group_size or"
+        " max_new_tokens",
+    ),
+    (
+        "[task]",
+        "[sampling]\nstream = true\ngroup_size = 4096\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n[task]",
+        "job.toml:14: sampling.group_size: a group of 4096 answers of 8000 tokens is a message of up to 254 MiB; the limit"
+        " is 224 MiB; lower group_size or max_new_tokens",
+    ),
+    (
+        "[task]",
+        '[slurm]\n"--account" = "x"\n[task]',
+        "job.toml:12: slurm: '--account' is not an sbatch option; write its long name without leading dashes",
+    ),
+    (
+        "[task]",
+        '[slurm]\naccount = "x\\ny"\n[task]',
+        "job.toml:12: slurm: the value of account must be printable and on one line",
+    ),
+    (
+        "[task]",
+        "[slurm]\naccount = [1]\n[task]",
+        "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list",
+    ),
+    (
+        "[task]",
+        '[phases.trian]\nlongest = "8h"\n[task]',
+        "job.toml:12: phases.trian: is not a phase of rrl; did"
+        ' you mean "train"? a phase of your own needs the keys `progresses` and `longest`',
+    ),
+    (
+        "[task]",
+        '[phases.evaluate]\nlongest = "8h"\n[task]',
+        "job.toml:12: phases.evaluate: is not a phase of rrl;"
+        " a phase of your own needs the keys `progresses` and `longest`",
+    ),
+    (
+        "[task]",
+        '[phases.train]\nlongst = "8h"\n[task]',
+        'job.toml:13: phases.train.longst: unknown key; did you mean "longest"?',
+    ),
+    (
+        "[task]",
+        "[phases.train]\nlongest = 8\n[task]",
+        'job.toml:13: phases.train.longest: a duration needs a unit; write for example "8s"',
+    ),
+    (
+        "[task]",
+        '[phases.train]\nshortest = "0s"\n[task]',
+        'job.toml:13: phases.train.shortest: must be more than 0, not "0s"',
+    ),
+    ("[task]", "[phases]\ntrain = 3\n[task]", "job.toml:13: phases.train: must be a table, not 3"),
     ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: is empty; set `shortest`, `longest` or both"),
-    ("[task]", '[phases.train]\nlongest = "5min"\n[task]', 'job.toml:13: phases.train.longest: shortest = "10min" is'
-     ' more than longest = "5min"; set both'),
-    ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase has no"
-     " time limit; remove this key"),
-    ("[task]", '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:14: phases.train.progresses: is"
-     " fixed for a phase of rrl; remove this key, or name a phase of your own"),
-    ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
-     'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout'),
-    ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
-     "job.toml:14: phases.ask.progresses: must be false if waits_for is set: a waiting role makes no progress"),
-    ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is not a"
-     " valid phase name; use up to 60 printable characters"),
+    (
+        "[task]",
+        '[phases.train]\nlongest = "5min"\n[task]',
+        'job.toml:13: phases.train.longest: shortest = "10min" is more than longest = "5min"; set both',
+    ),
+    (
+        "[task]",
+        '[phases.serve]\nlongest = "5min"\n[task]',
+        "job.toml:13: phases.serve.longest: this phase has no time limit; remove this key",
+    ),
+    (
+        "[task]",
+        '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]',
+        "job.toml:14: phases.train.progresses: is"
+        " fixed for a phase of rrl; remove this key, or name a phase of your own",
+    ),
+    (
+        "[task]",
+        '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
+        'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout',
+    ),
+    (
+        "[task]",
+        '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
+        "job.toml:14: phases.ask.progresses: must be false if waits_for is set: a waiting role makes no progress",
+    ),
+    (
+        "[task]",
+        '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]',
+        "job.toml:12: phases: 'a\\nb' is not a valid phase name; use up to 60 printable characters",
+    ),
     ("steps = 10", 'shortest = "8h"', "job.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
     # how old tokens may be
-    ("[task]", '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]', "job.toml:14: sampling.late: has no"
-     ' effect with staleness = "unlimited"; remove this key, or set staleness to a number'),
-    ("[task]", "[sampling]\nstaleness = -1\n[task]", 'job.toml:13: sampling.staleness: must be at least 0 or "unlimited",'
-     " not -1"),
-    ("[task]", "[sampling]\nstaleness = 0\nahead = 2\n[task]", "job.toml:14: sampling.ahead: has no effect with staleness"
-     " = 0, which lets no rollout work ahead; remove this key, or raise staleness"),
+    (
+        "[task]",
+        '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]',
+        "job.toml:14: sampling.late: has no"
+        ' effect with staleness = "unlimited"; remove this key, or set staleness to a number',
+    ),
+    (
+        "[task]",
+        "[sampling]\nstaleness = -1\n[task]",
+        'job.toml:13: sampling.staleness: must be at least 0 or "unlimited", not -1',
+    ),
+    (
+        "[task]",
+        "[sampling]\nstaleness = 0\nahead = 2\n[task]",
+        "job.toml:14: sampling.ahead: has no effect with staleness"
+        " = 0, which lets no rollout work ahead; remove this key, or raise staleness",
+    ),
     ("[task]", "[sampling]\nwindow = 0\n[task]", "job.toml:13: sampling.window: must be at least 1, not 0"),
     ("[task]", '[sampling]\nstream = "yes"\n[task]', 'job.toml:13: sampling.stream: must be true or false, not "yes"'),
-    ("[task]", '[track]\nto = ["tensorboard", "tensorboard"]\n[task]',
-     'job.toml:13: track.to: "tensorboard" is there twice; name each tracker once'),
-    ("[task]", '[track]\nproject = "digits"\n[task]', "job.toml:13: track.project: has no effect without trackers; write"
-     ' for example to = ["tensorboard"]'),
-    ("[task]", '[track]\nto = ["comet"]\n[task]', 'job.toml:13: track.to[0]: must be "tensorboard", "wandb" or "mlflow", not "comet"'),
-    ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
+    (
+        "[task]",
+        '[track]\nto = ["tensorboard", "tensorboard"]\n[task]',
+        'job.toml:13: track.to: "tensorboard" is there twice; name each tracker once',
+    ),
+    (
+        "[task]",
+        '[track]\nproject = "digits"\n[task]',
+        'job.toml:13: track.project: has no effect without trackers; write for example to = ["tensorboard"]',
+    ),
+    (
+        "[task]",
+        '[track]\nto = ["comet"]\n[task]',
+        'job.toml:13: track.to[0]: must be "tensorboard", "wandb" or "mlflow", not "comet"',
+    ),
+    (
+        "[task]",
+        '[sampling]\nlate = "never"\n[task]',
+        'job.toml:13: sampling.late: must be "wait" or "drop", not "never"',
+    ),
     # forms of allocations
-    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind ='
-     ' "slurm"; set `kind`, or remove this key'),
-    ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', "job.toml:8: cluster.spares: form ="
-     ' "replica" has no spares: it requests a new node for each lost one; remove this key'),
-    ('kind = "local"', 'kind = "slurm"\nform = "hetjob"', "job.toml:7: cluster.form: the components shared, trainer"
-     " would have one node each: Slurm kills them when a node of another component fails (measured); write form ="
-     ' "replica", or consent with one_node_components = true'),
-    ("replicas = 2", 'replicas = 2\nwalltime = "1h"', 'job.toml:18: roles.rollout.walltime: form = "pool" has one'
-     ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
-    ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
-     "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
-      " the walltime of the run"),
-    ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
-     " manager that runs in the pool ends with the pool's first job;"
-     ' write where = "job" in [manager], or remove this key'),
-    ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy:"
-     ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key'),
-    ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
-     ' mean "pool"?'),
+    (
+        "[cluster]",
+        '[cluster]\nform = "hetjob"',
+        'job.toml:6: cluster.form: "hetjob" needs kind = "slurm"; set `kind`, or remove this key',
+    ),
+    (
+        'kind = "local"',
+        'kind = "slurm"\nform = "replica"\nspares = 2',
+        "job.toml:8: cluster.spares: form ="
+        ' "replica" has no spares: it requests a new node for each lost one; remove this key',
+    ),
+    (
+        'kind = "local"',
+        'kind = "slurm"\nform = "hetjob"',
+        "job.toml:7: cluster.form: the components shared, trainer"
+        " would have one node each: Slurm kills them when a node of another component fails (measured); write form ="
+        ' "replica", or consent with one_node_components = true',
+    ),
+    (
+        "replicas = 2",
+        'replicas = 2\nwalltime = "1h"',
+        'job.toml:18: roles.rollout.walltime: form = "pool" has one'
+        ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"',
+    ),
+    (
+        'kind = "local"\n',
+        'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]\n#',
+        'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
+        " the walltime of the run",
+    ),
+    (
+        "[cluster]",
+        '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"',
+        "job.toml:8: cluster.job_walltime: a"
+        " manager that runs in the pool ends with the pool's first job;"
+        ' write where = "job" in [manager], or remove this key',
+    ),
+    (
+        "[task]",
+        '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]',
+        "job.toml:15: recovery.policy:"
+        ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key',
+    ),
+    (
+        "[task]",
+        '[manager]\nwhere = "pol"\n[task]',
+        'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you mean "pool"?',
+    ),
     # gangs and warm donor_rollouts
     ("[task]", "[roles.trainer]\nranks = 0\n[task]", "job.toml:13: roles.trainer.ranks: must be at least 1, not 0"),
-    ("[task]", "[roles.trainer]\nreplicas = 4\n[task]", "job.toml:13: roles.trainer.replicas: a run has one"
-     " trainer; for 4 processes of it write ranks = 4"),
-    ("[task]", "[roles.trainer]\nranks = 2\nranks_per_node = 4\n[task]", "job.toml:14: roles.trainer.ranks_per_node: 4 is"
-     " more than ranks = 2; lower it or raise ranks"),
-    ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks"
-     " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
-     " or raise cpus of the node"),
-    ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15:"
-     ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
-     ' "4096MiB"); lower it, lower ranks_per_node or raise mem of the node'),
-    ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
-     " remove this key"),
-    ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
-     " replicas = ..., or set a command that supports ranks"),
-    ("[task]", "[roles.reward]\nranks = 2\n[task]", "job.toml:13: roles.reward.ranks: the built-in reward is one"
-     " process; write replicas = ..., or set a command that supports ranks"),
-    ("[task]", '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]', "job.toml:14:"
-     ' commands.judge.ranks: a process learns its rank only through rrl.join(); write watch = "api", or replicas ='
-     " ..."),
-    ("[task]", "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]", "job.toml:13:"
-     " roles.trainer.donor_rollouts: has no effect with warm = false; remove this key, or write warm = true"),
-    ("[task]", "[roles.trainer]\ndonor_rollouts = 3\n[task]", "job.toml:13: roles.trainer.donor_rollouts: 3 is more"
-     " than [roles.rollout] replicas = 2; lower it"),
-    ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
-    ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: a standby rollout"
-     " has one process, but ranks = 2; remove this key"),
+    (
+        "[task]",
+        "[roles.trainer]\nreplicas = 4\n[task]",
+        "job.toml:13: roles.trainer.replicas: a run has one trainer; for 4 processes of it write ranks = 4",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nranks = 2\nranks_per_node = 4\n[task]",
+        "job.toml:14: roles.trainer.ranks_per_node: 4 is more than ranks = 2; lower it or raise ranks",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]",
+        "job.toml:12: roles.trainer.cpus: 8 ranks"
+        " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
+        " or raise cpus of the node",
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]',
+        "job.toml:15:"
+        ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
+        ' "4096MiB"); lower it, lower ranks_per_node or raise mem of the node',
+    ),
+    (
+        "[task]",
+        "[roles.trajectories]\nranks = 2\n[task]",
+        "job.toml:13: roles.trajectories.ranks: the store is one process; remove this key",
+    ),
+    (
+        "replicas = 2",
+        "ranks = 2",
+        "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
+        " replicas = ..., or set a command that supports ranks",
+    ),
+    (
+        "[task]",
+        "[roles.reward]\nranks = 2\n[task]",
+        "job.toml:13: roles.reward.ranks: the built-in reward is one"
+        " process; write replicas = ..., or set a command that supports ranks",
+    ),
+    (
+        "[task]",
+        '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]',
+        "job.toml:14:"
+        ' commands.judge.ranks: a process learns its rank only through rrl.join(); write watch = "api", or replicas ='
+        " ...",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]",
+        "job.toml:13:"
+        " roles.trainer.donor_rollouts: has no effect with warm = false; remove this key, or write warm = true",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ndonor_rollouts = 3\n[task]",
+        "job.toml:13: roles.trainer.donor_rollouts: 3 is more than [roles.rollout] replicas = 2; lower it",
+    ),
+    (
+        "rollout/0",
+        "trainer/0.1",
+        'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process',
+    ),
+    (
+        "replicas = 2",
+        'warm = true\nranks = 2\ncommand = ["x"]',
+        "job.toml:17: roles.rollout.warm: a standby rollout has one process, but ranks = 2; remove this key",
+    ),
     # the place
-    ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
-     " [container] image"),
-    ("[task]", '[container]\nmounts = ["data"]\n[task]', "job.toml:13: container.mounts: 'data' is not a mount;"
-     ' write "/source", "/source:/target" or "/source:/target:ro"'),
-    ("[task]", '[transport]\nnetwork = "10.4.0.0/99"\n[task]', "job.toml:13: transport.network: '10.4.0.0/99' is"
-     ' neither an interface nor a network; write for example "ib0" or "10.4.0.0/16"'),
-    ("[task]", '[env]\npassed = ["A B"]\n[task]', "job.toml:13: env.passed: 'A B' is not a valid environment"
-     ' variable name; write for example "WANDB_API_KEY" or "NCCL_*"'),
-    ("[task]", '[env]\nsetup = ["a\\nb"]\n[task]', "job.toml:13: env.setup: each entry must be one line of bash,"
-     ' for example "source /opt/site/profile.sh"'),
-    ("[task]", '[env]\nprobe = ["a-b"]\n[task]', "job.toml:13: env.probe: 'a-b' is not a valid Python module name;"
-     ' write for example "torch"'),
+    (
+        "replicas = 2",
+        'launcher = "apptainer"',
+        'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set [container] image',
+    ),
+    (
+        "[task]",
+        '[container]\nmounts = ["data"]\n[task]',
+        "job.toml:13: container.mounts: 'data' is not a mount;"
+        ' write "/source", "/source:/target" or "/source:/target:ro"',
+    ),
+    (
+        "[task]",
+        '[transport]\nnetwork = "10.4.0.0/99"\n[task]',
+        "job.toml:13: transport.network: '10.4.0.0/99' is"
+        ' neither an interface nor a network; write for example "ib0" or "10.4.0.0/16"',
+    ),
+    (
+        "[task]",
+        '[env]\npassed = ["A B"]\n[task]',
+        "job.toml:13: env.passed: 'A B' is not a valid environment"
+        ' variable name; write for example "WANDB_API_KEY" or "NCCL_*"',
+    ),
+    (
+        "[task]",
+        '[env]\nsetup = ["a\\nb"]\n[task]',
+        'job.toml:13: env.setup: each entry must be one line of bash, for example "source /opt/site/profile.sh"',
+    ),
+    (
+        "[task]",
+        '[env]\nprobe = ["a-b"]\n[task]',
+        "job.toml:13: env.probe: 'a-b' is not a valid Python module name; write for example \"torch\"",
+    ),
     # roles of one's own
-    ("[task]", "[commands.judge]\n[task]", "job.toml:12: commands.judge.command: missing; add command = ... in"
-     " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)"),
-    ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is reserved by rrl;"
-     " choose another name for your role"),
-    ("[task]", '[commands.standby]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'standby' is reserved by rrl;"
-     " choose another name for your role"),
-    ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is not a valid role"
-     " name; use up to 30 lower-case letters"),
+    (
+        "[task]",
+        "[commands.judge]\n[task]",
+        "job.toml:12: commands.judge.command: missing; add command = ... in"
+        " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)",
+    ),
+    (
+        "[task]",
+        '[commands.trainer]\ncommand = ["x"]\n[task]',
+        "job.toml:12: commands: 'trainer' is reserved by rrl; choose another name for your role",
+    ),
+    (
+        "[task]",
+        '[commands.standby]\ncommand = ["x"]\n[task]',
+        "job.toml:12: commands: 'standby' is reserved by rrl; choose another name for your role",
+    ),
+    (
+        "[task]",
+        '[commands.Judge]\ncommand = ["x"]\n[task]',
+        "job.toml:12: commands: 'Judge' is not a valid role name; use up to 30 lower-case letters",
+    ),
     # not TOML
-    ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: invalid value: strings need quotes ("..."),'
-     " booleans are true or false"),
-    ("steps = 10", "steps = 10\nsteps = 11",
-     "job.toml:4:11: not valid TOML: this key already has a value; write it once"),
+    (
+        "steps = 10",
+        "steps = ten",
+        'job.toml:3:9: not valid TOML: invalid value: strings need quotes ("..."), booleans are true or false',
+    ),
+    (
+        "steps = 10",
+        "steps = 10\nsteps = 11",
+        "job.toml:4:11: not valid TOML: this key already has a value; write it once",
+    ),
     ("steps = 10", "steps 10", "job.toml:3:7: not valid TOML: expected '=' after a key in a key/value pair"),
     ('"small"', '"small', "job.toml:2:14: not valid TOML: the closing quote of this text is missing"),
     ("[cluster]", "[run]", "job.toml:5:5: not valid TOML: table [run] is defined twice"),
-    ("cpus = 4,", "cpus = 4,\n", "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must be on"
-     " one line"),
-    ('at = "step=5"\n', "at = [", 'job.toml:23: not valid TOML: invalid value: strings need quotes ("..."),'
-     " booleans are true or false, up to the end of the file"),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\n[roles.rollout]',
-     'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
-     ' example chat = { user = "{content}=", assistant = "{content}" }'),
-    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', 'job.toml:16: roles.agents: needs function ='
-     ' "module:function" or command = ["program", "argument", ...]'),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\ncommand = ["python", "m.py"]\n[roles.rollout]',
-     "job.toml:18: roles.agents.command: an agent is a function or a command; remove this key, or remove function"),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\nper = "replica"\n[roles.rollout]',
-     "job.toml:18: roles.agents.per: has no effect without command; remove this key, or set command"),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
-     'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?'),
-    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
-     "job.toml:9: model.chat: agents hold conversations, which need a chat template; write chat = true"),
-    ("[roles.rollout]", "[roles.endpoint]\n[roles.rollout]",
-     'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
-     ' example chat = { user = "{content}=", assistant = "{content}" }'),
-    ("[roles.rollout]", '[roles.endpoint]\nforeign = "contxt"\n[roles.rollout]', 'job.toml:17: roles.endpoint.foreign:'
-     ' must be "refuse" or "context", not "contxt"; did you mean "context"?'),
-    ("[roles.rollout]", "[roles.endpoint]\nport = 65536\n[roles.rollout]",
-     "job.toml:17: roles.endpoint.port: must be at most 65535, not 65536"),
-    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "{content}" }\n[roles.endpoint]\nport = 80\nreplicas'
-     " = 2\n", "job.toml:13: roles.endpoint.port: 2 replicas may share a machine, where only one of them can listen on"
-     " port 80; write port = 0, or replicas = 1"),
-    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
-     '[roles.endpoint]\nretries = 0\n', "job.toml:15: roles.endpoint.retries: has no effect beside [roles.agents]; remove"
-     " this key, or set retries in [roles.agents]"),
-    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "hello" }\n', "job.toml:11:"
-     " model.tokenizer.chat: the template of 'user' is 'hello'; it must contain {content} once, for example \"{content}=\""),
-]  # fmt: skip
+    (
+        "cpus = 4,",
+        "cpus = 4,\n",
+        "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must be on one line",
+    ),
+    (
+        'at = "step=5"\n',
+        "at = [",
+        'job.toml:23: not valid TOML: invalid value: strings need quotes ("..."),'
+        " booleans are true or false, up to the end of the file",
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.agents]\nfunction = "m:f"\n[roles.rollout]',
+        "job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for"
+        ' example chat = { user = "{content}=", assistant = "{content}" }',
+    ),
+    (
+        "[roles.rollout]",
+        "[roles.agents]\n[roles.rollout]",
+        'job.toml:16: roles.agents: needs function = "module:function" or command = ["program", "argument", ...]',
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.agents]\nfunction = "m:f"\ncommand = ["python", "m.py"]\n[roles.rollout]',
+        "job.toml:18: roles.agents.command: an agent is a function or a command; remove this key, or remove function",
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.agents]\nfunction = "m:f"\nper = "replica"\n[roles.rollout]',
+        "job.toml:18: roles.agents.per: has no effect without command; remove this key, or set command",
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
+        'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?',
+    ),
+    (
+        '[model.tokenizer]\npieces = "0123456789+= "\n',
+        '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
+        "job.toml:9: model.chat: agents hold conversations, which need a chat template; write chat = true",
+    ),
+    (
+        "[roles.rollout]",
+        "[roles.endpoint]\n[roles.rollout]",
+        "job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for"
+        ' example chat = { user = "{content}=", assistant = "{content}" }',
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.endpoint]\nforeign = "contxt"\n[roles.rollout]',
+        'job.toml:17: roles.endpoint.foreign: must be "refuse" or "context", not "contxt"; did you mean "context"?',
+    ),
+    (
+        "[roles.rollout]",
+        "[roles.endpoint]\nport = 65536\n[roles.rollout]",
+        "job.toml:17: roles.endpoint.port: must be at most 65535, not 65536",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "{content}" }\n[roles.endpoint]\nport = 80\nreplicas = 2\n',
+        "job.toml:13: roles.endpoint.port: 2 replicas may share a machine, where only one of them can listen on"
+        " port 80; write port = 0, or replicas = 1",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
+        "[roles.endpoint]\nretries = 0\n",
+        "job.toml:15: roles.endpoint.retries: has no effect beside [roles.agents]; remove"
+        " this key, or set retries in [roles.agents]",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "hello" }\n',
+        "job.toml:11:"
+        " model.tokenizer.chat: the template of 'user' is 'hello'; it must contain {content} once, for example \"{content}=\"",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -432,30 +857,46 @@ def test_mistake_is_reported_with_file_line_key_and_correction(
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("[[faults", '[recovery]\npolicy = "job"\n[[faults', "job.toml:17: roles.rollout.warm: [recovery] policy ="
-         ' "job" does not use standby processes; remove this key, or write policy = "role"'),
-        ("local", 'local"\nspares = 0 #', "job.toml:18: roles.rollout.warm: there are no spare nodes for standby"
-         " rollouts; remove this key, or set [cluster] spares = 1 or more"),
-        ("local", 'slurm"\nform = "replica', 'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes'
-         ' for standby rollouts; remove this key, or write form = "pool"'),
+        (
+            "[[faults",
+            '[recovery]\npolicy = "job"\n[[faults',
+            "job.toml:17: roles.rollout.warm: [recovery] policy ="
+            ' "job" does not use standby processes; remove this key, or write policy = "role"',
+        ),
+        (
+            "local",
+            'local"\nspares = 0 #',
+            "job.toml:18: roles.rollout.warm: there are no spare nodes for standby"
+            " rollouts; remove this key, or set [cluster] spares = 1 or more",
+        ),
+        (
+            "local",
+            'slurm"\nform = "replica',
+            'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes'
+            ' for standby rollouts; remove this key, or write form = "pool"',
+        ),
     ],
-)  # fmt: skip
+)
 def test_warm_rollout_needs_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
     warm = JOB.replace("replicas = 2", "warm = true")
     assert error_text(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
     assert {role.name for role in resolve(load_job(tmp_path / "job.toml"), "python").roles if role.warm} == {
-        "trainer", "rollout"
-    }  # fmt: skip
+        "trainer",
+        "rollout",
+    }
 
 
 @pytest.mark.parametrize(
     ("keys", "preloaded"),
     [
-        ("", True), ("preload = false", False), ('engine = "vllm"', False), ('command = ["mine"]', False),
+        ("", True),
+        ("preload = false", False),
+        ('engine = "vllm"', False),
+        ('command = ["mine"]', False),
         ('command = ["mine"]\npreload = true', True),
     ],
-)  # fmt: skip
+)
 def test_rollouts_are_preloaded_by_default_only_in_rrls_program_with_torch(
     tmp_path: Path, keys: str, preloaded: bool
 ) -> None:
@@ -467,14 +908,23 @@ def test_rollouts_are_preloaded_by_default_only_in_rrls_program_with_torch(
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("[[faults", '[recovery]\npolicy = "job"\n[[faults', '[recovery] policy = "job" does not use standby processes;'
-         ' remove this key, or write policy = "role"'),
-        ("preload = true", 'preload = true\nengine = "vllm"', 'engine = "vllm" cannot wait without its GPUs; remove this'
-         ' key, or write engine = "torch"'),
-        ("preload = true", 'preload = true\nranks = 2\ncommand = ["x"]', "a preloaded rollout has one process, but ranks"
-         " = 2; remove this key"),
+        (
+            "[[faults",
+            '[recovery]\npolicy = "job"\n[[faults',
+            '[recovery] policy = "job" does not use standby processes; remove this key, or write policy = "role"',
+        ),
+        (
+            "preload = true",
+            'preload = true\nengine = "vllm"',
+            'engine = "vllm" cannot wait without its GPUs; remove this key, or write engine = "torch"',
+        ),
+        (
+            "preload = true",
+            'preload = true\nranks = 2\ncommand = ["x"]',
+            "a preloaded rollout has one process, but ranks = 2; remove this key",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rollouts_are_preloaded_only_where_they_can_be_promoted(
     tmp_path: Path, old: str, new: str, expected: str
 ) -> None:
@@ -488,25 +938,43 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ("vllm = { stream_interval = 8 }", ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
-         " attributed to the next weight version; remove this key"),
-        ("vllm.speculative_config.method = 'ngram'", ".vllm.speculative_config: cannot be set: a draft model would get no"
-         " new weights; remove this key"),
-        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: cannot be set: the trainer needs the"
-         " log-probabilities of the distribution that was sampled; remove this key"),
-        ("vllm = { tensor_parallel_size = 0 }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
-         " GPUs that share the model"),
-        ("vllm = { tensor_parallel_size = true }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
-         " GPUs that share the model"),
-        ("gpus = 4", ".gpus: vLLM would compute on 1 of the GPUs of each replica, but [roles.rollout] gpus = 4; make"
-         " tensor_parallel_size and gpus the same number"),
-        ("vllm = { tensor_parallel_size = 8 }\ngpus = 4", ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
-         " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number"),
+        (
+            "vllm = { stream_interval = 8 }",
+            ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
+            " attributed to the next weight version; remove this key",
+        ),
+        (
+            "vllm.speculative_config.method = 'ngram'",
+            ".vllm.speculative_config: cannot be set: a draft model would get no new weights; remove this key",
+        ),
+        (
+            "vllm = { logprobs_mode = 'raw_logprobs' }",
+            ".vllm.logprobs_mode: cannot be set: the trainer needs the"
+            " log-probabilities of the distribution that was sampled; remove this key",
+        ),
+        (
+            "vllm = { tensor_parallel_size = 0 }",
+            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+        ),
+        (
+            "vllm = { tensor_parallel_size = true }",
+            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+        ),
+        (
+            "gpus = 4",
+            ".gpus: vLLM would compute on 1 of the GPUs of each replica, but [roles.rollout] gpus = 4; make"
+            " tensor_parallel_size and gpus the same number",
+        ),
+        (
+            "vllm = { tensor_parallel_size = 8 }\ngpus = 4",
+            ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
+            " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number",
+        ),
         ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
         ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
         ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
     ],
-)  # fmt: skip
+)
 def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     tmp_path: Path, written: str, expected: str
 ) -> None:
@@ -521,14 +989,26 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("replicas = 2", "vllm = { max_num_seqs = 8 }", "job.toml:17: roles.rollout.vllm: has no effect with engine"
-         ' = "torch"; remove this key, or write engine = "vllm"'),
-        ("replicas = 2", "gpus = 2", 'job.toml:17: roles.rollout.gpus: engine = "torch" computes on one GPU; write gpus = 1'
-         ' and more replicas, or engine = "vllm"'),
-        ("[roles.rollout]", "[roles.trainer]\nranks = 2\ngpus = 4\n[roles.rollout]", "job.toml:18: roles.trainer.gpus:"
-         " each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks = 8 for as many GPUs"),
+        (
+            "replicas = 2",
+            "vllm = { max_num_seqs = 8 }",
+            "job.toml:17: roles.rollout.vllm: has no effect with engine"
+            ' = "torch"; remove this key, or write engine = "vllm"',
+        ),
+        (
+            "replicas = 2",
+            "gpus = 2",
+            'job.toml:17: roles.rollout.gpus: engine = "torch" computes on one GPU; write gpus = 1'
+            ' and more replicas, or engine = "vllm"',
+        ),
+        (
+            "[roles.rollout]",
+            "[roles.trainer]\nranks = 2\ngpus = 4\n[roles.rollout]",
+            "job.toml:18: roles.trainer.gpus:"
+            " each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks = 8 for as many GPUs",
+        ),
     ],
-)  # fmt: skip
+)
 def test_gpus_that_no_process_would_use_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4")
     assert error_text(tmp_path, text.replace(old, new)) == expected
@@ -537,8 +1017,10 @@ def test_gpus_that_no_process_would_use_are_refused(tmp_path: Path, old: str, ne
 def test_several_mistakes_are_reported_at_once_in_file_order(tmp_path: Path) -> None:
     text = JOB.replace("steps = 10", "step = 10").replace("cpus = 4", "cpus = 0").replace('"kill"', '"kil"')
     assert [line.split(": ")[:2] for line in error_text(tmp_path, text).splitlines()] == [
-        ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"], ["job.toml:21", "faults.planned[0].kind"],
-    ]  # fmt: skip
+        ["job.toml:3", "run.step"],
+        ["job.toml:7", "cluster.node.cpus"],
+        ["job.toml:21", "faults.planned[0].kind"],
+    ]
 
 
 def test_empty_file_is_reported_with_the_missing_tables(tmp_path: Path) -> None:
@@ -549,16 +1031,24 @@ NOTHING = '[run]\nname = "x"\n'
 OWN = '[commands.judge]\ncommand = ["./judge"]\n'
 TASK = '[task]\ndataset = "chain_sum"\n'
 UNFIT: list[tuple[str, str]] = [
-    (NOTHING, "job.toml:1: run: has nothing to do: add a [task] for the trainer and the rollouts, or a"
-     " [commands.NAME]"),
+    (
+        NOTHING,
+        "job.toml:1: run: has nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]",
+    ),
     (NOTHING + TASK, "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps of a complete run)"),
-    (NOTHING + OWN + "[roles.rollout]\nreplicas = 2\n", "job.toml:5: roles.rollout: needs a [task]; a role of your own goes under"
-     " [commands.NAME]"),
-    (NOTHING + OWN + "service = true\n", "job.toml:3: commands: are all services: the run would never end; set service = false for"
-     " one"),
-    (NOTHING + "steps = 3\n" + OWN, "job.toml:3: run.steps: counts the trainer's steps, but there is no [task];"
-     " remove this key"),
-]  # fmt: skip
+    (
+        NOTHING + OWN + "[roles.rollout]\nreplicas = 2\n",
+        "job.toml:5: roles.rollout: needs a [task]; a role of your own goes under [commands.NAME]",
+    ),
+    (
+        NOTHING + OWN + "service = true\n",
+        "job.toml:3: commands: are all services: the run would never end; set service = false for one",
+    ),
+    (
+        NOTHING + "steps = 3\n" + OWN,
+        "job.toml:3: run.steps: counts the trainer's steps, but there is no [task]; remove this key",
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "expected"), UNFIT)
@@ -576,8 +1066,12 @@ def test_gang_is_accepted_only_for_the_trainer_and_for_programs_that_know_ranks(
     (tmp_path / "job.toml").write_text(text + "".join(gangs))
     view = resolve(load_job(tmp_path / "job.toml"), "python")
     assert {role.name: role.ranks for role in view.roles} == {
-        "trajectories": 1, "reward": 2, "trainer": 3, "rollout": 2, "judge": 2
-    }  # fmt: skip
+        "trajectories": 1,
+        "reward": 2,
+        "trainer": 3,
+        "rollout": 2,
+        "judge": 2,
+    }
 
 
 def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path) -> None:
@@ -643,11 +1137,25 @@ def test_a_file_without_permission_is_one_line() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "a = " + "[" * 2000, "[" + "a." * 3000 + "a]", "a." * 3000 + "a = 1", "x = " + "[" * 60 + "]" * 60,
-        "x = " + "9" * 5000, "x = 1e99999", "x = 0000-99-99", 'x = "\\ud800"', "\0", "=", "[[a]]\n[a]", "\r",
-        '[task]\nargs = { "\\u0000" = 1 }', '[slurm]\n"" = 1', '"" = 1', '[[""]]', "[run]\n" * 2,
+        "a = " + "[" * 2000,
+        "[" + "a." * 3000 + "a]",
+        "a." * 3000 + "a = 1",
+        "x = " + "[" * 60 + "]" * 60,
+        "x = " + "9" * 5000,
+        "x = 1e99999",
+        "x = 0000-99-99",
+        'x = "\\ud800"',
+        "\0",
+        "=",
+        "[[a]]\n[a]",
+        "\r",
+        '[task]\nargs = { "\\u0000" = 1 }',
+        '[slurm]\n"" = 1',
+        '"" = 1',
+        '[[""]]',
+        "[run]\n" * 2,
     ],
-)  # fmt: skip
+)
 def test_hostile_text_is_refused_without_a_traceback(tmp_path: Path, text: str) -> None:
     lines = error_text(tmp_path, text)
     assert all(line.startswith("job.toml") and len(line) < 1500 for line in lines.splitlines())

@@ -85,7 +85,7 @@ _WEBHOOK = 'is not the address of a webhook; write for example "https://hooks.ex
     [
         ('on = ["failed"]', f"notify: {_TARGET}"),
         (f"{HOOK}\n{COMMAND}", f"notify: {_TARGET}"),
-        (f'on = []\n{HOOK}', "notify.on: must be something that is not empty, not []"),
+        (f"on = []\n{HOOK}", "notify.on: must be something that is not empty, not []"),
         (f"{HOOK}\nwhen = 1", "notify.when: unknown key; known here: on, command, webhook"),
         (f'webhook = "hooks.example.org/{SECRET}"', f"notify.webhook: {_WEBHOOK}"),
         (f'webhook = "ftp://hooks.example.org/{SECRET}"', f"notify.webhook: {_WEBHOOK}"),
@@ -93,7 +93,7 @@ _WEBHOOK = 'is not the address of a webhook; write for example "https://hooks.ex
         (f'webhook = "https://hooks.example.org/{SECRET} x"', f"notify.webhook: {_WEBHOOK}"),
         ("command = []", "notify.command: must be something that is not empty, not []"),
     ],
-)  # fmt: skip
+)
 def test_mistake_is_one_line_without_the_address(tmp_path: Path, table: str, expected: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_job(written(tmp_path, table))

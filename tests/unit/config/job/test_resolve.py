@@ -101,13 +101,7 @@ def test_job_without_a_task_has_the_defaults_of_training() -> None:
 def test_worker_api_is_imported_without_pydantic() -> None:
     """Every role imports the worker API, and pydantic would cost each process time and memory."""
     code = "import sys; import rrl.roles.worker.api; print('pydantic' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
 
 

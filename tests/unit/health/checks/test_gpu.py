@@ -74,11 +74,16 @@ def test_gpu_condition_that_needs_no_repair_warns_and_clears(check: str, fields:
 @pytest.mark.parametrize(
     ("check", "field"),
     [
-        ("gpu_recovery_action", "recovery_action"), ("gpu_ecc_corrected", "ecc_volatile_corrected"),
-        ("gpu_temperature", "temperature"), ("gpu_throttle", "clock_reasons"), ("nvlink_errors", "nvlinks"),
-        ("nvlink_fabric", "fabric_state"), ("pcie_replays", "pcie_replays"), ("gpu_memory", "memory_used"),
+        ("gpu_recovery_action", "recovery_action"),
+        ("gpu_ecc_corrected", "ecc_volatile_corrected"),
+        ("gpu_temperature", "temperature"),
+        ("gpu_throttle", "clock_reasons"),
+        ("nvlink_errors", "nvlinks"),
+        ("nvlink_fabric", "fabric_state"),
+        ("pcie_replays", "pcie_replays"),
+        ("gpu_memory", "memory_used"),
     ],
-)  # fmt: skip
+)
 def test_value_that_a_gpu_does_not_report_is_unknown_with_the_reason(check: str, field: str) -> None:
     blank = {"temperature_memory": None} if field == "temperature" else {}
     silent = [gpu(i, **{field: None}, **blank, unread={field: "not supported"}) for i in range(2)]

@@ -147,9 +147,14 @@ def test_xid_cured_by_a_reset_no_longer_counts_even_with_old_drivers(code: int) 
 
 @pytest.mark.parametrize(
     ("code", "fields"),
-    [(95, {"ecc_volatile_uncorrected": 2}), (64, {"remap_failed": True}), (79, {"lost": "GPU is lost"}), (119, {}),
-     (95, {"ecc_volatile_uncorrected": None})],
-)  # fmt: skip
+    [
+        (95, {"ecc_volatile_uncorrected": 2}),
+        (64, {"remap_failed": True}),
+        (79, {"lost": "GPU is lost"}),
+        (119, {}),
+        (95, {"ecc_volatile_uncorrected": None}),
+    ],
+)
 def test_xid_whose_condition_persists_or_cannot_be_read_still_fails(code: int, fields: dict[str, Any]) -> None:
     assert ObservedNode().gpus(old_driver(**fields)).xid(code, age=HOUR).verdict("xid") is Verdict.FAIL
 

@@ -106,49 +106,113 @@ def line(kind: Any, text: str, device: str = "", age: float = 0.0) -> KernelEven
     [
         (line("io", "nvme0n1: I/O error, dev nvme0n1, sector 8", "nvme0n1"), "kernel_io", Verdict.FAIL, Cause.STORAGE),
         (line("io", "sr0: I/O error", "sr0"), "kernel_io", Verdict.OK, None),
-        (line("filesystem", "EXT4-fs (sda1): Remounting filesystem read-only", "sda1"), "kernel_filesystem",
-         Verdict.FAIL, Cause.STORAGE),
-        (line("filesystem", "nfs: server fs1 not responding, still trying"), "kernel_filesystem", Verdict.WARN,
-         Cause.STORAGE),
+        (
+            line("filesystem", "EXT4-fs (sda1): Remounting filesystem read-only", "sda1"),
+            "kernel_filesystem",
+            Verdict.FAIL,
+            Cause.STORAGE,
+        ),
+        (
+            line("filesystem", "nfs: server fs1 not responding, still trying"),
+            "kernel_filesystem",
+            Verdict.WARN,
+            Cause.STORAGE,
+        ),
         (line("mce", "mce: [Hardware Error]: Uncorrected error"), "kernel_mce", Verdict.FAIL, Cause.NODE),
         (line("mce", "mce: [Hardware Error]: Corrected error"), "kernel_mce", Verdict.WARN, Cause.NODE),
-        (line("mce", "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
-         "kernel_mce", Verdict.FAIL, Cause.NODE),
-        (line("mce", "EDAC MC0: 3 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
-         "kernel_mce", Verdict.WARN, Cause.NODE),
+        (
+            line("mce", "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
+            "kernel_mce",
+            Verdict.FAIL,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "EDAC MC0: 3 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
+            "kernel_mce",
+            Verdict.WARN,
+            Cause.NODE,
+        ),
         (line("mce", "{1}[Hardware Error]: event severity: recoverable"), "kernel_mce", Verdict.FAIL, Cause.NODE),
         (line("mce", "{1}[Hardware Error]: event severity: corrected"), "kernel_mce", Verdict.WARN, Cause.NODE),
         (line("mce", "{1}[Hardware Error]:   error_type: 3, multi-bit ECC"), "kernel_mce", Verdict.FAIL, Cause.NODE),
         (line("mce", "{1}[Hardware Error]:   error_type: 2, single-bit ECC"), "kernel_mce", Verdict.WARN, Cause.NODE),
-        (line("mce", "{1}[Hardware Error]: section_type: memory error; non-fatal"), "kernel_mce", Verdict.WARN,
-         Cause.NODE),
-        (line("mce", "mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400"),
-         "kernel_mce", Verdict.FAIL, Cause.NODE),
-        (line("mce", "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: 9c00000000010092"), "kernel_mce",
-         Verdict.WARN, Cause.NODE),
-        (line("mce", "[Hardware Error]: CPU:0 (19:1:1) MC18_STATUS[-|UE|MiscV|AddrV|-|-|SyndV|UECC]: 0xbc002000000"),
-         "kernel_mce", Verdict.FAIL, Cause.NODE),
-        (line("mce", "mce: Uncorrected hardware memory error in user-access at 6f5a2b4400"), "kernel_mce", Verdict.FAIL,
-         Cause.NODE),
-        (line("mce", "Memory failure: 0x3f8c2b: recovery action for dirty LRU page: Recovered"), "kernel_mce",
-         Verdict.FAIL, Cause.NODE),
-        (line("io", "critical target error, dev sda, sector 2048 op 0x3:(DISCARD) flags 0x800", "sda"), "kernel_io",
-         Verdict.OK, None),
-        (line("io", "critical target error, dev sda, sector 2048 op 0x9:(WRITE_ZEROES) flags 0x800", "sda"),
-         "kernel_io", Verdict.OK, None),
-        (line("io", "critical target error, dev sda, sector 2048 op 0x1:(WRITE) flags 0x800", "sda"), "kernel_io",
-         Verdict.FAIL, Cause.STORAGE),
-        (line("io", "nvme nvme0: I/O 12 QID 4 timeout, completion polled", "nvme0"), "kernel_io", Verdict.WARN,
-         Cause.STORAGE),
+        (
+            line("mce", "{1}[Hardware Error]: section_type: memory error; non-fatal"),
+            "kernel_mce",
+            Verdict.WARN,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400"),
+            "kernel_mce",
+            Verdict.FAIL,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: 9c00000000010092"),
+            "kernel_mce",
+            Verdict.WARN,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "[Hardware Error]: CPU:0 (19:1:1) MC18_STATUS[-|UE|MiscV|AddrV|-|-|SyndV|UECC]: 0xbc002000000"),
+            "kernel_mce",
+            Verdict.FAIL,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "mce: Uncorrected hardware memory error in user-access at 6f5a2b4400"),
+            "kernel_mce",
+            Verdict.FAIL,
+            Cause.NODE,
+        ),
+        (
+            line("mce", "Memory failure: 0x3f8c2b: recovery action for dirty LRU page: Recovered"),
+            "kernel_mce",
+            Verdict.FAIL,
+            Cause.NODE,
+        ),
+        (
+            line("io", "critical target error, dev sda, sector 2048 op 0x3:(DISCARD) flags 0x800", "sda"),
+            "kernel_io",
+            Verdict.OK,
+            None,
+        ),
+        (
+            line("io", "critical target error, dev sda, sector 2048 op 0x9:(WRITE_ZEROES) flags 0x800", "sda"),
+            "kernel_io",
+            Verdict.OK,
+            None,
+        ),
+        (
+            line("io", "critical target error, dev sda, sector 2048 op 0x1:(WRITE) flags 0x800", "sda"),
+            "kernel_io",
+            Verdict.FAIL,
+            Cause.STORAGE,
+        ),
+        (
+            line("io", "nvme nvme0: I/O 12 QID 4 timeout, completion polled", "nvme0"),
+            "kernel_io",
+            Verdict.WARN,
+            Cause.STORAGE,
+        ),
         (line("io", "nvme nvme0: I/O 12 QID 4 timeout, aborting", "nvme0"), "kernel_io", Verdict.FAIL, Cause.STORAGE),
-        (line("hung_task", "INFO: task kworker/u256:3:991 blocked for more than 120 seconds."), "kernel_hung",
-         Verdict.WARN, Cause.NODE),
-        (line("hung_task", "INFO: task xfsaild/sda2:991 blocked for more than 120 seconds."), "kernel_hung",
-         Verdict.WARN, Cause.STORAGE),
+        (
+            line("hung_task", "INFO: task kworker/u256:3:991 blocked for more than 120 seconds."),
+            "kernel_hung",
+            Verdict.WARN,
+            Cause.NODE,
+        ),
+        (
+            line("hung_task", "INFO: task xfsaild/sda2:991 blocked for more than 120 seconds."),
+            "kernel_hung",
+            Verdict.WARN,
+            Cause.STORAGE,
+        ),
         (line("nic", "ib0: Lost carrier", "ib0"), "kernel_nic", Verdict.WARN, Cause.FABRIC),
         (line("oom", "Out of memory: Killed process 7 (python)"), "oom", Verdict.WARN, Cause.USER),
     ],
-)  # fmt: skip
+)
 def test_kernel_log_event_gives_its_verdict_and_cause(
     event: KernelEvent, check: str, verdict: Verdict, cause: Cause | None
 ) -> None:
@@ -325,9 +389,15 @@ def test_symbol_errors_above_120_an_hour_fail_and_ten_a_second_warn() -> None:
 
 @pytest.mark.parametrize(
     ("counter", "rise"),
-    [("port_rcv_errors", 400), ("local_ack_timeout_err", 40), ("port_xmit_discards", 4000), ("roce_slow_restart", 400),
-     ("link_error_recovery", 6), ("carrier_changes", 3)],
-)  # fmt: skip
+    [
+        ("port_rcv_errors", 400),
+        ("local_ack_timeout_err", 40),
+        ("port_xmit_discards", 4000),
+        ("roce_slow_restart", 400),
+        ("link_error_recovery", 6),
+        ("carrier_changes", 3),
+    ],
+)
 def test_rates_above_their_limits_warn(counter: str, rise: int) -> None:
     node = ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise})))
     assert (node.verdict("fabric_degraded"), node.one("fabric_degraded").remedy) == (Verdict.WARN, Remedy.SUPPORT)
@@ -363,13 +433,16 @@ def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
     return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
 
 
-@pytest.mark.parametrize(("reading", "verdict"), [
-    (scratch(3, 15.1), Verdict.FAIL),
-    (scratch(2, 15.1), Verdict.WARN),  # single requests may get lost
-    (scratch(3, 10.0), Verdict.WARN),  # a server answers again soon after a failover
-    (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
-    (scratch(0, 0.0), Verdict.WARN),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reading", "verdict"),
+    [
+        (scratch(3, 15.1), Verdict.FAIL),
+        (scratch(2, 15.1), Verdict.WARN),  # single requests may get lost
+        (scratch(3, 10.0), Verdict.WARN),  # a server answers again soon after a failover
+        (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
+        (scratch(0, 0.0), Verdict.WARN),
+    ],
+)
 def test_single_sample_of_a_hung_mount_fails_after_enough_time_and_attempts(
     reading: HostData, verdict: Verdict
 ) -> None:
@@ -379,10 +452,17 @@ def test_single_sample_of_a_hung_mount_fails_after_enough_time_and_attempts(
 
 @pytest.mark.parametrize(
     ("filesystem", "used", "inodes", "verdict"),
-    [("ext4", 0.79, 0.1, Verdict.OK), ("ext4", 0.81, 0.1, Verdict.WARN), ("xfs", 0.1, 0.85, Verdict.WARN),
-     ("ext4", 0.97, 0.1, Verdict.FAIL), ("xfs", 0.1, 0.99, Verdict.FAIL), ("lustre", 0.99, 0.1, Verdict.WARN),
-     ("nfs4", 0.99, None, Verdict.WARN), ("", None, None, Verdict.OK)],
-)  # fmt: skip
+    [
+        ("ext4", 0.79, 0.1, Verdict.OK),
+        ("ext4", 0.81, 0.1, Verdict.WARN),
+        ("xfs", 0.1, 0.85, Verdict.WARN),
+        ("ext4", 0.97, 0.1, Verdict.FAIL),
+        ("xfs", 0.1, 0.99, Verdict.FAIL),
+        ("lustre", 0.99, 0.1, Verdict.WARN),
+        ("nfs4", 0.99, None, Verdict.WARN),
+        ("", None, None, Verdict.OK),
+    ],
+)
 def test_disk_usage_is_judged_by_file_system_and_share(
     filesystem: str, used: float | None, inodes: float | None, verdict: Verdict
 ) -> None:

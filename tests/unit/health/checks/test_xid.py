@@ -100,8 +100,12 @@ def test_xid_45_beside_another_xid_adds_no_finding() -> None:
 
 
 def test_recovery_action_of_the_driver_overrides_that_of_the_catalogue() -> None:
-    node = ObservedNode().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
-                                         " Required)")  # fmt: skip
+    node = (
+        ObservedNode()
+        .gpus()
+        .xid(95)
+        .xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)")
+    )
     found = node.gpus(gpu(0, recovery_action="node_reboot")).one("xid")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
     assert "Xid 95" in node.text("xid")
@@ -267,8 +271,9 @@ def test_contained_error_fails_by_its_count_and_not_by_its_xid() -> None:
 
 
 def test_fatal_sxid_of_a_switch_fails_and_a_non_fatal_one_warns() -> None:
-    fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00",
-                        pci_exists=True)  # fmt: skip
+    fatal = KernelEvent(
+        kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00", pci_exists=True
+    )
     mild = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Non-fatal, Link 30")
     assert ObservedNode().log(fatal).verdict("nvswitch") is Verdict.FAIL
     assert ObservedNode().log(mild).verdict("nvswitch") is Verdict.WARN
@@ -289,8 +294,9 @@ FATAL_SXID = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3"
 @pytest.mark.parametrize("exists", [False, None])
 @pytest.mark.parametrize("code", [48, 79, 95, 119])
 def test_an_xid_of_a_gpu_that_the_node_does_not_have_is_a_warning(code: int, exists: bool | None) -> None:
-    line = KernelEvent(kind="xid", text=f"NVRM: Xid (PCI:0000:cb:00): {code}, x", xid=code, pci="0000:cb:00",
-                       pci_exists=exists)  # fmt: skip
+    line = KernelEvent(
+        kind="xid", text=f"NVRM: Xid (PCI:0000:cb:00): {code}, x", xid=code, pci="0000:cb:00", pci_exists=exists
+    )
     for node in (ObservedNode(), ObservedNode().gpus()):
         found = node.log(line).one("xid")
         assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.NONE)

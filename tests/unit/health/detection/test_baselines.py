@@ -111,9 +111,17 @@ def test_restored_durations_are_replaced_by_new_ones_and_the_longest_goes_last()
         ({"trainer": RoleBaseline(BASELINE.phases, uses_tensor_cores=True, slowest_load=9.0)}, True),
     ],
     ids=[
-        "forgotten", "the same", "another role", "no tensor cores", "a phase less", "a little slower", "far longer",
-        "twice as many", "less than a second", "loads",
+        "forgotten",
+        "the same",
+        "another role",
+        "no tensor cores",
+        "a phase less",
+        "a little slower",
+        "far longer",
+        "twice as many",
+        "less than a second",
+        "loads",
     ],
-)  # fmt: skip
+)
 def test_baseline_change_is_recorded_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
     assert changed_noticeably({"trainer": BASELINE}, after) is worth

@@ -25,12 +25,19 @@ from rrl.tests.support.examples import examples
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, detect_fresh, fail
 
 SHORT = Limits(
-    heartbeat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,
+    heartbeat=1.0,
+    silence=5.0,
+    join=12.0,
+    first_pass=20.0,
+    suspect=8.0,
+    probe=6.0,
+    idle=7.0,
     phases={
-        "tools": PhaseSpec(shortest=20.0, longest=60.0, progresses=True), "train": PhaseSpec(300.0, 1800.0),
+        "tools": PhaseSpec(shortest=20.0, longest=60.0, progresses=True),
+        "train": PhaseSpec(300.0, 1800.0),
         "stopping": PhaseSpec(longest=60.0),
     },
-)  # fmt: skip
+)
 
 
 # ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,9 +170,18 @@ NODES = [NodeName(f"n{index}") for index in range(3)]
 REPLICAS = [ReplicaId(name) for name in ("trainer/0", "trainer/0.1", "rollout/0", "trajectories/0")]
 NODE_OF = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
 PHASES = [
-    "starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools", "score",
+    "starting",
+    "generate",
+    "train",
+    "wait_weights",
+    "wait_data",
+    "wait_work",
+    "serve",
+    "of_its_own",
+    "tools",
+    "score",
     "loading_weights",
-]  # fmt: skip
+]
 RAW = ("wait_endless", "wait_overdue", "wait_long", "idle", "computes_nothing", "computes_nothing_long", "load_stalled")
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
 
@@ -179,10 +195,14 @@ loads = st.tuples(
     st.sampled_from([0.0, 1.0]), st.sampled_from([None, 0.0, 0.5, 1.0]), st.sampled_from([None, 0.0, 0.0, 0.5])
 )
 beating = st.tuples(
-    st.just("beating"), st.integers(3, 12), st.sampled_from([1.0, 30.0, 150.0]),
-    st.just(set()) | st.sets(incarnations | agents, max_size=3), st.just(set()) | st.sets(replicas, max_size=2),
-    st.just({}) | st.dictionaries(replicas, loads), st.booleans(),
-)  # fmt: skip
+    st.just("beating"),
+    st.integers(3, 12),
+    st.sampled_from([1.0, 30.0, 150.0]),
+    st.just(set()) | st.sets(incarnations | agents, max_size=3),
+    st.just(set()) | st.sets(replicas, max_size=2),
+    st.just({}) | st.dictionaries(replicas, loads),
+    st.booleans(),
+)
 unlikely = st.one_of(
     st.tuples(st.just("nothing")),
     st.tuples(st.just("on_launched"), incarnations, nodes),
@@ -353,9 +373,7 @@ def test_findings_are_about_current_incarnations_with_one_per_subject(trace: Any
 
 @_few
 @given(traces)
-def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(
-    trace: Any,
-) -> None:
+def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(trace: Any) -> None:
     for monitor, now in played(trace):
         found = detect(monitor, SHORT, now)[0]
         for finding in found:

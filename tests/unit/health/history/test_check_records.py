@@ -28,8 +28,17 @@ FILE = "health-check.n1.202611.jsonl"
 def finding(
     detector: str = "xid", verdict: Verdict = Verdict.FAIL, component: str = "GPU-1", cause: Cause = Cause.GPU
 ) -> Finding:
-    return Finding(detector, verdict, cause, Remedy.REBOOT, NOON, (Evidence("kernel", "Xid 79", NOON),), node=N1,
-                   component=component, proof=True)  # fmt: skip
+    return Finding(
+        detector,
+        verdict,
+        cause,
+        Remedy.REBOOT,
+        NOON,
+        (Evidence("kernel", "Xid 79", NOON),),
+        node=N1,
+        component=component,
+        proof=True,
+    )
 
 
 def passed(detector: str = "xid") -> Finding:
@@ -101,8 +110,9 @@ def test_after_a_boot_the_standing_findings_are_read_from_the_history(tmp_path: 
     record_findings(tmp_path, N1, [finding()], None, NOON + 300)
     assert record_findings(tmp_path, N1, [passed()], None, NOON + 600) == ()
     assert [record.component for record in records_in(tmp_path)[3:] if isinstance(record, FindingRecord)] == [
-        "GPU-2", "GPU-1",
-    ]  # fmt: skip
+        "GPU-2",
+        "GPU-1",
+    ]
 
 
 def test_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:

@@ -25,8 +25,15 @@ from rrl.tests.support.health.site_history import (
 )
 
 NOW = BEGAN + 7 * DAY_S
-HONEST = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1"), failed(6, "n1"), mended(HOUR, "rollout/0", "n1", 6, 7.9),
-          left(DAY_S, "n1"), over(DAY_S + 5)]  # fmt: skip
+HONEST = [
+    began(0, "r", ANNA),
+    *held(0, "n1"),
+    found(5, "n1"),
+    failed(6, "n1"),
+    mended(HOUR, "rollout/0", "n1", 6, 7.9),
+    left(DAY_S, "n1"),
+    over(DAY_S + 5),
+]
 
 
 def test_honest_records_are_all_kept() -> None:
@@ -63,8 +70,15 @@ def runs_at_once(user: str, count: int, *, gpus: int = 8, apart: float = 0.0) ->
     records: list[SourcedRecord] = []
     for i in range(count):
         at = i * apart
-        records += sourced(user, f"r{i}", began(at, f"r{i}", user), held(at, "n1", gpus=gpus), found(at + 5, "n1"),
-                        left(at + DAY_S, "n1"), over(at + DAY_S + 5))  # fmt: skip
+        records += sourced(
+            user,
+            f"r{i}",
+            began(at, f"r{i}", user),
+            held(at, "n1", gpus=gpus),
+            found(at + 5, "n1"),
+            left(at + DAY_S, "n1"),
+            over(at + DAY_S + 5),
+        )
     return records
 
 
@@ -74,7 +88,7 @@ def test_claims_of_more_gpus_than_a_node_has_are_left_out() -> None:
     assert {(one.user, getattr(one.record, "node", "")) for one in kept} == {(ANNA, ""), (BEN, ""), (BEN, "n1")}
     assert left_out == (
         f"{ANNA}: 45 records about nodes on which the user's runs claim more GPUs at the same time than the nodes have",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("how", [{"count": 2, "gpus": 4}, {"count": 5, "apart": DAY_S - 60.0}])

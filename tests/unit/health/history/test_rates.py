@@ -20,9 +20,16 @@ from rrl.health.history.rates import (
 
 @pytest.mark.parametrize(
     ("count", "low", "high"),
-    [(0, 0.0, 3.6889), (1, 0.0253, 5.5716), (2, 0.2422, 7.2247), (5, 1.6235, 11.6683), (10, 4.7954, 18.3904),
-     (20, 12.2165, 30.8884), (50, 37.1108, 65.9188)],
-)  # fmt: skip
+    [
+        (0, 0.0, 3.6889),
+        (1, 0.0253, 5.5716),
+        (2, 0.2422, 7.2247),
+        (5, 1.6235, 11.6683),
+        (10, 4.7954, 18.3904),
+        (20, 12.2165, 30.8884),
+        (50, 37.1108, 65.9188),
+    ],
+)
 def test_exact_poisson_interval_matches_tabulated_values(count: int, low: float, high: float) -> None:
     assert poisson_interval(count) == pytest.approx((low, high), abs=2e-4)
 

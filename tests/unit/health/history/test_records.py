@@ -28,10 +28,18 @@ from rrl.health.history.records import (
 from rrl.tests.support.health.site_history import acted, began, failed, found, held, left, mended, over
 
 EVERY: list[Record] = [
-    began(0, "r", "anna"), *held(1, "n1"), left(2, "n1"), Checkpoint(3.0), found(4, "n1"), acted(5, "n1", "excluded"),
-    failed(6, "n1"), mended(7, "rollout/0", "n1", 6, 0.5), over(8), RecordsLost(9.0, 3),
+    began(0, "r", "anna"),
+    *held(1, "n1"),
+    left(2, "n1"),
+    Checkpoint(3.0),
+    found(4, "n1"),
+    acted(5, "n1", "excluded"),
+    failed(6, "n1"),
+    mended(7, "rollout/0", "n1", 6, 0.5),
+    over(8),
+    RecordsLost(9.0, 3),
     NodeChecks(10.0, "n1", "root"),
-]  # fmt: skip
+]
 
 
 def test_sample_records_cover_every_record_kind() -> None:
@@ -65,13 +73,21 @@ def test_unknown_field_of_a_record_is_ignored() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{", b'{"kind":"node_released","at":2.0', b'{"kind":"prayed","at":1.0}', b'{"at":1.0,"node":"n1"}',
-        b"[1]", b'{"kind":"node_released","at":"now","node":"n1"}', b"\xff\xfe", b"{" * 5000,
-        b'{"kind":"node_released","at":-1.0,"node":"n1"}', b'{"kind":"node_released","at":1e300,"node":"n1"}',
+        b"",
+        b"{",
+        b'{"kind":"node_released","at":2.0',
+        b'{"kind":"prayed","at":1.0}',
+        b'{"at":1.0,"node":"n1"}',
+        b"[1]",
+        b'{"kind":"node_released","at":"now","node":"n1"}',
+        b"\xff\xfe",
+        b"{" * 5000,
+        b'{"kind":"node_released","at":-1.0,"node":"n1"}',
+        b'{"kind":"node_released","at":1e300,"node":"n1"}',
         b'{"kind":"node_acquired","at":1.0,"node":"n1","gpus":-8}',
         b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1","since":0,"gpu_hours":1e308}',
     ],
-)  # fmt: skip
+)
 def test_damaged_record_or_record_of_an_unknown_kind_reads_as_none(text: bytes) -> None:
     assert read_line(text) is None
 

@@ -115,22 +115,27 @@ def test_window_of_xids_is_ignored_if_the_exporter_has_a_true_xid_counter(metric
 
 
 def test_tensor_activity_of_a_gpu_with_instances_is_that_of_its_busiest_one(metrics: Exporter) -> None:
-    lines = (f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID, f",GPU_I_ID={i!r}".replace(chr(39), chr(34)))} 0.{i}'
-             for i in ("1", "7", "3"))  # fmt: skip
+    lines = (
+        f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID, f',GPU_I_ID={i!r}'.replace(chr(39), chr(34)))} 0.{i}"
+        for i in ("1", "7", "3")
+    )
     metrics.text = page(GPUS, *lines)
     assert [gpu.tensor_active for gpu in read(metrics).gpus] == [0.7]
 
 
-@pytest.mark.parametrize("bad", [
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{gpu=\"0\",UUID=\"GPU-aaaa\"} NaN",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"} 9223372036854775794",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"} many",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"}",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aa",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL 5",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL_NEW{gpu=\"0\",UUID=\"GPU-aaaa\"} 5",
-    "\x00\x01{",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{gpu="0",UUID="GPU-aaaa"} NaN',
+        'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu="0",UUID="GPU-aaaa"} 9223372036854775794',
+        'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu="0",UUID="GPU-aaaa"} many',
+        'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu="0",UUID="GPU-aaaa"}',
+        'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu="0",UUID="GPU-aa',
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL 5",
+        'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL_NEW{gpu="0",UUID="GPU-aaaa"} 5',
+        "\x00\x01{",
+    ],
+)
 def test_malformed_lines_and_blank_values_of_the_exporter_are_skipped(metrics: Exporter, bad: str) -> None:
     metrics.text = page(GPUS, bad, f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(1, OTHER)} 1 1700000000000")
     assert [(gpu.uuid, gpu.ecc_volatile_uncorrected) for gpu in read(metrics).gpus] == [(OTHER, 1)]
@@ -174,11 +179,22 @@ def report(**groups: dict[str, dict[str, tuple[str, list[str]]]]) -> str:
     """Return dcgmi's report as Health.cpp builds it: group → entity → system → (health, pieces of the message)."""
     body: dict[str, Any] = {"Overall Health": {"value": "Failure" if groups else "Healthy"}}
     for group, entities in groups.items():
-        body[group] = {"children": {
-            entity: {"value": "Failure", "children": {"Errors": {"children": {
-                system: {"value": value, "overflow": pieces} for system, (value, pieces) in systems.items()
-            }}}} for entity, systems in entities.items()
-        }}  # fmt: skip
+        body[group] = {
+            "children": {
+                entity: {
+                    "value": "Failure",
+                    "children": {
+                        "Errors": {
+                            "children": {
+                                system: {"value": value, "overflow": pieces}
+                                for system, (value, pieces) in systems.items()
+                            }
+                        }
+                    },
+                }
+                for entity, systems in entities.items()
+            }
+        }
     return json.dumps({"header": ["Health Monitor Report"], "body": body})
 
 
@@ -187,22 +203,27 @@ def test_a_healthy_node_has_no_incidents() -> None:
 
 
 def test_health_incidents_name_gpu_system_and_code() -> None:
-    text = report(GPU={
-        "0": {"Memory system": ("Failure", ["Detected 3 volatile double-bit ECC error(s) in GPU", "0."])},
-        "1": {"NVLINK system": ("Warning", ["GPU 1's NvLink link 3 is currently down"])},
-        "2": {"Thermal system": ("Warning", ["something that a later DCGM says"])},
-    })  # fmt: skip
+    text = report(
+        GPU={
+            "0": {"Memory system": ("Failure", ["Detected 3 volatile double-bit ECC error(s) in GPU", "0."])},
+            "1": {"NVLINK system": ("Warning", ["GPU 1's NvLink link 3 is currently down"])},
+            "2": {"Thermal system": ("Warning", ["something that a later DCGM says"])},
+        }
+    )
     assert health(text, {"0": UUID}) == (
-        DcgmIncident(UUID, "Memory", "VOLATILE_DBE_DETECTED", "fail",
-                     "Detected 3 volatile double-bit ECC error(s) in GPU 0."),
+        DcgmIncident(
+            UUID, "Memory", "VOLATILE_DBE_DETECTED", "fail", "Detected 3 volatile double-bit ECC error(s) in GPU 0."
+        ),
         DcgmIncident("1", "NVLINK", "NVLINK_DOWN", "warn", "GPU 1's NvLink link 3 is currently down"),
         DcgmIncident("2", "Thermal", "", "warn", "something that a later DCGM says"),
-    )  # fmt: skip
+    )
 
 
 def test_concatenated_health_messages_are_separate_incidents() -> None:
-    messages = ["GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
-            "uncontained error (XID 95)"]  # fmt: skip
+    messages = [
+        "GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
+        "uncontained error (XID 95)",
+    ]
     found = health(report(GPU={"0": {"Memory system": ("Failure", messages)}}), {})
     assert {incident.code for incident in found} == {"ROW_REMAP_FAILURE", "UNCONTAINED_ERROR"}
 
@@ -281,43 +302,50 @@ def _until(done: Any) -> None:
 
 # ── dcgmi diag ───────────────────────────────────────────────────────────────────────────────────────────────────────
 PERSISTENCE = {
-    "error_category": 8, "error_id": 29, "error_severity": 5,
+    "error_category": 8,
+    "error_id": 29,
+    "error_severity": 5,
     "warning": 'Persistence Mode: Persistence mode for GPU 0 is disabled. Enable it by running "nvidia-smi -pm 1".',
-}  # fmt: skip
+}
 
 
 def document(name: str, *results: dict[str, Any], top: str = "DCGM Diagnostic") -> str:
     """Return a document in the form of DCGM 4.2.3."""
     test = {"name": name, "results": results, "test_summary": {"status": "Fail"}}
-    return json.dumps({
-        top: {"test_categories": [{"category": "Deployment", "tests": [test]}]},
-        "entity_groups": [{"entity_group": "GPU", "entity_group_id": 1, "entities": [{"entity_id": 0}]}],
-        "metadata": {"Driver Version Detected": "580.82.09", "version": "4.2.3"},
-    })  # fmt: skip
+    return json.dumps(
+        {
+            top: {"test_categories": [{"category": "Deployment", "tests": [test]}]},
+            "entity_groups": [{"entity_group": "GPU", "entity_group_id": 1, "entities": [{"entity_id": 0}]}],
+            "metadata": {"Driver Version Detected": "580.82.09", "version": "4.2.3"},
+        }
+    )
 
 
 def test_failed_test_of_dcgm_4_has_its_code() -> None:
     memory = {"error_id": 52, "error_severity": 2, "warning": "Found 3 faulty memory elements on GPU 1"}
     text = document(
-        "memory", {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
+        "memory",
+        {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
         {"entity_group": "GPU", "entity_id": 1, "status": "Fail", "warnings": [memory]},
-    )  # fmt: skip
+    )
     assert diag(text, {"1": OTHER}) == (
         DcgmIncident(OTHER, "memory", "FAULTY_MEMORY", "fail", "Found 3 faulty memory elements on GPU 1", "diag"),
     )
 
 
 def test_persistence_mode_reported_by_diag_is_a_warning() -> None:
-    (found,) = diag(document("software", {"entity_group": "GPU", "entity_id": 0, "status": "Fail",
-                                          "warnings": [PERSISTENCE]}), {})  # fmt: skip
+    (found,) = diag(
+        document("software", {"entity_group": "GPU", "entity_id": 0, "status": "Fail", "warnings": [PERSISTENCE]}), {}
+    )
     assert (found.code, found.severity, found.gpu) == ("PERSISTENCE_MODE", "warn", "0")
 
 
 def test_failed_test_of_dcgm_3_is_reported_for_each_gpu() -> None:
     text = "Successfully ran diagnostic for group.\n" + document(
-        "PCIe", {"gpu_ids": "0,1", "status": "Fail", "warnings": [{"warning": "more than 8 PCIe replays per minute"}]},
+        "PCIe",
+        {"gpu_ids": "0,1", "status": "Fail", "warnings": [{"warning": "more than 8 PCIe replays per minute"}]},
         top="DCGM GPU Diagnostic",
-    )  # fmt: skip
+    )
     assert [(found.gpu, found.code) for found in diag(text, {})] == [("0", "PCI_REPLAY_RATE"), ("1", "PCI_REPLAY_RATE")]
 
 

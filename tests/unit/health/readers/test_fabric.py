@@ -22,17 +22,22 @@ def plant(folder: Path, files: dict[str, str]) -> None:
 
 def device(root: Path, name: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", net: str = "") -> None:
     port = f"sys/class/infiniband/{name}/ports/1"
-    plant(root, {
-        f"{port}/state": state, f"{port}/phys_state": "5: LinkUp", f"{port}/rate": "400 Gb/sec (4X NDR)",
-        f"{port}/link_layer": layer,
-        **{f"{port}/counters/{file}": text for file, text in _COUNTERS.items()},
-        **{f"{port}/hw_counters/{file}": text for file, text in _HW.items()},
-    })  # fmt: skip
+    plant(
+        root,
+        {
+            f"{port}/state": state,
+            f"{port}/phys_state": "5: LinkUp",
+            f"{port}/rate": "400 Gb/sec (4X NDR)",
+            f"{port}/link_layer": layer,
+            **{f"{port}/counters/{file}": text for file, text in _COUNTERS.items()},
+            **{f"{port}/hw_counters/{file}": text for file, text in _HW.items()},
+        },
+    )
     if net:
-        plant(root, {
-            f"{port}/gid_attrs/ndevs/0": net,
-            f"sys/class/infiniband/{name}/device/net/{net}/carrier_changes": "3",
-        })  # fmt: skip
+        plant(
+            root,
+            {f"{port}/gid_attrs/ndevs/0": net, f"sys/class/infiniband/{name}/device/net/{net}/carrier_changes": "3"},
+        )
 
 
 def reader(root: Path) -> FabricReader:

@@ -267,10 +267,11 @@ def test_process_that_is_really_stuck_is_reported() -> None:
 def test_host_figures_are_read_in_their_units(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": "MemTotal:       2048 kB\nMemFree:  1 kB\nMemAvailable:   1024 kB\nHugePages_Total:   0\n",
-        "proc/vmstat": "nr_free_pages 1\noom_kill 3\n", "proc/loadavg": "1.50 1.00 0.50 1/200 4321\n",
+        "proc/vmstat": "nr_free_pages 1\noom_kill 3\n",
+        "proc/loadavg": "1.50 1.00 0.50 1/200 4321\n",
         "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
         "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
-    }  # fmt: skip
+    }
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)

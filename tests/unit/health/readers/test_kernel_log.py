@@ -60,19 +60,30 @@ def reader(log: Log) -> Iterator[KernelReader]:
 
 LINES = [
     (XID_79, {"kind": "xid", "xid": 79, "pci": "0000:1b:00", "pid": None}),
-    ("NVRM: Xid (PCI:0000:cb:00): 13, pid=4242, name=python, Graphics Exception",
-     {"kind": "xid", "xid": 13, "pci": "0000:cb:00", "pid": 4242}),
+    (
+        "NVRM: Xid (PCI:0000:cb:00): 13, pid=4242, name=python, Graphics Exception",
+        {"kind": "xid", "xid": 13, "pci": "0000:cb:00", "pid": 4242},
+    ),
     ("NVRM: Xid (0000:03:00): 31, Ch 00000008", {"kind": "xid", "xid": 31, "pci": "0000:03:00"}),
-    ("NVRM: Xid (PCI:0001:B1:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
-     {"kind": "xid", "xid": 154, "pci": "0001:b1:00"}),
-    ("NVRM: Xid (PCI:0000:07:00 GPU-I:05 GPU-CI:00): 94, pid=7194, name=python, Contained: CE User Channel (0x9)",
-     {"kind": "xid", "xid": 94, "pci": "0000:07:00", "pid": 7194}),
+    (
+        "NVRM: Xid (PCI:0001:B1:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
+        {"kind": "xid", "xid": 154, "pci": "0001:b1:00"},
+    ),
+    (
+        "NVRM: Xid (PCI:0000:07:00 GPU-I:05 GPU-CI:00): 94, pid=7194, name=python, Contained: CE User Channel (0x9)",
+        {"kind": "xid", "xid": 94, "pci": "0000:07:00", "pid": 7194},
+    ),
     ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", {"kind": "xid", "xid": 79, "pci": "0000:44:00"}),
     ("NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.", {"kind": "xid", "xid": 79, "pci": "0000:01:00"}),
-    (r"NVRM: The NVIDIA GPU 0000:b3:00.0\x0a   NVRM: (PCI ID: 10de:26b5) installed in this system has\x0a   NVRM: "
-     "fallen off the bus and is not responding to commands.", {"kind": "xid", "xid": 79, "pci": "0000:b3:00"}),
-    ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 sourcetrack timeout error",
-     {"kind": "sxid", "xid": 24007, "pci": "0000:c1:00", "device": "nvidia-nvswitch3"}),
+    (
+        r"NVRM: The NVIDIA GPU 0000:b3:00.0\x0a   NVRM: (PCI ID: 10de:26b5) installed in this system has\x0a   NVRM: "
+        "fallen off the bus and is not responding to commands.",
+        {"kind": "xid", "xid": 79, "pci": "0000:b3:00"},
+    ),
+    (
+        "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 sourcetrack timeout error",
+        {"kind": "sxid", "xid": 24007, "pci": "0000:c1:00", "device": "nvidia-nvswitch3"},
+    ),
     ("mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: bea0000000000108", {"kind": "mce"}),
     ("{1}[Hardware Error]: event severity: recoverable", {"kind": "mce"}),
     ("EDAC MC0: 1 UE memory read error on CPU_SrcID#0_Ha#0", {"kind": "mce", "device": "EDAC MC0"}),
@@ -82,12 +93,16 @@ LINES = [
     ("Memory cgroup out of memory: Killed process 77 (ray::x) total-vm:1kB", {"kind": "oom", "pid": 77}),
     ("mlx5_core 0000:65:00.0 ens1f0np0: Link down", {"kind": "nic", "device": "ens1f0np0"}),
     ("ixgbe 0000:01:00.0 eth0: NIC Link is Down", {"kind": "nic", "device": "eth0"}),
-    ("mlx5_core 0000:65:00.0: poll_health:795:(pid 0): Fatal error 1 detected",
-     {"kind": "nic", "device": "mlx5_core 0000:65:00.0"}),
+    (
+        "mlx5_core 0000:65:00.0: poll_health:795:(pid 0): Fatal error 1 detected",
+        {"kind": "nic", "device": "mlx5_core 0000:65:00.0"},
+    ),
     ("mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN", {"kind": "nic", "device": "mlx5_5"}),
     ("igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down", {"kind": "nic", "device": "eno1"}),
-    ("mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms",
-     {"kind": "nic", "device": "eth0"}),
+    (
+        "mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms",
+        {"kind": "nic", "device": "eth0"},
+    ),
     ("ib0: Lost carrier", {"kind": "nic", "device": "ib0"}),
     ("NETDEV WATCHDOG: eth1 (mlx5_core): transmit queue 3 timed out", {"kind": "nic", "device": "eth1"}),
     ("blk_update_request: I/O error, dev nvme0n1, sector 12 op 0x0:(READ)", {"kind": "io", "device": "nvme0n1"}),
@@ -97,24 +112,36 @@ LINES = [
     ("EXT4-fs (sda1): Remounting filesystem read-only", {"kind": "filesystem", "device": "sda1"}),
     ("XFS (dm-3): Metadata corruption detected at xfs_agf_read", {"kind": "filesystem", "device": "dm-3"}),
     ("XFS (sda2): log I/O error -5", {"kind": "filesystem", "device": "sda2"}),
-    ("BTRFS: error (device sdb1) in btrfs_commit_transaction:2323: errno=-5 IO failure",
-     {"kind": "filesystem", "device": "sdb1"}),
+    (
+        "BTRFS: error (device sdb1) in btrfs_commit_transaction:2323: errno=-5 IO failure",
+        {"kind": "filesystem", "device": "sdb1"},
+    ),
     ("BTRFS info (device sdb1): forced readonly", {"kind": "filesystem", "device": "sdb1"}),
     ("nfs: server filer.site not responding, still trying", {"kind": "filesystem", "device": "filer.site"}),
     ("nfs: server filer.site OK", {"kind": "filesystem_back", "device": "filer.site"}),
-    ("Lustre: work-OST0003-osc-ffff8: Connection to work-OST0003 (at 10.0.0.1@o2ib) was lost; in progress operations",
-     {"kind": "filesystem", "device": "work-OST0003"}),
-    ("Lustre: work-OST0003-osc-ffff8: Connection restored to 10.0.0.1@o2ib (at 10.0.0.1@o2ib)",
-     {"kind": "filesystem_back", "device": "work-OST0003"}),
-    ("LustreError: 167-0: work-OST0003-osc-ffff8: This client was evicted by work-OST0003; in progress operations fail",
-     {"kind": "filesystem", "device": "work-OST0003"}),
-    ("XFS (sda2): Corruption of in-memory data (0x8) detected at x (fs/xfs/a.c:1).  Shutting down filesystem.",
-     {"kind": "filesystem", "device": "sda2"}),
+    (
+        "Lustre: work-OST0003-osc-ffff8: Connection to work-OST0003 (at 10.0.0.1@o2ib) was lost; in progress"
+        " operations",
+        {"kind": "filesystem", "device": "work-OST0003"},
+    ),
+    (
+        "Lustre: work-OST0003-osc-ffff8: Connection restored to 10.0.0.1@o2ib (at 10.0.0.1@o2ib)",
+        {"kind": "filesystem_back", "device": "work-OST0003"},
+    ),
+    (
+        "LustreError: 167-0: work-OST0003-osc-ffff8: This client was evicted by work-OST0003; in progress operations"
+        " fail",
+        {"kind": "filesystem", "device": "work-OST0003"},
+    ),
+    (
+        "XFS (sda2): Corruption of in-memory data (0x8) detected at x (fs/xfs/a.c:1).  Shutting down filesystem.",
+        {"kind": "filesystem", "device": "sda2"},
+    ),
     ("nvme nvme1: I/O tag 12 (100c) opcode 0x2 (Read) QID 4 timeout, aborting", {"kind": "io", "device": "nvme1"}),
     ("INFO: task kworker/3:1:991 blocked for more than 120 seconds.", {"kind": "hung_task", "pid": 991}),
     ("INFO: task python:991 blocked for more than 120 seconds.", {"kind": "hung_task", "pid": 991}),
     ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [kworker/3:1:1234]", {"kind": "hung_task", "pid": 1234}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "expected"), LINES, ids=[line[:30] for line, _ in LINES])
@@ -125,34 +152,53 @@ def test_kernel_log_line_of_a_known_failure_is_recognised(line: str, expected: d
     assert (event.text, event.age) == (line, 1.5)
 
 
-@pytest.mark.parametrize("line", [
-    "EXT4-fs (sda1): mounted filesystem with ordered data mode",
-    "mlx5_core 0000:65:00.0 ens1f0np0: Link up",
-    "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
-    "eth0: Link down[4242]: segfault at 0 ip 0 sp 0 error 4 in libc.so",  # a program of that name
-    'audit: type=1400 apparmor="DENIED" name="ib0: Link down" comm="python"',  # a file of that name
-    "NVRM: GPU at PCI:0000:3b:00: GPU-2dfe2b2e-0000-1111-2222-333344445555",
-    "nvme nvme0: 8/0/0 default/read/poll queues",
-    "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.82.09",
-    "python[123]: segfault at 0 ip 0 sp 0 error 4 in libc.so",
-    "oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=1234",
-    "XFS (dm-3): Mounting V5 Filesystem",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "EXT4-fs (sda1): mounted filesystem with ordered data mode",
+        "mlx5_core 0000:65:00.0 ens1f0np0: Link up",
+        "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
+        "eth0: Link down[4242]: segfault at 0 ip 0 sp 0 error 4 in libc.so",  # a program of that name
+        'audit: type=1400 apparmor="DENIED" name="ib0: Link down" comm="python"',  # a file of that name
+        "NVRM: GPU at PCI:0000:3b:00: GPU-2dfe2b2e-0000-1111-2222-333344445555",
+        "nvme nvme0: 8/0/0 default/read/poll queues",
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.82.09",
+        "python[123]: segfault at 0 ip 0 sp 0 error 4 in libc.so",
+        "oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=1234",
+        "XFS (dm-3): Mounting V5 Filesystem",
+    ],
+)
 def test_harmless_line_is_not_recognised(line: str) -> None:
     assert recognise(line.encode(), 0.0) is None
 
 
 # ── names that users choose ──────────────────────────────────────────────────────────────────────────────────────────
 HOSTILE = [
-    XID_79, "NVRM: Xid (PCI:0000:cb:00): 79, x", "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3",
-    "mce: [Hardware Error]: Machine check events logged, Uncorrected", "EDAC MC0: 1 UE memory read error on CPU (x)",
-    "Memory failure: 0x1: ", "EXT4-fs error (device sda1): x", "XFS (a): been shut down", "XFS (a): log I/O error",
-    "critical medium error, dev sda, sector 1", "I/O error, dev sda, sector 1 op", "Buffer I/O error on dev sda",
-    "ib0: Link down", "ib0: Lost carrier", "ib0 NIC Link is Down", "mlx5_core 0000:65:00.0: Fatal error 1 detected",
-    "NETDEV WATCHDOG: ib0: timed out", "nvme nvme0: I/O 1 QID 1 timeout", "BTRFS: error (device sda1) in x",
-    "nfs: server a not responding", "INFO: task x:1 blocked for more than 120 seconds.", "EDAC MC0: UE x",
-    "Out of memory: Killed process 1 (x)", "\\x0aNVRM: Xid (PCI:0000:cb:00): 79, x",
-]  # fmt: skip
+    XID_79,
+    "NVRM: Xid (PCI:0000:cb:00): 79, x",
+    "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3",
+    "mce: [Hardware Error]: Machine check events logged, Uncorrected",
+    "EDAC MC0: 1 UE memory read error on CPU (x)",
+    "Memory failure: 0x1: ",
+    "EXT4-fs error (device sda1): x",
+    "XFS (a): been shut down",
+    "XFS (a): log I/O error",
+    "critical medium error, dev sda, sector 1",
+    "I/O error, dev sda, sector 1 op",
+    "Buffer I/O error on dev sda",
+    "ib0: Link down",
+    "ib0: Lost carrier",
+    "ib0 NIC Link is Down",
+    "mlx5_core 0000:65:00.0: Fatal error 1 detected",
+    "NETDEV WATCHDOG: ib0: timed out",
+    "nvme nvme0: I/O 1 QID 1 timeout",
+    "BTRFS: error (device sda1) in x",
+    "nfs: server a not responding",
+    "INFO: task x:1 blocked for more than 120 seconds.",
+    "EDAC MC0: UE x",
+    "Out of memory: Killed process 1 (x)",
+    "\\x0aNVRM: Xid (PCI:0000:cb:00): 79, x",
+]
 KERNEL_FORMATS = [
     # recorded on Linux 6.18 (x86-64), where the attacker's program set its comm and the name of its file
     "{comm}[8146]: segfault at 0 ip 000055e0ade65170 sp 00007fff0dcb5de0 error 6 in {file}[1170,55e0ade65000+1000]"
@@ -182,7 +228,7 @@ KERNEL_FORMATS = [
     "usb 1-1: Product: {file}",
     "{file}IN=lo OUT= MAC=00:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84",  # a packet filter's rule chooses the prefix
     " in {file}[1170,55e0ade65000+1000]",  # the end of a line whose beginning another line interrupted
-]  # fmt: skip
+]
 """Messages in which the kernel prints text that a user has chosen."""
 
 
@@ -213,12 +259,17 @@ def test_combination_of_user_chosen_names_is_never_recognised_as_a_kernel_messag
         assert recognise(line.encode(), 0.0) is None, line
 
 
-@pytest.mark.parametrize(("head", "expected"), [
-    ("4,101,1000,-", [79]), ("0,101,1000,-,caller=T1", [79]),
-    ("12,101,1000,-", []),  # facility 1: a program wrote the record into /dev/kmsg
-    ("28,101,1000,-", []),  # facility 3: a daemon did
-    ("4,101,1000,c", []), ("4,101,1000,+", []),  # a fragment of a line
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("4,101,1000,-", [79]),
+        ("0,101,1000,-,caller=T1", [79]),
+        ("12,101,1000,-", []),  # facility 1: a program wrote the record into /dev/kmsg
+        ("28,101,1000,-", []),  # facility 3: a daemon did
+        ("4,101,1000,c", []),
+        ("4,101,1000,+", []),  # a fragment of a line
+    ],
+)
 def test_only_records_of_the_kernel_facility_count(tmp_path: Path, head: str, expected: list[int]) -> None:
     (tmp_path / "kmsg").write_text(f"{head};{XID_79}\n")
     reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))

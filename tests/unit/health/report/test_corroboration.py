@@ -46,11 +46,18 @@ def invented(user: str, runs: int) -> list[SourcedRecord]:
         for i, node in enumerate(NODES):
             at, run = day * DAY_S + i * HOUR, f"r{day}-{i}"
             records += sourced(
-                user, run, began(at, run, user), held(at, node), found(at + 5, node, remedy=Remedy.REBOOT),
-                failed(at + 6, node, cause="gpu"), acted(at + 7, node, "excluded"),
+                user,
+                run,
+                began(at, run, user),
+                held(at, node),
+                found(at + 5, node, remedy=Remedy.REBOOT),
+                failed(at + 6, node, cause="gpu"),
+                acted(at + 7, node, "excluded"),
                 acted(at + 8, node, "drain_requested"),
-                mended(at + 60, "rollout/0", node, at + 6, 0.1), left(at + 120, node), over(at + 130),
-            )  # fmt: skip
+                mended(at + 60, "rollout/0", node, at + 6, 0.1),
+                left(at + 120, node),
+                over(at + 130),
+            )
     return records
 
 

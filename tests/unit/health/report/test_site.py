@@ -53,16 +53,28 @@ def owners(records: list[SourcedRecord]) -> list[tuple[str, str, str]]:
 
 def test_failures_of_a_sample_week_have_the_expected_owner_and_cause() -> None:
     assert owners(week()) == [
-        ("n3", "infra", "gpu"), ("n1", "software", "process"), ("n2", "software", "process"), ("n5", "infra", "fabric"),
-        ("n6", "infra", "fabric"), ("n3", "infra", "gpu"), ("n7", "infra", "node"), ("n8", "user", "user"),
-    ]  # fmt: skip
+        ("n3", "infra", "gpu"),
+        ("n1", "software", "process"),
+        ("n2", "software", "process"),
+        ("n5", "infra", "fabric"),
+        ("n6", "infra", "fabric"),
+        ("n3", "infra", "gpu"),
+        ("n7", "infra", "node"),
+        ("n8", "user", "user"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("raised", "cleared", "owner"),
-    [(-599.0, -598.0, "infra"), (-700.0, -601.0, "software"), (299.0, None, "infra"), (301.0, None, "software"),
-     (-5 * HOUR, None, "infra"), (-5 * HOUR, -590.0, "infra")],
-)  # fmt: skip
+    [
+        (-599.0, -598.0, "infra"),
+        (-700.0, -601.0, "software"),
+        (299.0, None, "infra"),
+        (301.0, None, "software"),
+        (-5 * HOUR, None, "infra"),
+        (-5 * HOUR, -590.0, "infra"),
+    ],
+)
 def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
     raised: float, cleared: float | None, owner: str
 ) -> None:
@@ -74,8 +86,7 @@ def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
 
 
 @pytest.mark.parametrize(
-    ("flags", "owner"),
-    [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
+    ("flags", "owner"), [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")]
 )
 def test_warning_is_no_evidence_unless_it_is_a_downgraded_failure(flags: tuple[Flag, ...], owner: str) -> None:
     records = [began(0, "r", ANNA), found(5, "n1", Verdict.WARN, proof=False, flags=flags), failed(10, "n1")]
@@ -96,10 +107,13 @@ def test_finding_about_a_replica_does_not_affect_its_node() -> None:
 
 def test_node_failure_with_several_replicas_is_one_incident_with_the_sum_of_their_costs() -> None:
     records = [
-        began(0, "r", ANNA), failed(10, "n1", "rollout/0#1", lost=True), failed(11, "n1", "rollout/1#1", lost=True),
-        failed(12, "n1", "", lost=True), mended(100, "rollout/0", "n1", 10, 2.0),
+        began(0, "r", ANNA),
+        failed(10, "n1", "rollout/0#1", lost=True),
+        failed(11, "n1", "rollout/1#1", lost=True),
+        failed(12, "n1", "", lost=True),
+        mended(100, "rollout/0", "n1", 10, 2.0),
         mended(100, "rollout/1", "n1", 11, 3.0),
-    ]  # fmt: skip
+    ]
     (one,) = incidents(by_run(sourced(ANNA, "r", records)))
     assert one.gpu_hours == pytest.approx(5.0)
     assert one.incarnations == ("rollout/0#1", "rollout/1#1")
@@ -132,23 +146,35 @@ def test_evidence_counts_until_its_run_releases_the_node() -> None:
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_cost_of_an_outage_with_two_failures_is_split_at_the_second_failure() -> None:
-    records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), failed(300, "n2", "rollout/0#2"),
-               mended(1200, "rollout/0", "n1", 0, 4.0)]  # fmt: skip
+    records = [
+        began(0, "r", ANNA),
+        failed(0, "n1", "rollout/0#1"),
+        failed(300, "n2", "rollout/0#2"),
+        mended(1200, "rollout/0", "n1", 0, 4.0),
+    ]
     (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [round(cost, 6) for _, cost in costs(chapter)] == [1.0, 3.0]
 
 
 def test_cost_of_a_full_restart_is_charged_to_the_replica_that_failed() -> None:
     all_of_them = ("rollout/0", "trainer/0")
-    records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", restarted=all_of_them),
-               mended(60, "rollout/0", "n2", 0, 1.0), mended(90, "trainer/0", "n1", 0, 2.0)]  # fmt: skip
+    records = [
+        began(0, "r", ANNA),
+        failed(0, "n1", "trainer/0#1", restarted=all_of_them),
+        mended(60, "rollout/0", "n2", 0, 1.0),
+        mended(90, "trainer/0", "n1", 0, 2.0),
+    ]
     (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [cost for _, cost in costs(chapter)] == [3.0]
 
 
 def test_outage_without_a_failure_is_charged_to_no_node() -> None:
-    records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), mended(60, "rollout/0", "n1", 0, 1.0),
-               mended(900, "rollout/0", "n1", 600, 9.0)]  # fmt: skip
+    records = [
+        began(0, "r", ANNA),
+        failed(0, "n1", "rollout/0#1"),
+        mended(60, "rollout/0", "n1", 0, 1.0),
+        mended(900, "rollout/0", "n1", 600, 9.0),
+    ]
     (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [cost for _, cost in costs(chapter)] == [1.0]
 
@@ -165,9 +191,12 @@ def test_site_figures_of_a_sample_week_are_as_expected() -> None:
     low, high = site.node_hours_between_failures.low, site.node_hours_between_failures.high
     assert (low, high) == pytest.approx((47 * 24 / 11.6683, 47 * 24 / 1.6235), rel=1e-3)
     assert [(one.owner, one.cause, one.failures) for one in site.causes] == [
-        ("infra", "fabric", 2), ("infra", "gpu", 2), ("infra", "node", 1), ("software", "process", 1),
+        ("infra", "fabric", 2),
+        ("infra", "gpu", 2),
+        ("infra", "node", 1),
+        ("software", "process", 1),
         ("user", "user", 1),
-    ]  # fmt: skip
+    ]
     assert site.gpu_hours_lost_to_infra == pytest.approx(4.0 + 4.0 + 2.0 + 1.4)
     assert site.gpu_hours_lost == pytest.approx(4.0 + 4.0 + 2.0 + 1.4 + 0.8)
     assert (site.clusters, site.runs, site.users) == (["lab"], 3, 3)
@@ -176,8 +205,13 @@ def test_site_figures_of_a_sample_week_are_as_expected() -> None:
 def test_failures_are_counted_by_day() -> None:
     days = made(week()).site.days
     assert [day.failures for day in days][:6] == [
-        {}, {"gpu": 1}, {"software": 1}, {"fabric": 2}, {"gpu": 1}, {"node": 1, "user": 1},
-    ]  # fmt: skip
+        {},
+        {"gpu": 1},
+        {"software": 1},
+        {"fabric": 2},
+        {"gpu": 1},
+        {"node": 1, "user": 1},
+    ]
     assert [round(day.node_days) for day in days][:6] == [10, 10, 10, 10, 3, 4]
 
 
@@ -187,8 +221,14 @@ def test_records_before_the_window_are_in_no_figure() -> None:
 
 
 def test_node_span_continues_over_a_change_of_managers_if_it_is_listed_again() -> None:
-    records = [began(0, "r", ANNA), *held(0, "n1", "n2"), failed(HOUR, "n1"), began(2 * HOUR, "r", ANNA, 2),
-               *held(2 * HOUR, "n1"), over(4 * HOUR)]  # fmt: skip
+    records = [
+        began(0, "r", ANNA),
+        *held(0, "n1", "n2"),
+        failed(HOUR, "n1"),
+        began(2 * HOUR, "r", ANNA, 2),
+        *held(2 * HOUR, "n1"),
+        over(4 * HOUR),
+    ]
     (chapter,) = by_run(sourced(ANNA, "r", records))
     spans = {name: [(a - BEGAN, b - BEGAN) for a, b in those] for name, (those, _) in held_by(chapter).items()}
     assert spans["n1"] == [(0.0, 4 * HOUR)]
@@ -213,8 +253,12 @@ def test_report_of_a_broken_node_has_verdict_remedy_facts_runs_and_cost() -> Non
     assert "reset its GPU" in one.action
     assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain requested", "excluded"]
     assert shlex.split(one.scontrol) == [
-        "scontrol", "update", "nodename=n3", "state=drain", "reason=rrl:math-1: gpu: Xid 48: double-bit ECC error",
-    ]  # fmt: skip
+        "scontrol",
+        "update",
+        "nodename=n3",
+        "state=drain",
+        "reason=rrl:math-1: gpu: Xid 48: double-bit ECC error",
+    ]
     assert 0 < len(one.evidence) <= 5
 
 
@@ -263,8 +307,18 @@ def test_finding_counts_continue_across_managers() -> None:
 
 def test_injected_failure_does_not_count_against_a_node() -> None:
     hit = msgspec.structs.replace(found(60, "n1", cause=Cause.NODE, detector="node_down"), injected=True)
-    one = node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), hit,
-                    failed(60, "n1", cause="node", lost=True, injected=True), over(HOUR)), "n1")  # fmt: skip
+    one = node(
+        sourced(
+            ANNA,
+            "r",
+            began(0, "r", ANNA),
+            held(0, "n1"),
+            hit,
+            failed(60, "n1", cause="node", lost=True, injected=True),
+            over(HOUR),
+        ),
+        "n1",
+    )
     assert (one.verdict, one.scontrol, one.lemon.score, one.injected) == ("OK", "", 0.0, 1)
 
 

@@ -18,8 +18,9 @@ from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-SLURM = JOB.replace('kind = "local"\nnode = { cpus = 4, mem = "4GiB" }',
-                    'kind = "slurm"\nspares = 0\nnode = { cpus = 2, mem = "1GiB" }')  # fmt: skip
+SLURM = JOB.replace(
+    'kind = "local"\nnode = { cpus = 4, mem = "4GiB" }', 'kind = "slurm"\nspares = 0\nnode = { cpus = 2, mem = "1GiB" }'
+)
 FORM = "spares = 0"
 
 
@@ -72,15 +73,18 @@ def test_start_that_slurm_estimates_is_passed_on(lab: SlurmLab) -> None:
 def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:
     own = '[roles.rollout]\nslurm.partition = "spot"'
     replica = SLURM.replace(FORM, 'form = "replica"').replace("[roles.rollout]", own)
-    results = problems_of(lab, {
-        "partition": SLURM + '[slurm]\npartition = "nowhere"\n',
-        "manager": SLURM + '[manager]\nslurm = { partition = "nowhere" }\n',
-        "constraint": SLURM + '[slurm]\nconstraint = "v100"\n',
-        "reservation": SLURM + '[slurm]\nreservation = "mine"\n',
-        "option": SLURM + '[slurm]\npartitoin = "main"\n',
-        "typed": SLURM + '[slurm]\ngres = "gpu:a100:1"\n',
-        "role": replica,
-    })  # fmt: skip
+    results = problems_of(
+        lab,
+        {
+            "partition": SLURM + '[slurm]\npartition = "nowhere"\n',
+            "manager": SLURM + '[manager]\nslurm = { partition = "nowhere" }\n',
+            "constraint": SLURM + '[slurm]\nconstraint = "v100"\n',
+            "reservation": SLURM + '[slurm]\nreservation = "mine"\n',
+            "option": SLURM + '[slurm]\npartitoin = "main"\n',
+            "typed": SLURM + '[slurm]\ngres = "gpu:a100:1"\n',
+            "role": replica,
+        },
+    )
     reported = {
         name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
         for name, problems in results.items()
@@ -100,11 +104,16 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
 def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
     three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
-    results = problems_of(lab, {
-        "cpus": SLURM.replace("cpus = 2", "cpus = 9"), "mem": SLURM.replace("1GiB", "9GiB"),
-        "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"), "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
-        "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
-    })  # fmt: skip
+    results = problems_of(
+        lab,
+        {
+            "cpus": SLURM.replace("cpus = 2", "cpus = 9"),
+            "mem": SLURM.replace("1GiB", "9GiB"),
+            "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"),
+            "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
+            "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
+        },
+    )
     reported = {
         name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
         for name, problems in results.items()
@@ -150,8 +159,17 @@ def test_option_that_leaves_no_node_is_named_whatever_others_wait_for(lab: Slurm
     options = {"tmp": "1T", "mincpus": "99", "sockets-per-node": "9", "cores-per-socket": "99", "exclude": "n[1-5]"}
     busy = lab.slurm("sbatch", "--parsable", "--exclusive", "-N1", "-wn1", "-t10", "--wrap=sleep 300").strip()
     waiting = lab.slurm("sbatch", "--parsable", "--exclusive", "-N4", "-t10", "--wrap=sleep 300").strip()
-    lab.slurm("scontrol", "create", "reservation", "reservation=r", "starttime=now", "duration=infinite", "user=root",
-              "flags=ignore_jobs", "nodes=n5")  # fmt: skip
+    lab.slurm(
+        "scontrol",
+        "create",
+        "reservation",
+        "reservation=r",
+        "starttime=now",
+        "duration=infinite",
+        "user=root",
+        "flags=ignore_jobs",
+        "nodes=n5",
+    )
     try:
         lab.wait_for(lambda: {"plnd", "resv"} <= set(lab.states().values()), f"no node is planned: {lab.states()}")
         results = problems_of(lab, {"fits": SLURM, **{name: narrowed(name, value) for name, value in options.items()}})
@@ -186,9 +204,9 @@ def test_unanswered_check_is_not_a_certain_problem(lab: SlurmLab) -> None:
 def test_unknown_account_and_qos_are_reported_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
     small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
     small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
-    results = problems_of(accounting_lab, {
-        "account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n',
-    })  # fmt: skip
+    results = problems_of(
+        accounting_lab, {"account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n'}
+    )
     reported = {
         name: [".".join(problem.key) for problem in problems if problem.certain] for name, problems in results.items()
     }

@@ -22,9 +22,10 @@ def role(name: str, kind: str, replicas: int, floor: int, exclusive: bool) -> Ro
 
 
 ROLES = (
-    role("trajectories", "trajectories", 1, 1, False), role("trainer", "trainer", 1, 1, True),
+    role("trajectories", "trajectories", 1, 1, False),
+    role("trainer", "trainer", 1, 1, True),
     role("rollout", "rollout", 3, 1, True),
-)  # fmt: skip
+)
 
 
 def node_groups(separate: bool) -> tuple[NodeGroup, ...]:
@@ -38,9 +39,14 @@ def node_groups(separate: bool) -> tuple[NodeGroup, ...]:
 def run_spec(form: str) -> RunSpec:
     pool = (NodeGroup("pool", ("trajectories", "trainer", "rollout"), 6, NODE, min_nodes=6),)
     return RunSpec(
-        "small", 10, "slurm", ROLES, pool if form == "pool" else node_groups(form == "replica"), form=form,
+        "small",
+        10,
+        "slurm",
+        ROLES,
+        pool if form == "pool" else node_groups(form == "replica"),
+        form=form,
         spares=1 if form == "pool" else 0,
-    )  # fmt: skip
+    )
 
 
 def test_pool_counts_one_job_plus_managers_and_a_replacement_for_each_node() -> None:

@@ -15,7 +15,7 @@ from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.processes import read_process
 from rrl.core.types import NodeName, Resources
-from rrl.manager.cluster.base import (  # fmt: skip
+from rrl.manager.cluster.base import (
     AllocationRequest,
     AllocationState,
     AllocationStatus,
@@ -40,9 +40,15 @@ def allocation_request(tag: str, count: int, *exclude: str) -> AllocationRequest
 
 def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = False) -> Step:
     return Step(
-        launch.tag, allocation, launch.node, Resources(), at.run.launch_file(launch.tag),
-        at.run.logs / f"{launch.tag}.first.log", overlap=agent, agent=agent,
-    )  # fmt: skip
+        launch.tag,
+        allocation,
+        launch.node,
+        Resources(),
+        at.run.launch_file(launch.tag),
+        at.run.logs / f"{launch.tag}.first.log",
+        overlap=agent,
+        agent=agent,
+    )
 
 
 def play(tmp_path: Path, story: Callable[[Lab, LocalCluster], Awaitable[None]], nodes: int | None = None) -> None:

@@ -221,9 +221,7 @@ def test_unexpected_error_of_a_repeatable_action_is_retried(
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_unexpected_error_of_a_request_or_launch_is_not_retried(
-    action: ExternalAction,
-) -> None:
+def test_unexpected_error_of_a_request_or_launch_is_not_retried(action: ExternalAction) -> None:
     bench = Bench(ValueError("unexpected"))
     assert bench.carry_out(action) == []
     assert len(bench.cluster.requests) == 1
@@ -287,9 +285,7 @@ def test_lease_lost_between_retries_ends_them() -> None:
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_action_waits_for_the_run_directory_and_is_done_once(
-    action: ExternalAction,
-) -> None:
+def test_action_waits_for_the_run_directory_and_is_done_once(action: ExternalAction) -> None:
     bench = Bench()
     bench.failing_checks = 3
 

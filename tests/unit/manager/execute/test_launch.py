@@ -45,10 +45,20 @@ CONTAINER = ContainerSpec(("/data:/mnt/data:ro", "/scratch"), "python3.12")
 
 def test_apptainer_command_line_is_as_expected() -> None:
     assert apptainer(role("apptainer"), CONTAINER, "/runs/r1", "/home/me/job", ("python", "go.py")) == (
-        "apptainer", "exec", "--no-eval", "--bind=/runs/r1:/runs/r1", "--bind=/home/me/job:/home/me/job",
-        "--bind=/dev/shm:/dev/shm", "--bind=/data:/mnt/data:ro", "--bind=/scratch:/scratch", "--pwd=/home/me/job",
-        "--nv", "/home/me/job/rl.sif", "python", "go.py",
-    )  # fmt: skip
+        "apptainer",
+        "exec",
+        "--no-eval",
+        "--bind=/runs/r1:/runs/r1",
+        "--bind=/home/me/job:/home/me/job",
+        "--bind=/dev/shm:/dev/shm",
+        "--bind=/data:/mnt/data:ro",
+        "--bind=/scratch:/scratch",
+        "--pwd=/home/me/job",
+        "--nv",
+        "/home/me/job/rl.sif",
+        "python",
+        "go.py",
+    )
 
 
 def test_pyxis_srun_options_are_as_expected() -> None:
@@ -56,9 +66,11 @@ def test_pyxis_srun_options_are_as_expected() -> None:
         "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
         "--container-mounts=/runs/r1:/runs/r1,/home/me/job:/home/me/job,/dev/shm:/dev/shm,/data:/mnt/data:ro,"
         "/scratch:/scratch",
-        "--container-workdir=/home/me/job", "--no-container-mount-home", "--no-container-remap-root",
+        "--container-workdir=/home/me/job",
+        "--no-container-mount-home",
+        "--no-container-remap-root",
         "--no-container-entrypoint",
-    )  # fmt: skip
+    )
 
 
 def test_image_path_starts_at_the_job_folder_and_only_gpu_roles_get_the_driver() -> None:
@@ -89,8 +101,14 @@ class Prepared:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run_spec = RunDir(tmp_path / "run")
     run_spec.create()
-    for name, value in {"PATH": "/host/bin", "VIRTUAL_ENV": "/host/venv", "WANDB_API_KEY": "secret",
-                        "SLURM_NTASKS": "64", "OMPI_COMM_WORLD_RANK": "1", "RRL_NETWORK": "ib0"}.items():  # fmt: skip
+    for name, value in {
+        "PATH": "/host/bin",
+        "VIRTUAL_ENV": "/host/venv",
+        "WANDB_API_KEY": "secret",
+        "SLURM_NTASKS": "64",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "RRL_NETWORK": "ib0",
+    }.items():
         monkeypatch.setenv(name, value)
     return run_spec
 
@@ -151,8 +169,9 @@ def test_key_of_a_tracker_does_not_reach_roles_that_run_the_models_code(
     assert ("WANDB_API_KEY" in Prepared(run, run_spec, f"{kind}/0").launch.env) is gets
 
 
-@pytest.mark.parametrize(("kind", "built_in", "safe"), [("rollout", True, True), ("rollout", False, False),
-                                                        ("agents", True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "built_in", "safe"), [("rollout", True, True), ("rollout", False, False), ("agents", True, False)]
+)
 def test_only_programs_of_rrl_ignore_the_working_folder_when_they_start_python(
     run: RunDir, kind: str, built_in: bool, safe: bool
 ) -> None:

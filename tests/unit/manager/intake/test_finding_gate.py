@@ -14,11 +14,7 @@ from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
 from rrl.health.detection.pipeline import HangStacks
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
-from rrl.manager.intake.finding_gate import (
-    MANAGER_DETECTORS,
-    MAX_FINDINGS_PER_NODE,
-    to_manager_time,
-)
+from rrl.manager.intake.finding_gate import MANAGER_DETECTORS, MAX_FINDINGS_PER_NODE, to_manager_time
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
@@ -42,9 +38,16 @@ UPTIME = 5000.0
 
 
 def found(
-    text: str = "Xid 79", verdict: Verdict = Verdict.FAIL, *, node: NodeName | None = N1, detector: str = "xid",
-    at: float = UPTIME - 3.0, component: str = "GPU-1", incarnation: Incarnation | None = None, proof: bool = False,
-) -> Finding:  # fmt: skip
+    text: str = "Xid 79",
+    verdict: Verdict = Verdict.FAIL,
+    *,
+    node: NodeName | None = N1,
+    detector: str = "xid",
+    at: float = UPTIME - 3.0,
+    component: str = "GPU-1",
+    incarnation: Incarnation | None = None,
+    proof: bool = False,
+) -> Finding:
     evidence = (Evidence("nvml", text, at),) if verdict is not Verdict.OK else ()
     return Finding(detector, verdict, Cause.GPU, Remedy.REBOOT, at, evidence, incarnation, node, proof, component)
 
@@ -74,9 +77,7 @@ def hearing(tmp_path: Path) -> Handling:
 KEY = "xid:n1:GPU-1"
 
 
-def test_findings_of_an_agents_hello_are_recorded_before_it_joins(
-    hearing: Handling,
-) -> None:
+def test_findings_of_an_agents_hello_are_recorded_before_it_joins(hearing: Handling) -> None:
     hearing.handle(hello(found()))
     assert [type(event) for event in hearing.events] == [ev.FindingChanged, ev.AgentJoined]
     assert hearing.state is not None
@@ -173,9 +174,7 @@ def test_new_manager_keeps_an_agents_finding_until_the_agent_clears_it(hearing: 
     assert changes(hearing) == [("xid:n1:GPU-2", Verdict.OK)]
 
 
-def test_unproven_finding_is_cleared_if_the_next_manager_does_not_find_it(
-    hearing: Handling,
-) -> None:
+def test_unproven_finding_is_cleared_if_the_next_manager_does_not_find_it(hearing: Handling) -> None:
     silent = found("silent", node=N2, detector="node_lost", component="", at=90.0)
     down = found("down", node=N2, detector="node_down", component="", at=90.0, proof=True)
     hearing.handler.finding_gate.on_detected([silent, down], {})
@@ -275,9 +274,13 @@ def test_load_of_a_step_is_attributed_to_its_incarnation(tmp_path: Path) -> None
     recorded_loads: list[tuple[Incarnation, float, float | None, bool]] = []
 
     def load(
-        incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None,
+        incarnation: Incarnation,
+        cpu: float,
+        gpu: float | None,
+        now: float,
+        tensor: float | None = None,
         stopped: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         recorded_loads.append((incarnation, cpu, gpu, stopped))
 
     hearing.monitor.on_load = load  # type: ignore[method-assign]
@@ -305,9 +308,7 @@ def verdicts(handling: Handling) -> dict[str, Verdict]:
 SHARED = {KEY: Verdict.WARN, "xid:n2:GPU-1": Verdict.WARN, "correlated:run:gpu:xid": Verdict.WARN}
 
 
-def test_correlation_survives_a_new_manager_that_knows_one_of_two_nodes(
-    hearing: Handling,
-) -> None:
+def test_correlation_survives_a_new_manager_that_knows_one_of_two_nodes(hearing: Handling) -> None:
     both_agents_greet(hearing, found(), theirs=(found(node=N2),))
     assert verdicts(hearing) == SHARED
     hearing.next_manager()

@@ -58,8 +58,9 @@ def test_record_has_the_newest_report_of_each_node_that_reported_since_the_last_
     recorder.now += RECORD_INTERVAL_S
     recorder.on_report(N1, use(0.9))
     assert recorder.recorded == [
-        ev.GpuUseRecorded({N1: use(RECORD_INTERVAL_S / 100), N2: use(0.5)}), ev.GpuUseRecorded({N1: use(0.9)}),
-    ]  # fmt: skip
+        ev.GpuUseRecorded({N1: use(RECORD_INTERVAL_S / 100), N2: use(0.5)}),
+        ev.GpuUseRecorded({N1: use(0.9)}),
+    ]
 
 
 def test_many_nodes_are_recorded_less_often(recorder: Recorder) -> None:

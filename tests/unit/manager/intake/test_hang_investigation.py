@@ -58,16 +58,22 @@ class Investigation:
         self.sent: list[tuple[bytes, Any]] = []
         self.recorded: list[ev.Event] = []
         self.steps = {
-            one.step: str(one.id).encode() for one in self.world.state.replicas.values()
+            one.step: str(one.id).encode()
+            for one in self.world.state.replicas.values()
             if one.id.startswith(AGENT) and one.step
-        }  # fmt: skip
+        }
         self.workers = {self.incarnation: b"worker"}
         self.suspicion = HangInvestigator(
             RunContext(
-                self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now,
+                self.run,
+                self.monitor,
+                lambda: self.world.state,
+                self.recorded.append,
+                self._send,
+                self.now,
                 PeerConnections(self.workers, self.steps),
             )
-        )  # fmt: skip
+        )
 
     async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
         self.sent.append((peer, message))
@@ -118,9 +124,11 @@ async def _settled() -> None:
 
 
 def play(
-    folder: Path, story: Callable[[Investigation], Awaitable[None]], job: RunSpec | None = None,
+    folder: Path,
+    story: Callable[[Investigation], Awaitable[None]],
+    job: RunSpec | None = None,
     suspect: ReplicaId = ROLLOUTS[0],
-) -> Investigation:  # fmt: skip
+) -> Investigation:
     async def main() -> Investigation:
         desk = Investigation(folder, job or rollouts(), suspect)
         await story(desk)
@@ -230,9 +238,7 @@ def test_hang_whose_check_is_off_is_not_investigated(tmp_path: Path, verdict: Ve
 
 def test_silent_worker_on_a_live_node_is_investigated_before_its_restart(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
-        silent = msgspec.structs.replace(
-            desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence"
-        )  # fmt: skip
+        silent = msgspec.structs.replace(desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence")
         ((held,), _) = await desk.consider(silent)
         assert held.verdict is Verdict.WARN
         await desk.answer()
@@ -357,8 +363,11 @@ def test_stacks_from_another_agent_or_repeated_ones_are_ignored(tmp_path: Path) 
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         ((peer, order),) = desk.stack_requests()
-        strangers = [one.incarnation for one in desk.world.state.replicas.values()
-                     if one.id.startswith(AGENT) and one.id != peer.decode()]  # fmt: skip
+        strangers = [
+            one.incarnation
+            for one in desk.world.state.replicas.values()
+            if one.id.startswith(AGENT) and one.id != peer.decode()
+        ]
         desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id, {1: WAITS}))
         desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id + 1, {1: WAITS}))
         await _settled()

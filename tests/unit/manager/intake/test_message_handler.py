@@ -92,9 +92,7 @@ def test_process_that_is_not_wanted_is_not_admitted(hearing: Handling, wanted: m
     assert hearing.events == []
 
 
-def test_process_on_another_node_is_not_admitted_and_its_launch_is_refused(
-    hearing: Handling,
-) -> None:
+def test_process_on_another_node_is_not_admitted_and_its_launch_is_refused(hearing: Handling) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
     assert hearing.handle(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
     assert hearing.events == [ev.IntentSettled(STEP, False, why, reason=RejectReason.REFUSED)]
@@ -312,11 +310,18 @@ def test_second_agent_of_an_incarnation_is_fenced(tmp_path: Path) -> None:
 
 
 HELLO_MESSAGES = (
-    WANTED, HELLO, msg.Heartbeat(R1, "generate", 1), msg.PhaseEntered(R1, "generate", 2), msg.FirstWorkDone(R1),
-    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}),
+    WANTED,
+    HELLO,
+    msg.Heartbeat(R1, "generate", 1),
+    msg.PhaseEntered(R1, "generate", 2),
+    msg.FirstWorkDone(R1),
+    msg.VersionAvailable(R1, Version(1, 1)),
+    msg.Committed(R1, 1, {"reward": 0.5}),
     msg.Committed(R1, 2, {"reward": 0.7}),
-    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.StepVanished(R1, STEP, N1),
-)  # fmt: skip
+    msg.Goodbye(R1),
+    msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED),
+    msg.StepVanished(R1, STEP, N1),
+)
 
 
 @pytest.mark.parametrize("again", range(len(HELLO_MESSAGES)), ids=lambda n: type(HELLO_MESSAGES[n]).__name__)

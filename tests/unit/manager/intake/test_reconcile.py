@@ -85,8 +85,9 @@ def test_unanswered_request_is_found_later_by_its_tag() -> None:
     looks = Polls(REQUEST)
     assert looks.poll(NOTHING, at=QUIET - 1) == []
     assert looks.poll(listed(PENDING), at=QUIET) == [
-        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, PENDING),
-    ]  # fmt: skip
+        ev.IntentSettled(POOL, True, "found by its tag"),
+        ev.AllocationChanged(POOL, PENDING),
+    ]
     assert looks.poll(listed(PENDING)) == []
     assert looks.poll(listed(RUNNING)) == [ev.AllocationChanged(POOL, RUNNING)]
 
@@ -125,8 +126,9 @@ def test_heterogeneous_request_is_found_by_any_of_its_components() -> None:
     assert looks.poll(NOTHING, at=QUIET - 1) == []
     component = ClusterSnapshot(nodes={}, allocations={f"{RUN}.b": PENDING}, steps={})
     assert looks.poll(component, at=QUIET) == [
-        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(f"{RUN}.b", PENDING),
-    ]  # fmt: skip
+        ev.IntentSettled(POOL, True, "found by its tag"),
+        ev.AllocationChanged(f"{RUN}.b", PENDING),
+    ]
     assert looks.poll(component, at=QUIET) == []
     assert looks.poll(component, at=2 * QUIET) == [ev.AllocationChanged(POOL, None)]
     assert looks.poll(NOTHING, at=2 * QUIET) == []
@@ -156,8 +158,9 @@ def test_ended_salloc_attempt_does_not_end_a_request_still_in_progress() -> None
     assert looks.poll(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
     assert looks.poll(listed(cancelled), busy=busy) == []
     assert looks.poll(listed(cancelled)) == [
-        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled),
-    ]  # fmt: skip
+        ev.IntentSettled(POOL, True, "found by its tag"),
+        ev.AllocationChanged(POOL, cancelled),
+    ]
 
 
 def test_allocation_missing_from_one_poll_is_kept() -> None:
@@ -376,14 +379,17 @@ OURS = "rrl:small-1:gpu: xid"
 DRAINED = NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
 
 
-@pytest.mark.parametrize(("action", "observed", "so"), [
-    (Drain(N1, OURS, WHY), DRAINED, True),
-    (Drain(N1, OURS, WHY), NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
-    (Drain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
-    (Undrain(N1, OURS, WHY), DRAINED, False),
-    (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), True),
-    (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UNKNOWN, "not known to Slurm"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("action", "observed", "so"),
+    [
+        (Drain(N1, OURS, WHY), DRAINED, True),
+        (Drain(N1, OURS, WHY), NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
+        (Drain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
+        (Undrain(N1, OURS, WHY), DRAINED, False),
+        (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), True),
+        (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UNKNOWN, "not known to Slurm"), False),
+    ],
+)
 def test_drain_with_a_lost_reply_is_settled_by_the_nodes_status(
     action: Drain | Undrain, observed: NodeStatus, so: bool
 ) -> None:
@@ -427,12 +433,14 @@ class LostNode:
         on_nodes = ((R1, N1), (R2, N2), (AGENT_1, N1), (AGENT_2, N2))
         launches = [Launch(one, tag_of(RUN, one), component, node, WHY) for one, node in on_nodes]
         self.polls = Polls(
-            ev.Intended(Request(request, WHY)), ev.IntentSettled(allocation, True),
-            ev.AllocationChanged(component, held), *(ev.Intended(launch) for launch in launches),
+            ev.Intended(Request(request, WHY)),
+            ev.IntentSettled(allocation, True),
+            ev.AllocationChanged(component, held),
+            *(ev.Intended(launch) for launch in launches),
             *(ev.Admitted(launch.incarnation, launch.step, launch.node, 1) for launch in launches),
             *(ev.Joined(one, node, node, 2) for one, node in on_nodes[:2]),
             *(ev.AgentJoined(one, node, node, 2) for one, node in on_nodes[2:]),
-        )  # fmt: skip
+        )
         self.snapshot = ClusterSnapshot({}, {component: held}, dict(STEPS))
         self.monitor = HealthMonitor()
         for one, node in on_nodes:
@@ -453,9 +461,12 @@ class LostNode:
                 self.monitor.on_agent_message(node, sender, at)
 
     def gone(
-        self, at: float, snapshot: ClusterSnapshot | None = None, busy: frozenset[str] = frozenset(),
+        self,
+        at: float,
+        snapshot: ClusterSnapshot | None = None,
+        busy: frozenset[str] = frozenset(),
         others_send: bool = True,
-    ) -> list[Incarnation]:  # fmt: skip
+    ) -> list[Incarnation]:
         """Poll the cluster, and return the incarnations whose steps it no longer lists.
 
         With ``others_send``, the processes of the other node have just sent heartbeats. ``busy`` are the tags of
@@ -489,9 +500,10 @@ def test_poll_that_lists_the_step_restarts_the_quiet_period() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allocation", "component"), [(POOL, POOL), (f"{RUN}.rollout-0",) * 2, (f"{RUN}.trainer", f"{RUN}.rollout")],
+    ("allocation", "component"),
+    [(POOL, POOL), (f"{RUN}.rollout-0",) * 2, (f"{RUN}.trainer", f"{RUN}.rollout")],
     ids=["pool", "replica", "hetjob"],
-)  # fmt: skip
+)
 def test_gone_step_is_found_in_each_form_of_allocation(allocation: str, component: str) -> None:
     lost = LostNode(allocation, component)
     assert lost.gone(SILENT_AT) == []
@@ -548,18 +560,32 @@ def _stop_requested(lost: LostNode, at: float) -> ClusterSnapshot:
         _with_steps(next(iter(STEPS))),
         _with_allocation(None),
         _with_allocation(msgspec.structs.replace(RUNNING, nodes=(N2,))),
-        *(_with_allocation(msgspec.structs.replace(RUNNING, state=state))
-          for state in AllocationState if state is not AllocationState.RUNNING),
-        _hearing(AGENT_1, tag_of(RUN, AGENT_1)), _hearing(R1), _suspended, _stop_requested,
+        *(
+            _with_allocation(msgspec.structs.replace(RUNNING, state=state))
+            for state in AllocationState
+            if state is not AllocationState.RUNNING
+        ),
+        _hearing(AGENT_1, tag_of(RUN, AGENT_1)),
+        _hearing(R1),
+        _suspended,
+        _stop_requested,
     ],
     ids=[
-        "the node is cut off, and its step is listed", "the cluster is silent", "the steps could not be read",
-        "the allocations could not be read", "the list of steps is empty", "the list of steps breaks off",
-        "the allocation is missing", "the allocation has lost the node",
+        "the node is cut off, and its step is listed",
+        "the cluster is silent",
+        "the steps could not be read",
+        "the allocations could not be read",
+        "the list of steps is empty",
+        "the list of steps breaks off",
+        "the allocation is missing",
+        "the allocation has lost the node",
         *(f"the allocation is {state.value}" for state in AllocationState if state is not AllocationState.RUNNING),
-        "the agent sends heartbeats", "the replica sends heartbeats", "the node is suspended", "its stop is requested",
+        "the agent sends heartbeats",
+        "the replica sends heartbeats",
+        "the node is suspended",
+        "its stop is requested",
     ],
-)  # fmt: skip
+)
 def test_step_stays_while_a_condition_for_its_loss_is_missing(
     poll: Callable[[LostNode, float], ClusterSnapshot],
 ) -> None:
@@ -577,9 +603,10 @@ def test_lists_without_any_step_count_if_nothing_of_the_run_sends_messages(
 ) -> None:
     lost = LostNode()
     lost.snapshot = msgspec.structs.replace(
-        lost.snapshot, steps={} if steps_read else None,
+        lost.snapshot,
+        steps={} if steps_read else None,
         allocations=lost.snapshot.allocations if allocations_read else None,
-    )  # fmt: skip
+    )
     assert lost.gone(SILENT_AT, others_send=False) == []
     gone = lost.gone(SILENT_AT + QUIET, others_send=False)
     assert gone == ([R1, R2] if steps_read and allocations_read else [])

@@ -261,9 +261,7 @@ def test_promoted_standby_gets_a_gpu_that_no_other_incarnation_has(with_gpus: Ha
     assert not state_of(with_gpus).findings
 
 
-def test_two_promotions_at_once_get_different_gpus_and_keep_them(
-    with_gpus: Handling,
-) -> None:
+def test_two_promotions_at_once_get_different_gpus_and_keep_them(with_gpus: Handling) -> None:
     other, second = Incarnation(ReplicaId("standby/n1:1"), 1), Incarnation(ReplicaId("trainer/0.1"), 2)
     step = tag_of(RUN, other)
     with_gpus.fold(ev.Intended(Launch(other, step, "pool", N1, WHY)))

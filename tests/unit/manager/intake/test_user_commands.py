@@ -79,7 +79,7 @@ def test_other_commands_request_no_fault() -> None:
         (Fault("i", FaultKind.DISK_FULL, R0, seconds=3.0), "disk_full takes no target"),
         (Fault("i", FaultKind.CRASH, R0, FaultTrigger(phase="train")), "at phase=train needs a replica as target"),
     ],
-)  # fmt: skip
+)
 def test_invalid_fault_target_is_rejected_with_the_valid_ones(fault: Fault, why: str) -> None:
     state = running()
     wrong = rejection(fault, state.job, state)
@@ -90,12 +90,16 @@ def test_invalid_fault_target_is_rejected_with_the_valid_ones(fault: Fault, why:
 @pytest.mark.parametrize(
     "fault",
     [
-        KILL, Fault("i", FaultKind.CRASH, "n1"), Fault("i", FaultKind.CRASH, R0),
-        Fault("i", FaultKind.KILL, "agent/n1"), Fault("i", FaultKind.KILL, "manager"),
+        KILL,
+        Fault("i", FaultKind.CRASH, "n1"),
+        Fault("i", FaultKind.CRASH, R0),
+        Fault("i", FaultKind.KILL, "agent/n1"),
+        Fault("i", FaultKind.KILL, "manager"),
         Fault("i", FaultKind.DISK_FULL, seconds=1.0),
-        Fault("i", FaultKind.EXIT, R1, FaultTrigger(phase="generate"), amount=3.0), Fault("i", FaultKind.EXIT, R1),
+        Fault("i", FaultKind.EXIT, R1, FaultTrigger(phase="generate"), amount=3.0),
+        Fault("i", FaultKind.EXIT, R1),
     ],
-)  # fmt: skip
+)
 def test_valid_fault_is_accepted(fault: Fault) -> None:
     state = running()
     assert rejection(fault, state.job, state) is None

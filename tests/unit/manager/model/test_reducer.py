@@ -14,7 +14,7 @@ from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.phases import ClockReading, PhaseTime
 from rrl.core.run_spec import Recovery
-from rrl.core.types import (  # fmt: skip
+from rrl.core.types import (
     Cause,
     Evidence,
     Finding,
@@ -164,9 +164,7 @@ def test_allocation_granted_after_it_was_given_up_starts_no_walltime() -> None:
 
 
 @pytest.mark.parametrize("observed", [None, AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")])
-def test_allocation_gone_before_it_ran_counts_as_undelivered_request(
-    observed: AllocationStatus | None,
-) -> None:
+def test_allocation_gone_before_it_ran_counts_as_undelivered_request(observed: AllocationStatus | None) -> None:
     gone = state_after(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, observed))
     assert [(r.tag, r.undelivered) for r in gone.rejected_requests] == [(POOL, True)]
     assert state_after(*RUNNING, ev.AllocationChanged(POOL, observed)).rejected_requests == ()
@@ -428,8 +426,11 @@ def test_command_is_handled_once_and_cancel_records_the_user() -> None:
 def test_last_record_sets_outcome_and_end_time() -> None:
     state = state_after(ev.Decided(Finish(Outcome.COMPLETED, WHY)), ev.RunEnded(Outcome.COMPLETED, "done"))
     assert (state.finish, state.outcome, state.why, state.ended) == (
-        Finish(Outcome.COMPLETED, WHY), Outcome.COMPLETED, "done", 11.0,
-    )  # fmt: skip
+        Finish(Outcome.COMPLETED, WHY),
+        Outcome.COMPLETED,
+        "done",
+        11.0,
+    )
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -567,9 +568,13 @@ _incarnations = st.builds(Incarnation, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
 _requests = st.builds(
-    AllocationRequest, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0),
+    AllocationRequest,
+    _allocations,
+    st.integers(1, 2),
+    st.just(NODE),
+    st.just(60.0),
     further_components=st.sampled_from([(), (AllocationRequest(f"{RUN}.other", 1, NODE, 60.0, node_group="other"),)]),
-)  # fmt: skip
+)
 _whys = st.builds(Why, st.sampled_from([(), ("because",)]), st.sampled_from([None, *Rung]))
 _moments = st.builds(FaultTrigger, st.integers(0, 2))
 _faults = st.builds(Fault, st.sampled_from(["f0", "f1"]), st.sampled_from(FaultKind), _replicas, _moments)
@@ -614,13 +619,34 @@ _statuses = st.builds(
 )
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
-    st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
-              st.just(Remedy.RESTART), st.just(1.0), _evidence, incarnation=_incarnations),
-    st.builds(Finding, st.just("node_lost"), st.sampled_from(Verdict), st.just(Cause.NODE),
-              st.just(Remedy.EXCLUDE), st.just(1.0), _evidence, node=_nodes),
-)  # fmt: skip
-_tags = st.one_of(_allocations, _steps, _allocations.map(lambda tag: f"{tag}!release"),
-                  _steps.map(lambda tag: f"{tag}!stop"), st.sampled_from(["fault:f0", "fault:f1"]))  # fmt: skip
+    st.builds(
+        Finding,
+        st.just("exit_record"),
+        st.sampled_from(Verdict),
+        st.just(Cause.PROCESS),
+        st.just(Remedy.RESTART),
+        st.just(1.0),
+        _evidence,
+        incarnation=_incarnations,
+    ),
+    st.builds(
+        Finding,
+        st.just("node_lost"),
+        st.sampled_from(Verdict),
+        st.just(Cause.NODE),
+        st.just(Remedy.EXCLUDE),
+        st.just(1.0),
+        _evidence,
+        node=_nodes,
+    ),
+)
+_tags = st.one_of(
+    _allocations,
+    _steps,
+    _allocations.map(lambda tag: f"{tag}!release"),
+    _steps.map(lambda tag: f"{tag}!stop"),
+    st.sampled_from(["fault:f0", "fault:f1"]),
+)
 _versions = st.builds(Version, st.integers(0, 3), st.integers(0, 3))
 _times = st.lists(
     st.builds(PhaseTime, st.sampled_from(["train", "wait_data"]), st.sampled_from(["", "rollouts"]), st.integers(0, 9))
@@ -737,10 +763,28 @@ def test_every_event_survives_the_journal_encoding(event: ev.Event) -> None:
 
 
 METRICS = (
-    "reward", "loss", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_0",
-    "tokens_aged_" + "9" * 30, "token_age_p50", "token_age_max", "token_age_run_max", "stale_groups", "unscored_groups",
-    "episodes_at_work", "episodes_finished", "episodes_dropped", "turns", "branches", "token_drift",
-)  # fmt: skip
+    "reward",
+    "loss",
+    "tokens",
+    "parts",
+    "length_bias",
+    "recall20",
+    "long_groups",
+    "longest_expected",
+    "tokens_aged_0",
+    "tokens_aged_" + "9" * 30,
+    "token_age_p50",
+    "token_age_max",
+    "token_age_run_max",
+    "stale_groups",
+    "unscored_groups",
+    "episodes_at_work",
+    "episodes_finished",
+    "episodes_dropped",
+    "turns",
+    "branches",
+    "token_drift",
+)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=4))

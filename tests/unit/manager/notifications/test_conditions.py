@@ -11,13 +11,7 @@ from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Why
 from rrl.manager.model.state import State
-from rrl.manager.notifications.conditions import (
-    LIMIT_S,
-    STALLED_AFTER_S,
-    Condition,
-    StallClock,
-    conditions,
-)
+from rrl.manager.notifications.conditions import LIMIT_S, STALLED_AFTER_S, Condition, StallClock, conditions
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.manager.jobs import ROLLOUTS, command, commands, gang_job, job
 from rrl.tests.support.manager.world import World
@@ -69,10 +63,12 @@ def test_replicas_that_stop_with_the_run_are_no_condition() -> None:
 @pytest.mark.parametrize(
     ("outcome", "kinds"),
     [
-        (Outcome.COMPLETED, ["completed"]), (Outcome.FAILED, ["failed"]), (Outcome.REJECTED, ["failed"]),
+        (Outcome.COMPLETED, ["completed"]),
+        (Outcome.FAILED, ["failed"]),
+        (Outcome.REJECTED, ["failed"]),
         (Outcome.CANCELLED, []),
     ],
-)  # fmt: skip
+)
 def test_end_of_a_run_is_a_condition_unless_a_user_cancelled_it(outcome: Outcome, kinds: list[str]) -> None:
     story = Story().works().ends(outcome, "because")
     assert [one.kind for one in conditions(story.recorded(), story.now, None)] == kinds

@@ -103,9 +103,16 @@ def test_command_gets_the_message_as_json_in_the_folder_of_the_job(tmp_path: Pat
         eventually(lambda: received(tmp_path))
     (message,) = received(tmp_path)
     assert message == {
-        "text": f"rrl {run.id} failed: its nodes are gone", "kind": "failed", "run": run.id, "name": "small",
-        "details": ["its nodes are gone"], "step": 12, "steps": 40, "time": story.now, "run_dir": str(run.path),
-    }  # fmt: skip
+        "text": f"rrl {run.id} failed: its nodes are gone",
+        "kind": "failed",
+        "run": run.id,
+        "name": "small",
+        "details": ["its nodes are gone"],
+        "step": 12,
+        "steps": 40,
+        "time": story.now,
+        "run_dir": str(run.path),
+    }
 
 
 def test_only_the_kinds_that_the_job_names_are_sent(tmp_path: Path) -> None:
@@ -192,7 +199,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         (f'webhook = "http://127.0.0.1:9/{SECRET}"', "cannot be reached: [Errno 111] Connection refused"),
         ("", "has no table [notify] with command or webhook"),
     ],
-)  # fmt: skip
+)
 def test_failed_notification_is_logged_in_one_line_and_not_repeated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, reason: str
 ) -> None:

@@ -54,8 +54,11 @@ def nodes_of(world: World) -> list[NodeName]:
 
 def launches(world: World, incarnation: int) -> list[Launch]:
     """Return the launches of members with this incarnation number."""
-    return [launch for launch in world.decided(Launch)
-            if launch.incarnation.replica in MEMBERS and launch.incarnation.number == incarnation]  # fmt: skip
+    return [
+        launch
+        for launch in world.decided(Launch)
+        if launch.incarnation.replica in MEMBERS and launch.incarnation.number == incarnation
+    ]
 
 
 def assert_others_were_not_touched(world: World) -> None:
@@ -67,7 +70,7 @@ def assert_others_were_not_touched(world: World) -> None:
     ]
     assert {str(incarnation) for incarnation in fenced} <= {
         str(Incarnation(id, n)) for id in MEMBERS for n in range(1, 9)
-    }  # fmt: skip
+    }
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,9 +117,7 @@ def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: b
     assert incarnations(world) == dict.fromkeys(MEMBERS, 2)
     assert nodes_of(world) == before
     assert_others_were_not_touched(world)
-    assert {id: len(world.state.replica(id).failures) for id in MEMBERS} == {
-        id: int(id == member) for id in MEMBERS
-    }  # fmt: skip
+    assert {id: len(world.state.replica(id).failures) for id in MEMBERS} == {id: int(id == member) for id in MEMBERS}
     assert world.state.recoveries == 1
     assert {launch.standby is not None for launch in launches(world, 2)} == {warm}
 
@@ -222,7 +223,7 @@ def test_gang_with_one_job_per_node_requests_one_job_for_its_lost_node() -> None
     small = in_node_groups(rollouts=2)
     roles = tuple(
         msgspec.structs.replace(role, ranks=4, per_node=2) if role.name == "trainer" else role for role in small.roles
-    )  # fmt: skip
+    )
     parts = tuple(
         msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
         for part in small.node_groups

@@ -49,10 +49,11 @@ def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
 def restless(world: World) -> list[Replica]:
     """Return the replicas that do not work, except for retired rollouts."""
     return [
-        replica for replica in workers(world.state)
+        replica
+        for replica in workers(world.state)
         if not (replica.status is Status.JOINED and replica.step in world.steps)
         and not (replica.status is Status.RETIRED and role_of(replica.id) == "rollout")
-    ]  # fmt: skip
+    ]
 
 
 @examples(20, many=400)
@@ -77,13 +78,27 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
 @given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
 # a replica without a node is retried once per window on a node that refuses launches, and still lacks a node
 @example(
-    [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
-     ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
-)  # fmt: skip
+    [
+        ("lose node", STORE, 0.0),
+        ("refuse launches", REPLICAS[3], 15.0),
+        ("kill", REPLICAS[3], 0.0),
+        ("lose node", STORE, 0.0),
+        ("lose node", TRAINER, 0.0),
+    ],
+    0,
+    False,
+)
 @example(  # two rollouts have no node: the retry of one must not delay the other
-    [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
-     ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
-)  # fmt: skip
+    [
+        ("lose node", REPLICAS[3], 15.0),
+        ("lose node", REPLICAS[5], 0.0),
+        ("lose node", STORE, 0.0),
+        ("lose node", TRAINER, 0.0),
+        ("lose node", REPLICAS[4], 0.0),
+    ],
+    0,
+    False,
+)
 def test_every_failure_sequence_ends_working_degraded_or_over(blows: list[Blow], spares: int, refuse: bool) -> None:
     world = World(job(rollouts=3, spares=spares, recovery=Recovery(per_replica=3)), nodes=8).steady()
     world.refuse = "no" if refuse else ""

@@ -26,9 +26,10 @@ def state(**holds: Version | None) -> State:
     rollouts = {ReplicaId(f"rollout/{index}"): replica for index in reversed(range(12))}
     replicas = {
         id: msgspec.structs.replace(replica, id=id, weight_address=f"tcp://{id}", weight_version=versions.get(id))
-        if role_of(id) in ("trainer", "rollout") else replica
+        if role_of(id) in ("trainer", "rollout")
+        else replica
         for id, replica in (state.replicas | rollouts).items()
-    }  # fmt: skip
+    }
     return msgspec.structs.replace(state, replicas=replicas)
 
 

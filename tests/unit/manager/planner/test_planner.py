@@ -12,18 +12,7 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_spec import EvalSpec, Limits, Recovery, TrainerSettings
-from rrl.core.types import (
-    AGENT,
-    Cause,
-    Evidence,
-    Finding,
-    NodeName,
-    Outcome,
-    Remedy,
-    ReplicaId,
-    Verdict,
-    role_of,
-)
+from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
 from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Release, Request, Rung, StopStep
@@ -355,8 +344,9 @@ def test_refused_stop_is_repeated_after_a_pause() -> None:
     world.wait(60.0)
     assert world.state.orphan_steps == {}
     assert [round(later - earlier, 1) for earlier, later in pairwise(stopped_at(world))] == [
-        RETRY_PAUSE_S + 0.2, RETRY_PAUSE_S + 0.2,
-    ]  # fmt: skip
+        RETRY_PAUSE_S + 0.2,
+        RETRY_PAUSE_S + 0.2,
+    ]
 
 
 def test_refused_stop_is_repeated_while_the_run_ends() -> None:
@@ -586,8 +576,9 @@ def test_breaker_stops_the_exclusion_of_a_third_of_six_nodes() -> None:
     assert world.incarnations() == ONCE | {R0: 2}, "rollout/1 must wait for a node, because the spare node is lost, too"
     assert len(requests(world)) == 2
     world.play(lambda: len(world.decided(Exclude)) == 3, timeout_s=600.0)
-    first, _, third = (s.at for s in world.events if isinstance(s.event, ev.Decided)
-                     and isinstance(s.event.action, Exclude))  # fmt: skip
+    first, _, third = (
+        s.at for s in world.events if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude)
+    )
     assert third - first == world.state.job.recovery.window
 
 
@@ -644,9 +635,9 @@ def test_failed_replica_waits_on_a_suspected_node_that_the_breaker_keeps() -> No
         world.play(timeout_s=100.0)
     node = world.node_of(R0)
     evidence = (Evidence("fabric", "port down", world.now),)
-    world.happen(ev.FindingChanged(
-        Finding("port", Verdict.FAIL, Cause.FABRIC, Remedy.DRAIN, world.now, evidence, node=node)
-    ))  # fmt: skip
+    world.happen(
+        ev.FindingChanged(Finding("port", Verdict.FAIL, Cause.FABRIC, Remedy.DRAIN, world.now, evidence, node=node))
+    )
     fail(world, R0)
     world.play(timeout_s=100.0)
     assert (world.incarnations()[R0], world.state.nodes[node].excluded) == (2, None)
@@ -908,8 +899,9 @@ def test_refused_release_is_repeated_after_a_pause() -> None:
     world.play()
     times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Release)]
     assert [round(later - earlier, 1) for earlier, later in pairwise(times)] == [
-        RETRY_PAUSE_S + 0.1, RETRY_PAUSE_S + 0.1,
-    ]  # fmt: skip
+        RETRY_PAUSE_S + 0.1,
+        RETRY_PAUSE_S + 0.1,
+    ]
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

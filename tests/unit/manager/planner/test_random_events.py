@@ -147,25 +147,41 @@ class Story(Nodes):
 
 
 _BLOWS = (
-    *3 * ("kill", "commit"), *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
-    "lose", "condemn", "preempt", "drop", "suspend", "go on", "resume",
-)  # fmt: skip
+    *3 * ("kill", "commit"),
+    *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
+    "lose",
+    "condemn",
+    "preempt",
+    "drop",
+    "suspend",
+    "go on",
+    "resume",
+)
 
 
 def _job(dice: random.Random) -> RunSpec:
     recovery = Recovery(
-        policy=dice.choice(["role", "role", "role", "job", "requeue"]), per_replica=dice.choice([3, 10]),
-        per_node=dice.choice([1, 2]), full_restarts=dice.choice([0, 2]), exclusion=dice.choice([50.0, 3600.0]),
+        policy=dice.choice(["role", "role", "role", "job", "requeue"]),
+        per_replica=dice.choice([3, 10]),
+        per_node=dice.choice([1, 2]),
+        full_restarts=dice.choice([0, 2]),
+        exclusion=dice.choice([50.0, 3600.0]),
         window=dice.choice([60.0, 600.0]),
-    )  # fmt: skip
+    )
     if dice.random() < 0.3:
         return in_node_groups(dice.choice(["replica", "hetjob"]), rollouts=3, steps=99, recovery=recovery)
     ranks, per_node = dice.choice([(4, 2), (3, 1), (1, 1), (5, 2)])
     warm = dice.random() < 0.8
     return gang_job(
-        ranks, per_node, warm=warm, standbys=dice.choice([0, 1, 2]) if warm else 0, rollouts=dice.choice([2, 3, 4]),
-        spares=dice.choice([0, 1, 2]), steps=99, recovery=recovery,
-    )  # fmt: skip
+        ranks,
+        per_node,
+        warm=warm,
+        standbys=dice.choice([0, 1, 2]) if warm else 0,
+        rollouts=dice.choice([2, 3, 4]),
+        spares=dice.choice([0, 1, 2]),
+        steps=99,
+        recovery=recovery,
+    )
 
 
 def _recorded(seed: int) -> None:

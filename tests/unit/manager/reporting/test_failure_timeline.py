@@ -60,7 +60,7 @@ def views(events: Sequence[ev.Stamped]) -> Views:
         [record for record in records if isinstance(record, RecoveryDone)],
         counters,
         {name: logged[name] for name in logged if role_of(name.partition("#")[0]) not in ("agent", "standby")},
-    )  # fmt: skip
+    )
 
 
 def killed() -> list[ev.Stamped]:
@@ -117,8 +117,13 @@ def injected_and_resumed() -> list[ev.Stamped]:
 
 
 RUNS: list[Callable[[], list[ev.Stamped]]] = [
-    killed, gang_member_killed, node_lost, fails_until_it_starts, launch_rejected, injected_and_resumed,
-]  # fmt: skip
+    killed,
+    gang_member_killed,
+    node_lost,
+    fails_until_it_starts,
+    launch_rejected,
+    injected_and_resumed,
+]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
@@ -220,6 +225,7 @@ def test_new_manager_continues_outages_findings_and_faults() -> None:
     assert (set(new.outages), new.at_work) == (set(old.outages), old.at_work)
     assert new.diagnose_node(N3, story.now).finding == old.diagnose_node(N3, story.now).finding
     for timeline in (old, new):
-        changes = timeline.apply(ev.Stamped(state.seq + 1, story.now, 2, ev.Decided(
-            Fence(frozen, Rung.IN_PLACE, Why(("it ended",))))))  # fmt: skip
+        changes = timeline.apply(
+            ev.Stamped(state.seq + 1, story.now, 2, ev.Decided(Fence(frozen, Rung.IN_PLACE, Why(("it ended",)))))
+        )
         assert [failure.injected for failure in changes.failures] == [True]

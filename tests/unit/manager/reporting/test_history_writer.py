@@ -193,9 +193,10 @@ def test_drain_is_recorded_with_its_result(ok: bool, what: str, expected_text: s
     history = works()
     why = Why(("xid: Xid 48",))
     history.story.record(
-        ev.Decided(Exclude(N3, why, Cause.GPU, proof=True)), ev.Intended(Drain(N3, REASON, why)),
+        ev.Decided(Exclude(N3, why, Cause.GPU, proof=True)),
+        ev.Intended(Drain(N3, REASON, why)),
         ev.IntentSettled(Drain(N3, REASON, why).tag, ok, "" if ok else "Invalid user id"),
-    )  # fmt: skip
+    )
     one = history.new()[-1]
     assert one == ActionTaken(history.story.now, "n3", what, REASON, "gpu", "", expected_text, ("xid: Xid 48",))
 
@@ -232,8 +233,10 @@ def test_finding_raised_again_is_counted_from_one() -> None:
     for verdict in (Verdict.FAIL, Verdict.OK, Verdict.FAIL):
         history.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
     assert [(one.verdict.value, one.count) for one in history.new() if isinstance(one, FindingRecord)] == [
-        ("FAIL", 1), ("OK", 1), ("FAIL", 1)
-    ]  # fmt: skip
+        ("FAIL", 1),
+        ("OK", 1),
+        ("FAIL", 1),
+    ]
 
 
 def test_release_of_a_node_does_not_clear_its_findings() -> None:

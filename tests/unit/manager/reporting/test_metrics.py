@@ -200,8 +200,16 @@ def test_figures_of_a_stream_are_shown_once_a_step_has_reported_them() -> None:
 
 def test_episodes_are_shown_in_a_run_with_agents() -> None:
     assert not any("episodes" in name or "drift" in name for name, _ in series(works()))
-    counts = {"episodes_at_work": 5.0, "episodes_finished": 40.0, "episodes_dropped": 4.0, "turns": 120.0,
-              "branches": 60.0, "given_tokens": 900.0, "untrained_turns": 1.0, "token_drift": 0.0}  # fmt: skip
+    counts = {
+        "episodes_at_work": 5.0,
+        "episodes_finished": 40.0,
+        "episodes_dropped": 4.0,
+        "turns": 120.0,
+        "branches": 60.0,
+        "given_tokens": 900.0,
+        "untrained_turns": 1.0,
+        "token_drift": 0.0,
+    }
     found = series(works().record(ev.StepCommitted(works().incarnation("trainer/0"), 13, counts)))
     assert value(found, "rrl_episodes_at_work") == 5
     assert [value(found, "rrl_episodes_total", what=what) for what in ("finished", "replayed", "dropped")] == [40, 0, 4]

@@ -184,8 +184,10 @@ def test_next_step_has_the_newest_logged_value_of_each_name_by_replica() -> None
     commits(story, 2)
     commits(story, 3)
     assert [row.logged for row in rows_of(story)] == [
-        {}, {"reward/0": {"accuracy": 0.5}, "rollout/0": {"cached": 7.0}}, {},
-    ]  # fmt: skip
+        {},
+        {"reward/0": {"accuracy": 0.5}, "rollout/0": {"cached": 7.0}},
+        {},
+    ]
 
 
 def test_each_report_of_logged_values_is_a_row_in_a_run_without_a_trainer() -> None:
@@ -195,8 +197,9 @@ def test_each_report_of_logged_values_is_a_row_in_a_run_without_a_trainer() -> N
     for value in (0.25, 0.5):
         story.stamped.append(ev.Stamped(len(story.stamped) + 1, BEGAN, 1, ev.ValuesLogged(judge, {"accuracy": value})))
     assert [(row.step, row.incarnation, row.logged) for row in rows_of(story)] == [
-        (1, "judge/0#1", {"judge/0": {"accuracy": 0.25}}), (2, "judge/0#1", {"judge/0": {"accuracy": 0.5}}),
-    ]  # fmt: skip
+        (1, "judge/0#1", {"judge/0": {"accuracy": 0.25}}),
+        (2, "judge/0#1", {"judge/0": {"accuracy": 0.5}}),
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])

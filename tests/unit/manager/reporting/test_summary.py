@@ -42,10 +42,27 @@ FAULT = Fault("f0", FaultKind.KILL, R0, faults.FaultTrigger(step=1))
 
 
 METRICS = (
-    "reward", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_3",
-    "token_age_max", "token_age_run_max", "stale_groups", "stale_share", "unscored_groups", "unscored_share",
-    "episodes_at_work", "episodes_finished", "episodes_dropped", "turns", "branches", "token_drift",
-)  # fmt: skip
+    "reward",
+    "tokens",
+    "parts",
+    "length_bias",
+    "recall20",
+    "long_groups",
+    "longest_expected",
+    "tokens_aged_3",
+    "token_age_max",
+    "token_age_run_max",
+    "stale_groups",
+    "stale_share",
+    "unscored_groups",
+    "unscored_share",
+    "episodes_at_work",
+    "episodes_finished",
+    "episodes_dropped",
+    "turns",
+    "branches",
+    "token_drift",
+)
 
 
 def launch(incarnation: Incarnation, node: NodeName) -> ev.Intended:
@@ -137,9 +154,12 @@ def clocks(at: float, number: int, **seconds: float) -> At:
 
 def test_stream_has_idle_shares_and_seconds_of_all_incarnations_as_the_state_has_them() -> None:
     events = [
-        *started(20.0), clocks(40.0, 1, train=15, wait_data=5), clocks(45.0, 1, train=16, wait_data=8),
-        clocks(400.0, 2, train=20), clocks(800.0, 2, train=56, wait_data=20),
-    ]  # fmt: skip
+        *started(20.0),
+        clocks(40.0, 1, train=15, wait_data=5),
+        clocks(45.0, 1, train=16, wait_data=8),
+        clocks(400.0, 2, train=20),
+        clocks(800.0, 2, train=56, wait_data=20),
+    ]
     got = summary(events).stream
     assert got.seconds == {"trainer": {"train": 72.0, "wait_data": 28.0}}
     assert got.idle == {"trainer": {"rollouts": 0.28}}
@@ -153,10 +173,16 @@ def test_stream_has_idle_shares_and_seconds_of_all_incarnations_as_the_state_has
 def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -> None:
     metrics = [
         {"parts": 4.0, "tokens_aged_0": 100.0, "tokens_aged_1": 20.0, "length_bias": 1.1},
-        {"parts": 1.0, "tokens_aged_0": 50.0, "length_bias": 1.01234, "recall20": 0.75, "long_groups": 2.0,
-         "longest_expected": 900.4},
+        {
+            "parts": 1.0,
+            "tokens_aged_0": 50.0,
+            "length_bias": 1.01234,
+            "recall20": 0.75,
+            "long_groups": 2.0,
+            "longest_expected": 900.4,
+        },
         {"loss": 1.0},
-    ]  # fmt: skip
+    ]
     events = [
         *started(20.0),
         *((30.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, each)) for step, each in enumerate(metrics, 1)),
@@ -175,10 +201,17 @@ def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -
 
 
 EPISODES = {
-    "episodes_at_work": 5.0, "episodes_finished": 40.0, "episodes_retried": 3.0, "episodes_replayed": 2.0,
-    "episodes_dropped": 4.0, "turns": 120.0, "branches": 60.0, "given_tokens": 900.0, "untrained_turns": 1.0,
+    "episodes_at_work": 5.0,
+    "episodes_finished": 40.0,
+    "episodes_retried": 3.0,
+    "episodes_replayed": 2.0,
+    "episodes_dropped": 4.0,
+    "turns": 120.0,
+    "branches": 60.0,
+    "given_tokens": 900.0,
+    "untrained_turns": 1.0,
     "token_drift": 7.0,
-}  # fmt: skip
+}
 
 
 def test_episodes_are_counted_as_of_the_newest_step_however_late_an_older_one_is_reported() -> None:
@@ -193,12 +226,14 @@ def test_episodes_are_counted_as_of_the_newest_step_however_late_an_older_one_is
 @pytest.mark.parametrize(
     ("audit", "reasons"),
     [
-        (b'{"made": 9, "dropped": {"no reward within 1h": 3, "broken tool": 1}}',
-         {"no reward within 1h": 3, "broken tool": 1}),
+        (
+            b'{"made": 9, "dropped": {"no reward within 1h": 3, "broken tool": 1}}',
+            {"no reward within 1h": 3, "broken tool": 1},
+        ),
         (None, {}),
         (b"half", {}),
     ],
-)  # fmt: skip
+)
 def test_summary_file_has_the_reasons_for_dropped_episodes_that_the_store_has_left(
     tmp_path: Path, audit: bytes | None, reasons: dict[str, int]
 ) -> None:
@@ -291,11 +326,23 @@ def test_recovery_of_a_rollout_has_the_duration_of_each_stage() -> None:
     assert got.faults == 1
     assert got.recoveries == [
         Recovery(
-            replica="rollout/0", failed=1, incarnation=2, cause="it ended", detector="exit_record",
-            rung="restart in place", injected=True, node_before="n3", node_after="n3", detect_s=0.5, decide_s=0.1,
-            start_s=2.0, weights_s=1.5, first_work_s=0.5, total_s=4.6,
+            replica="rollout/0",
+            failed=1,
+            incarnation=2,
+            cause="it ended",
+            detector="exit_record",
+            rung="restart in place",
+            injected=True,
+            node_before="n3",
+            node_after="n3",
+            detect_s=0.5,
+            decide_s=0.1,
+            start_s=2.0,
+            weights_s=1.5,
+            first_work_s=0.5,
+            total_s=4.6,
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_lost_rollout_does_not_reduce_the_ettr() -> None:
@@ -306,16 +353,22 @@ def test_lost_rollout_does_not_reduce_the_ettr() -> None:
 def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() -> None:
     trainer = Incarnation(TRAINER, 1)
     killed: list[At] = [
-        (50.5, ended(trainer)), (51.0, found(trainer, "exit_record", 50.5)), (51.2, fence(trainer, Rung.SPARE)),
-        (51.2, launch(Incarnation(TRAINER, 2), N5)), *up(70.0, Incarnation(TRAINER, 2), N5),
+        (50.5, ended(trainer)),
+        (51.0, found(trainer, "exit_record", 50.5)),
+        (51.2, fence(trainer, Rung.SPARE)),
+        (51.2, launch(Incarnation(TRAINER, 2), N5)),
+        *up(70.0, Incarnation(TRAINER, 2), N5),
         (70.0, ev.FirstWorkDone(Incarnation(TRAINER, 2))),
-    ]  # fmt: skip
+    ]
     got = summary(started(20.0), committed(30.0, 1), killed, finished(100.0, 110.0))
     assert got.ettr == round((30.5 + 19.5 * 2 / 3 + 30.0) / 110, 4)
     (recovery,) = got.recoveries
     assert (recovery.rung, recovery.injected, recovery.node_before, recovery.node_after) == (
-        "spare node", False, "n2", "n5",
-    )  # fmt: skip
+        "spare node",
+        False,
+        "n2",
+        "n5",
+    )
     assert (recovery.detect_s, recovery.decide_s, recovery.start_s) == (0.5, 0.2, 18.8)
     assert (recovery.weights_s, recovery.first_work_s, recovery.total_s) == (None, 0.0, 19.5)
 
@@ -339,9 +392,10 @@ def test_rollouts_before_the_first_commit_are_not_effective_training() -> None:
 
 def test_fault_that_was_not_performed_explains_no_failure() -> None:
     later: list[At] = [
-        (90.0, ended(Incarnation(R0, 1))), (90.5, found(Incarnation(R0, 1), "exit_record", 90.0)),
+        (90.0, ended(Incarnation(R0, 1))),
+        (90.5, found(Incarnation(R0, 1), "exit_record", 90.0)),
         (90.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
-    ]  # fmt: skip
+    ]
     for answer in (
         ev.FaultInjected("f0", Incarnation(R0, 1), False, "gone"),
         ev.IntentSettled("fault:f0", False, "its manager died"),
@@ -358,8 +412,9 @@ def test_failure_long_after_a_faults_end_is_unprovoked() -> None:
     over = (45.0, ev.FaultInjected("f0", incarnation, True, ended=True))
     for at, injected in ((46.0, True), (90.0, False)):
         fails: list[At] = [
-            (at, found(incarnation, "worker_silence", at - 1.0)), (at + 0.1, fence(incarnation, Rung.IN_PLACE)),
-        ]  # fmt: skip
+            (at, found(incarnation, "worker_silence", at - 1.0)),
+            (at + 0.1, fence(incarnation, Rung.IN_PLACE)),
+        ]
         got = summary(started(), begins, over, fails)
         assert (got.faults, got.recoveries[0].injected, got.unprovoked) == (1, injected, int(not injected))
 
@@ -367,15 +422,20 @@ def test_failure_long_after_a_faults_end_is_unprovoked() -> None:
 def test_node_crash_explains_failures_on_that_node_only() -> None:
     crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
     fails: list[At] = [
-        (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
-        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
-        (61.0, found(Incarnation(R0, 1), "exit_record", 61.0)), (61.1, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
-    ]  # fmt: skip
+        (60.0, lost(N1, 50.0)),
+        (60.1, ev.Decided(Exclude(N1, WHY))),
+        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
+        (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
+        (61.0, found(Incarnation(R0, 1), "exit_record", 61.0)),
+        (61.1, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+    ]
     injected = ev.FaultInjected("f0", None, True, "n1 is gone", node=N1)
     got = summary(started(), (50.0, ev.Intended(crash)), (50.1, injected), fails)
     assert {r.replica: (r.injected, r.detect_s) for r in got.recoveries} == {
-        STORE: (True, 10.0), REWARD: (True, 10.0), R0: (False, 0.0),
-    }  # fmt: skip
+        STORE: (True, 10.0),
+        REWARD: (True, 10.0),
+        R0: (False, 0.0),
+    }
     assert got.unprovoked == 1
 
 
@@ -405,12 +465,15 @@ def test_really_full_disk_is_unprovoked_after_an_injected_one_without_end(perfor
 def test_failure_of_a_launch_after_an_injected_node_crash_is_unprovoked() -> None:
     crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
     events: list[At] = [
-        (50.0, ev.Intended(crash)), (50.1, ev.FaultInjected("f0", None, True, node=N1)),
-        (60.0, lost(N1, 50.0)), (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
-        (90.0, launch(Incarnation(STORE, 2), N1)), *up(95.0, Incarnation(STORE, 2), N1),  # the node is back
+        (50.0, ev.Intended(crash)),
+        (50.1, ev.FaultInjected("f0", None, True, node=N1)),
+        (60.0, lost(N1, 50.0)),
+        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
+        (90.0, launch(Incarnation(STORE, 2), N1)),
+        *up(95.0, Incarnation(STORE, 2), N1),  # the node is back
         (200.0, found(Incarnation(STORE, 2), "exit_record", 200.0)),
         (200.1, fence(Incarnation(STORE, 2), Rung.IN_PLACE)),
-    ]  # fmt: skip
+    ]
     got = summary(started(), events)
     assert [r.injected for r in got.recoveries] == [True, False]
     assert got.unprovoked == 1
@@ -430,8 +493,11 @@ def test_failure_that_ends_the_run_is_unprovoked_without_a_recovery(outcome: Out
 
 def test_injected_failure_that_ends_the_run_is_not_unprovoked() -> None:
     incarnation = Incarnation(R0, 1)
-    struck: list[At] = [(40.0, perform(incarnation)), (40.1, ev.FaultInjected("f0", incarnation, True)),
-                        (41.0, found(incarnation, "exit_record", 41.0))]  # fmt: skip
+    struck: list[At] = [
+        (40.0, perform(incarnation)),
+        (40.1, ev.FaultInjected("f0", incarnation, True)),
+        (41.0, found(incarnation, "exit_record", 41.0)),
+    ]
     end = (42.0, ev.Decided(Finish(Outcome.FAILED, WHY)))
     assert summary(started(), struck, end).unprovoked == 0
 
@@ -456,25 +522,31 @@ def test_fault_with_unknown_result_explains_failures_but_is_not_counted() -> Non
 
 def test_lost_node_fails_its_replicas_from_its_first_symptom_on() -> None:
     moved: list[At] = [
-        (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
-        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
-        (60.2, launch(Incarnation(STORE, 2), N5)), (60.2, launch(Incarnation(REWARD, 2), N5)),
-    ]  # fmt: skip
+        (60.0, lost(N1, 50.0)),
+        (60.1, ev.Decided(Exclude(N1, WHY))),
+        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
+        (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
+        (60.2, launch(Incarnation(STORE, 2), N5)),
+        (60.2, launch(Incarnation(REWARD, 2), N5)),
+    ]
     got = summary(started(), moved)
     assert [(r.replica, r.detect_s, r.decide_s, r.node_after) for r in got.recoveries] == [
-        (STORE, 10.0, 0.1, "n5"), (REWARD, 10.0, 0.1, "n5"),
-    ]  # fmt: skip
+        (STORE, 10.0, 0.1, "n5"),
+        (REWARD, 10.0, 0.1, "n5"),
+    ]
     assert all(r.start_s is None and r.total_s is None for r in got.recoveries)
 
 
 def test_restart_tried_twice_is_summarised_with_the_incarnation_that_joined() -> None:
     again: list[At] = [
-        (40.0, ended(Incarnation(R0, 1))), (40.5, found(Incarnation(R0, 1), "exit_record", 40.0)),
-        (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)), (40.7, launch(Incarnation(R0, 2), N3)),
+        (40.0, ended(Incarnation(R0, 1))),
+        (40.5, found(Incarnation(R0, 1), "exit_record", 40.0)),
+        (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+        (40.7, launch(Incarnation(R0, 2), N3)),
         (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")),
         (41.8, launch(Incarnation(R0, 3), N5)),
         (43.6, ev.Joined(Incarnation(R0, 3), N5, N5, 2)),
-    ]  # fmt: skip
+    ]
     (recovery,) = summary(started(), again).recoveries
     assert (recovery.incarnation, recovery.node_after, recovery.start_s) == (3, "n5", 3.0)
 
@@ -482,9 +554,11 @@ def test_restart_tried_twice_is_summarised_with_the_incarnation_that_joined() ->
 def test_downtime_counts_from_the_first_symptom_and_subtracts_credited_work() -> None:
     trainer = Incarnation(TRAINER, 1)
     hung: list[At] = [
-        (90.0, found(trainer, "phase_overdue", 30.0)), (90.2, fence(trainer, Rung.IN_PLACE)),
-        (91.0, launch(Incarnation(TRAINER, 2), N2)), *up(95.0, Incarnation(TRAINER, 2), N2),
-    ]  # fmt: skip
+        (90.0, found(trainer, "phase_overdue", 30.0)),
+        (90.2, fence(trainer, Rung.IN_PLACE)),
+        (91.0, launch(Incarnation(TRAINER, 2), N2)),
+        *up(95.0, Incarnation(TRAINER, 2), N2),
+    ]
     got = summary(started(20.0), committed(25.0, 1), hung, finished(100.0, 110.0))
     assert (got.recoveries[0].detect_s, got.recoveries[0].decide_s) == (60.0, 0.2)
     assert got.ettr == round((10 + 65 * 2 / 3 + 5) / 110, 4)
@@ -502,9 +576,10 @@ def test_cleared_finding_is_no_symptom_of_a_later_failure() -> None:
     wrong = found(Incarnation(R0, 1), "worker_silence", 30.0)
     cleared = ev.FindingChanged(msgspec.structs.replace(wrong.finding, verdict=Verdict.OK, evidence=()))
     dies: list[At] = [
-        (80.0, ended(Incarnation(R0, 1))), (80.5, found(Incarnation(R0, 1), "exit_record", 80.0)),
+        (80.0, ended(Incarnation(R0, 1))),
+        (80.5, found(Incarnation(R0, 1), "exit_record", 80.0)),
         (80.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
-    ]  # fmt: skip
+    ]
     got = summary(started(20.0), (40.0, wrong), (45.0, cleared), dies, finished(100.0, 110.0))
     assert got.recoveries[0].detect_s == 0.5
 
@@ -518,18 +593,20 @@ def test_phase_that_is_not_useful_is_not_work() -> None:
 
 def test_replica_fenced_again_before_it_joined_is_one_recovery() -> None:
     lost_node: list[At] = [
-        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))),
+        (60.0, lost(N3, 50.0)),
+        (60.1, ev.Decided(Exclude(N3, WHY))),
         (60.1, fence(Incarnation(R0, 1), Rung.REPLACEMENT)),
         (900.0, fence(Incarnation(R0, 1), Rung.DEGRADED)),
-    ]  # fmt: skip
+    ]
     (recovery,) = summary(started(), lost_node).recoveries
     assert (recovery.rung, recovery.detect_s, recovery.start_s) == ("go on degraded", 10.0, None)
     refused: list[At] = [
-        (40.0, ended(Incarnation(R0, 1))), (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+        (40.0, ended(Incarnation(R0, 1))),
+        (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
         (40.7, launch(Incarnation(R0, 2), N3)),
         (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")),
         (40.9, fence(Incarnation(R0, 2), Rung.DEGRADED)),
-    ]  # fmt: skip
+    ]
     assert [r.rung for r in summary(started(), refused).recoveries] == ["go on degraded"]
 
 
@@ -555,9 +632,13 @@ def test_steps_committed_without_a_manager_may_be_recorded_in_any_order() -> Non
 def test_agents_and_the_runs_end_are_not_recoveries() -> None:
     agent = Incarnation(ReplicaId("agent/n3"), 1)
     got = summary(
-        started(), (15.0, launch(agent, N3)), (30.0, fence(agent, Rung.IN_PLACE)), finished(40.0, 50.0)[0],
-        (41.0, ended(Incarnation(R0, 1))), (42.0, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
-    )  # fmt: skip
+        started(),
+        (15.0, launch(agent, N3)),
+        (30.0, fence(agent, Rung.IN_PLACE)),
+        finished(40.0, 50.0)[0],
+        (41.0, ended(Incarnation(R0, 1))),
+        (42.0, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+    )
     assert got.recoveries == []
 
 

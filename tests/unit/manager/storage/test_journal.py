@@ -261,9 +261,13 @@ def test_follower_equals_a_full_read_after_every_write(run: RunDir) -> None:
     assert follower.state() is None
     writer = Writer(run).begin()
     writes: list[Callable[[], object]] = [
-        lambda: writer.steps(1).flush(), lambda: writer.steps(2, 3).flush(), writer.rotate,
-        lambda: writer.steps(4).flush(), lambda: writer.rotate().steps(5).rotate(), lambda: writer.steps(6).flush(),
-    ]  # fmt: skip
+        lambda: writer.steps(1).flush(),
+        lambda: writer.steps(2, 3).flush(),
+        writer.rotate,
+        lambda: writer.steps(4).flush(),
+        lambda: writer.rotate().steps(5).rotate(),
+        lambda: writer.steps(6).flush(),
+    ]
     for write_next in writes:
         write_next()
         assert follower.state() == read_state(run) == writer.state

@@ -196,10 +196,13 @@ sys.exit(main.main())
 
 def test_job_failures_and_end_are_sent_without_values_of_the_environment(recorded: Recorded) -> None:
     secret = "sk-1234"
-    recorded.set_job({
-        "run": {"name": "small"}, "env": {"setup": [f"export KEY={secret}"], "passed": ["WANDB_API_KEY"]},
-        "roles": {"trainer": {"env": {"KEY": secret}, "learning_rate": 0.001}},
-    })  # fmt: skip
+    recorded.set_job(
+        {
+            "run": {"name": "small"},
+            "env": {"setup": [f"export KEY={secret}"], "passed": ["WANDB_API_KEY"]},
+            "roles": {"trainer": {"env": {"KEY": secret}, "learning_rate": 0.001}},
+        }
+    )
     recorded.story.commits(13)
     recorded.story.ends(Outcome.FAILED, "rollout/0 failed too often")
     recorded.write()
@@ -283,8 +286,10 @@ def test_a_second_process_for_a_tracker_exits_while_the_first_one_runs(recorded:
 def test_children_of_a_killed_process_are_ended_before_the_next_one_opens(recorded: Recorded) -> None:
     env = {**os.environ, "RRL_TRACKER": f"{recorded.run.path}/tensorboard"}
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], env=env)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"],
-                             env={**env, "RRL_TRACKER": f"{recorded.run.path}/wandb"})  # fmt: skip
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"],
+        env={**env, "RRL_TRACKER": f"{recorded.run.path}/wandb"},
+    )
     recorded.write()
     assert recorded.track("tensorboard") == 0
     assert left.wait(TIMEOUT_S) == -signal.SIGKILL

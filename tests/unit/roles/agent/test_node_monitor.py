@@ -195,11 +195,14 @@ def test_checks_that_raise_are_reported_once_and_the_agent_continues(tmp_path: P
 def test_checks_that_raise_later_are_reported_at_that_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as lab_node:
-            lab_node.start("nvml", patch=(
-                "import time; import rrl.roles.agent.node_monitor as n; real = n.evaluate; "
-                "n.evaluate = lambda *given: real(*given) if time.monotonic() < until else None; "
-                "until = time.monotonic() + 6.0; "
-            ))  # fmt: skip
+            lab_node.start(
+                "nvml",
+                patch=(
+                    "import time; import rrl.roles.agent.node_monitor as n; real = n.evaluate; "
+                    "n.evaluate = lambda *given: real(*given) if time.monotonic() < until else None; "
+                    "until = time.monotonic() + 6.0; "
+                ),
+            )
             assert (await lab_node.manager.wait_for(AgentHello)).findings == ()
             assert (
                 await lab_node.wait_for_finding(lambda finding: finding.detector == "watching")

@@ -50,9 +50,12 @@ class RecordedResults:
 
 
 def play(
-    agent: Callable[[str, str, str], Awaitable[Any]], store: RecordedResults, episodes: int = 1, timeout: float = 1e3,
+    agent: Callable[[str, str, str], Awaitable[Any]],
+    store: RecordedResults,
+    episodes: int = 1,
+    timeout: float = 1e3,
     reward_timeout: float | None = None,
-) -> Attempts:  # fmt: skip
+) -> Attempts:
     """Make the first attempt at each of some episodes, one after the other, and return once all have ended."""
     settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
     context = AgentContext(agent, settings, lambda i: f"item {i}", HERE.parent)
@@ -166,8 +169,12 @@ def test_agent_that_exits_or_cancels_itself_fails_only_its_own_attempt() -> None
         await asyncio.gather(exits(), asyncio.sleep(0))
 
     store = RecordedResults()
-    agents = {exits: "SystemExit", cancels: "CancelledError", interrupts: "KeyboardInterrupt",
-              exits_in_a_tool: "SystemExit"}  # fmt: skip
+    agents = {
+        exits: "SystemExit",
+        cancels: "CancelledError",
+        interrupts: "KeyboardInterrupt",
+        exits_in_a_tool: "SystemExit",
+    }
     for number, (agent, name) in enumerate(agents.items()):
         attempts = play(agent, store)
         assert name in store.failed[number][2]

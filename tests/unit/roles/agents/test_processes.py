@@ -56,16 +56,18 @@ async def run(notes, base_url, api_key):
     return 1.0
 """
 JOB = resolve(
-    Job.model_validate({
-        "run": {"name": "test", "steps": 1},
-        "task": {"function": "noting_agent:Task"},
-        "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
-        "sampling": {"max_new_tokens": 4},
-        "roles": {"agents": {"function": "noting_agent:run", "concurrency": 1}},
-        "transport": {"weights": "tcp"},
-    }),
+    Job.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "task": {"function": "noting_agent:Task"},
+            "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
+            "sampling": {"max_new_tokens": 4},
+            "roles": {"agents": {"function": "noting_agent:run", "concurrency": 1}},
+            "transport": {"weights": "tcp"},
+        }
+    ),
     "python",
-)  # fmt: skip
+)
 
 
 def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> None:
@@ -93,8 +95,10 @@ def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> N
                 sample(store, turn.trajectory, [5, 1])  # the next attempt has taken over the turn of the first one
                 await eventually(lambda: [str(successor.pid), "3"] in noted(), "the answer")
                 assert [line[1] for line in noted() if line[0] == str(frozen.pid)] == [
-                    "asks", LOOPBACK, "PermissionDeniedError",
-                ]  # fmt: skip
+                    "asks",
+                    LOOPBACK,
+                    "PermissionDeniedError",
+                ]
 
         play(story)
 
@@ -123,10 +127,13 @@ def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(tmp_
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, LOOPBACK), ({"no_proxy": "*"}, "*"), ({"NO_PROXY": "a, *"}, "*"),
-        ({"no_proxy": "a", "NO_PROXY": "b,a"}, f"a,b,{LOOPBACK}"), ({"no_proxy": f"{LOOPBACK},a"}, f"{LOOPBACK},a"),
+        ({}, LOOPBACK),
+        ({"no_proxy": "*"}, "*"),
+        ({"NO_PROXY": "a, *"}, "*"),
+        ({"no_proxy": "a", "NO_PROXY": "b,a"}, f"a,b,{LOOPBACK}"),
+        ({"no_proxy": f"{LOOPBACK},a"}, f"{LOOPBACK},a"),
     ],
-)  # fmt: skip
+)
 def test_hosts_without_a_proxy_are_kept_in_both_spellings(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
 ) -> None:

@@ -38,10 +38,18 @@ def _written(tmp_path: Path, dtype: str, max_file_bytes: int = 10**9) -> list[Pa
 def test_tensors_of_every_shape_and_dtype_are_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensors, "BLOCK_BYTES", 64)  # so that a tensor has several blocks
     torch.manual_seed(0)
-    saved = _saved(tmp_path / "saved", {
-        "rows": torch.randn(7, 9), "one": torch.randn(5), "none": torch.tensor(3.0), "empty": torch.empty(0, 4),
-        "half": torch.randn(3, 3, 3).to(torch.bfloat16), "ids": torch.arange(6), "mask": torch.tensor([True, False]),
-    })  # fmt: skip
+    saved = _saved(
+        tmp_path / "saved",
+        {
+            "rows": torch.randn(7, 9),
+            "one": torch.randn(5),
+            "none": torch.tensor(3.0),
+            "empty": torch.empty(0, 4),
+            "half": torch.randn(3, 3, 3).to(torch.bfloat16),
+            "ids": torch.arange(6),
+            "mask": torch.tensor([True, False]),
+        },
+    )
     assert {name: (one.dtype, one.shape) for name, one in read_index(tmp_path / "saved").items()} == {
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in saved.items()
     }

@@ -44,8 +44,10 @@ def test_a_conversation_over_several_calls_keeps_the_sampled_tokens(scene: Scene
     assert first.usage.completion_tokens == 3
     second = create(scene, [*USER, message, {"role": "user", "content": "<"}], extra_body={"return_token_ids": True})
     assert second.prompt_token_ids == [
-        *first.prompt_token_ids, *first.choices[0].token_ids, *CHAT.tokenizer.encode("?<=")
-    ]  # fmt: skip
+        *first.prompt_token_ids,
+        *first.choices[0].token_ids,
+        *CHAT.tokenizer.encode("?<="),
+    ]
     assert tuple(first.choices[0].token_ids[:-1]) == one != two
     assert scene.opened[1].parent == scene.opened[0].id
 
@@ -220,15 +222,32 @@ def test_call_of_an_ended_attempt_is_broken_off_and_its_repetition_is_refused(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", 0.5), ("top_p", 0.9), ("presence_penalty", 1), ("frequency_penalty", 0.1), ("seed", 1),
-        ("stop", [1]), ("stop", ""), ("tool_choice", "required"), ("tools", [{"type": "function"}]),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("logit_bias", {"1": 5}),
-        ("response_format", {"type": "json_object"}), ("top_logprobs", 3), ("min_p", 0.1), ("guided_json", {}),
-        ("reasoning_effort", "low"), ("n", 0), ("n", 1000), ("max_tokens", 0), ("stream", 1), ("messages", []),
+        ("temperature", 0.5),
+        ("top_p", 0.9),
+        ("presence_penalty", 1),
+        ("frequency_penalty", 0.1),
+        ("seed", 1),
+        ("stop", [1]),
+        ("stop", ""),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("logit_bias", {"1": 5}),
+        ("response_format", {"type": "json_object"}),
+        ("top_logprobs", 3),
+        ("min_p", 0.1),
+        ("guided_json", {}),
+        ("reasoning_effort", "low"),
+        ("n", 0),
+        ("n", 1000),
+        ("max_tokens", 0),
+        ("stream", 1),
+        ("messages", []),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-        ("messages", [{"role": "tool", "content": "1", "tool_call_id": "a"}]), ("temperature", True),
+        ("messages", [{"role": "tool", "content": "1", "tool_call_id": "a"}]),
+        ("temperature", True),
     ],
-)  # fmt: skip
+)
 def test_invalid_or_policy_changing_parameter_is_refused_by_name(scene: Scene, key: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         create(scene, extra_body={key: value})

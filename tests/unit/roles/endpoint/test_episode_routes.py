@@ -138,14 +138,22 @@ def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
 @pytest.mark.parametrize(
     ("how", "body", "param"),
     [
-        ("finish", {"reward": "1"}, "reward"), ("finish", {"reward": True}, "reward"),
-        ("finish", {"later": 1}, "later"), ("finish", {"later": True, "reward": 1.0}, "later"),
-        ("finish", {"rewards": 1.0}, "rewards"), ("reward", {}, "reward"), ("fail", {}, "why"),
-        ("fail", {"why": 3}, "why"), ("finish", b"[1]", None), ("finish", b"\xff", None),
-        ("reward", b'{"reward": 1e999}', None), ("reward", {"reward": 10**400}, "reward"),
-        ("finish", {"reward": -(10**400)}, "reward"), ("finish", b'{"reward": 1' + bytes([48]) * 9000 + b"}", None),
+        ("finish", {"reward": "1"}, "reward"),
+        ("finish", {"reward": True}, "reward"),
+        ("finish", {"later": 1}, "later"),
+        ("finish", {"later": True, "reward": 1.0}, "later"),
+        ("finish", {"rewards": 1.0}, "rewards"),
+        ("reward", {}, "reward"),
+        ("fail", {}, "why"),
+        ("fail", {"why": 3}, "why"),
+        ("finish", b"[1]", None),
+        ("finish", b"\xff", None),
+        ("reward", b'{"reward": 1e999}', None),
+        ("reward", {"reward": 10**400}, "reward"),
+        ("finish", {"reward": -(10**400)}, "reward"),
+        ("finish", b'{"reward": 1' + bytes([48]) * 9000 + b"}", None),
     ],
-)  # fmt: skip
+)
 def test_invalid_body_is_refused_with_the_name_of_its_key(
     outside: Outside, how: str, body: Any, param: str | None
 ) -> None:

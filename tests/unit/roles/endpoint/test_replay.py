@@ -24,13 +24,7 @@ from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done
 from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, RUN, SECRET
 from rrl.tests.support.roles.endpoint.store_turns import StoreInProcess
-from rrl.tests.support.roles.trajectories.agents import (
-    AGENTS,
-    CREW,
-    OTHER_AGENTS,
-    episodes,
-    open_agents_store,
-)
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, episodes, open_agents_store
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, lease, segment
 
 encode = CHAT.tokenizer.encode

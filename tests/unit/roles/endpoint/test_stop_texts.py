@@ -75,18 +75,27 @@ def test_foreign_call_uses_its_own_sampling_settings_if_the_job_allows_it(scene:
     scene.create(temperature=0, top_p=0.5, seed=7, presence_penalty=1, extra_body={"top_k": 3, "min_p": 0.1})
     scene.create(temperature=1.0, top_p=1)
     assert [turn.sampling for turn in scene.opened] == [
-        Sampling(temperature=0, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=1, seed=7), None
-    ]  # fmt: skip
+        Sampling(temperature=0, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=1, seed=7),
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", 0.5), ("seed", 2**64), ("min_p", 2),
-        ("logit_bias", {"1": 5}), ("response_format", {"type": "json_object"}), ("tool_choice", "required"),
-        ("guided_json", {}), ("presence_penalty", True),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_k", 0.5),
+        ("seed", 2**64),
+        ("min_p", 2),
+        ("logit_bias", {"1": 5}),
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("guided_json", {}),
+        ("presence_penalty", True),
     ],
-)  # fmt: skip
+)
 def test_foreign_call_with_settings_that_no_engine_supports_is_refused_by_name(
     scene: Scene, key: str, value: Any
 ) -> None:

@@ -88,10 +88,13 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 @pytest.mark.parametrize(
     ("template", "tools"),
     [
-        (TOOLS_TEMPLATE, False), (TOOLS_TEMPLATE, True), (PLAIN_TEMPLATE, False), (SMOLLM2, False),
+        (TOOLS_TEMPLATE, False),
+        (TOOLS_TEMPLATE, True),
+        (PLAIN_TEMPLATE, False),
+        (SMOLLM2, False),
         (PARTS_TEMPLATE, False),
     ],
-)  # fmt: skip
+)
 def test_developer_is_the_system_of_a_template_without_developers(opened: Open, template: str, tools: bool) -> None:
     scene, more = opened(template), {"tools": [TOOL]} if tools else {}
     prompt = scene.prompt(message("developer", "Be brief."), HELLO, **more)

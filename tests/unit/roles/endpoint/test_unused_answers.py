@@ -89,8 +89,9 @@ def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> N
 def test_several_answers_at_the_same_time_are_all_used(scene: Scene) -> None:
     async def ask() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=scene.server.base_url, api_key=scene.key()) as client:
-            calls = [asyncio.ensure_future(client.chat.completions.create(model="any", messages=USER))
-                     for _ in range(3)]  # fmt: skip
+            calls = [
+                asyncio.ensure_future(client.chat.completions.create(model="any", messages=USER)) for _ in range(3)
+            ]
             await asyncio.to_thread(scene.wait_opened, 3)
             for turn in scene.opened:
                 scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)

@@ -24,10 +24,7 @@ ME = (4242, 77)
 HZ = 100
 
 
-@pytest.mark.parametrize(
-    ("ticks", "written", "expected"),
-    [(0, 0, False), (1, 0, False), (3, 0, True), (0, 1, True)],
-)
+@pytest.mark.parametrize(("ticks", "written", "expected"), [(0, 0, False), (1, 0, False), (3, 0, True), (0, 1, True)])
 def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_any_write(ticks: int, written: int, expected: bool) -> None:
     before, now = {ME: Usage(500, 9000)}, {ME: Usage(500 + ticks, 9000 + written)}
     assert has_worked(before, now, 2.0, HZ) is expected

@@ -58,10 +58,18 @@ def test_command_runs_in_the_image_and_its_exit_code_is_the_roles(tmp_path: Path
             assert (report.code, report.reason) == (3, ExitReason.EXITED)
             await eventually(lambda: f"up {job}" in at.log(launch))
             assert (job / "call").read_text().splitlines() == [
-                "exec", "--no-eval", f"--bind={at.run.path}:{at.run.path}", f"--bind={job}:{job}",
-                "--bind=/dev/shm:/dev/shm", f"--pwd={job}", "--nv", f"{job}/box.sif",
-                "sh", "-c", "echo $SET $PWD; exit 3",
-            ]  # fmt: skip
+                "exec",
+                "--no-eval",
+                f"--bind={at.run.path}:{at.run.path}",
+                f"--bind={job}:{job}",
+                "--bind=/dev/shm:/dev/shm",
+                f"--pwd={job}",
+                "--nv",
+                f"{job}/box.sif",
+                "sh",
+                "-c",
+                "echo $SET $PWD; exit 3",
+            ]
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

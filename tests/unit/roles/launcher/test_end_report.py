@@ -96,18 +96,22 @@ def _torch_error(name: str, module: str) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(("error", "environmental"), [
-    (OSError(errno.EIO, "input/output error"), True),
-    (ConnectionRefusedError(), True),
-    (TimeoutError(), True),
-    (MemoryError(), True),
-    (_torch_error("OutOfMemoryError", "torch"), True),
-    (_torch_error("DistError", "torch.distributed"), True),
-    (FileNotFoundError(), False),
-    (PermissionError(), False),
-    (RuntimeError("a shape"), False),
-    (KeyError("a key"), False),
-], ids=lambda case: type(case).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "environmental"),
+    [
+        (OSError(errno.EIO, "input/output error"), True),
+        (ConnectionRefusedError(), True),
+        (TimeoutError(), True),
+        (MemoryError(), True),
+        (_torch_error("OutOfMemoryError", "torch"), True),
+        (_torch_error("DistError", "torch.distributed"), True),
+        (FileNotFoundError(), False),
+        (PermissionError(), False),
+        (RuntimeError("a shape"), False),
+        (KeyError("a key"), False),
+    ],
+    ids=lambda case: type(case).__name__,
+)
 def test_errors_of_storage_network_and_memory_are_environmental(error: Exception, environmental: bool) -> None:
     assert caught(_raise(error)).environmental is environmental
 

@@ -25,9 +25,14 @@ from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import AgentHello, StepExit
 
 HOSTILE = {
-    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
-    "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "64",
+    "SLURM_PROCID": "5",
+    "PMI_RANK": "5",
+    "PMIX_RANK": "5",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "SLURMD_NODENAME": "n1",
+}
 """Variables by which torch, Hugging Face and mpi4py would conclude that their launcher has started the process."""
 
 
@@ -95,8 +100,9 @@ def test_visible_gpus_are_named_by_uuid_from_the_driver(monkeypatch: pytest.Monk
 
         def __getattr__(self, name: str) -> Callable[..., object]:
             given: dict[str, Callable[..., object]] = {
-                "nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
-            }  # fmt: skip
+                "nvmlDeviceGetHandleByIndex": int,
+                "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            }
             return given.get(name, lambda: None)
 
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())

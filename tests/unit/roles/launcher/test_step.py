@@ -17,16 +17,13 @@ from rrl.core.run_dir import write_atomically
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.transport.messages import AdmissionRequest, Fenced, StepExit, Stop
 
-JOB = {
-    "run": {"name": "x", "steps": 1},
-    "task": {"function": "task:make"},
-    "model": {"tokenizer": {"pieces": "01"}},
-}
+JOB = {"run": {"name": "x", "steps": 1}, "task": {"function": "task:make"}, "model": {"tokenizer": {"pieces": "01"}}}
 SLEEP = ("sleep", "1000")
 STUBBORN = (
-    sys.executable, "-c",
+    sys.executable,
+    "-c",
     "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)",
-)  # fmt: skip
+)
 DAEMON = "(setsid sleep 1001 &) ; (env -i setsid sleep 1002 &) ; sleep 1000"
 
 
@@ -117,13 +114,14 @@ def test_uncaught_exception_of_a_role_is_recorded_with_the_users_line(tmp_path: 
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = python_role(
-                at, tmp_path,
+                at,
+                tmp_path,
                 "import json, rrl",
                 "rrl.join()",
                 "def load(state):",
                 "    return json.loads(state)",
                 "load({})",
-            )  # fmt: skip
+            )
             assert await at.end_of(at.start(launch)) == 1
             report = await manager.wait_for(StepExit)
             record = at.record(launch)
@@ -142,12 +140,15 @@ def test_uncaught_exception_of_a_role_is_recorded_with_the_users_line(tmp_path: 
 @pytest.mark.parametrize(
     ("lines", "last_line", "place"),
     [
-        (("import rrl", "import json", "json.loads('nothing')", "rrl.join()"),
-         "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 3),
+        (
+            ("import rrl", "import json", "json.loads('nothing')", "rrl.join()"),
+            "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            3,
+        ),
         (("import rrl", "with rrl.join() as me", "    pass"), "SyntaxError: expected ':'", 2),
     ],
     ids=["import", "syntax"],
-)  # fmt: skip
+)
 def test_exception_before_the_role_joins_is_recorded_with_the_users_line(
     tmp_path: Path, lines: tuple[str, ...], last_line: str, place: int
 ) -> None:
@@ -170,15 +171,16 @@ def test_exit_of_a_role_for_a_changed_input_is_a_reason_of_its_own(tmp_path: Pat
             prompts = tmp_path / "prompts.jsonl"
             prompts.write_text('{"question": "1"}\n')
             launch = python_role(
-                at, tmp_path,
+                at,
+                tmp_path,
                 "from pathlib import Path",
                 "from rrl.config.prompt_file import open_rows",
                 f"path = Path({str(prompts)!r})",
                 "rows = open_rows(path, '{question}')",
-                "path.write_text('{\"question\": \"2\"}\\n')",
+                'path.write_text(\'{"question": "2"}\\n\')',
                 "try: rows.row(0)",
                 "except BaseException: pass",
-            )  # fmt: skip
+            )
             assert await at.end_of(at.start(launch)) == 2
             report = await manager.wait_for(StepExit)
             assert (report.code, report.reason) == (2, ExitReason.INPUT_CHANGED)
@@ -195,13 +197,14 @@ def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_pat
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = python_role(
-                at, tmp_path,
+                at,
+                tmp_path,
                 "import rrl",
                 "from rrl.roles.launcher.end_report import exits_on_invalid_config",
                 "me = rrl.join()",
                 "with exits_on_invalid_config():",
                 "    raise ValueError('[task] has no such dataset')",
-            )  # fmt: skip
+            )
             assert await at.end_of(at.start(launch)) == 2
             report = await manager.wait_for(StepExit)
             assert (report.code, report.reason) == (2, ExitReason.INVALID_CONFIG)
@@ -212,11 +215,22 @@ def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_pat
         asyncio.run(story(at))
 
 
-@pytest.mark.parametrize("lines", [
-    ("import sys, rrl", "rrl.join()", "sys.stderr.write('rrl: bad\\n')", "sys.exit(2)"),
-    ("import sys, rrl", "from rrl.roles.launcher.end_report import exits_on_invalid_config", "rrl.join()",
-     "try:", "    with exits_on_invalid_config(): raise ValueError('bad')", "except SystemExit: pass", "sys.exit(3)"),
-], ids=["its own exit code 2", "another exit code"])  # fmt: skip
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("import sys, rrl", "rrl.join()", "sys.stderr.write('rrl: bad\\n')", "sys.exit(2)"),
+        (
+            "import sys, rrl",
+            "from rrl.roles.launcher.end_report import exits_on_invalid_config",
+            "rrl.join()",
+            "try:",
+            "    with exits_on_invalid_config(): raise ValueError('bad')",
+            "except SystemExit: pass",
+            "sys.exit(3)",
+        ),
+    ],
+    ids=["its own exit code 2", "another exit code"],
+)
 def test_command_that_exits_on_its_own_is_not_taken_for_invalid_configuration(
     tmp_path: Path, lines: tuple[str, ...]
 ) -> None:

@@ -48,7 +48,7 @@ def written(folder: Path, **modules: str) -> Callable[[str], Callable[..., Any]]
         ({"rrl_own____init__": "", "rrl_own__tasks": CALENDAR, "calendar": "raise SystemExit"}, "rrl_own.tasks:make"),
     ],
     ids=["as installed", "folder", "package", "re-exported", "other name", "package of another name"],
-)  # fmt: skip
+)
 def test_named_module_is_the_folders_and_its_imports_are_installed_first_then_the_folders(
     folder: Path, modules: dict[str, str], name: str
 ) -> None:

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3MoeConfig
 
 from rrl.core.run_spec import ModelSpec
-from rrl.roles.models.policy import (
-    blocks,
-    build_model,
-    compute_dtype,
-    load_weights,
-    materialise,
-    skeleton,
-    weights,
-)
+from rrl.roles.models.policy import blocks, build_model, compute_dtype, load_weights, materialise, skeleton, weights
 from rrl.roles.models.tensors import pack, unpack
 from rrl.tests.support.roles import folders
 from rrl.transport.weights.manifest import layout
@@ -51,9 +43,17 @@ def _of(config: Any) -> Callable[[Path], Path]:
 
 
 _SMALL = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "head_dim": 8,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 GEMMA = Gemma3TextConfig(**_SMALL, layer_types=["sliding_attention", "full_attention", "full_attention"])
 GPT2 = GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1)
 MOE = Qwen3MoeConfig(**_SMALL, num_experts=4, moe_intermediate_size=8)
@@ -176,20 +176,32 @@ def _cut(folder: Path) -> None:
     ("spoil", "why"),
     [
         pytest.param(_without("model.norm.weight"), r"lacks \['model.norm.weight'\]", id="a tensor less"),
-        pytest.param(lambda folder: folders.rewrite(folder / "config.json", intermediate_size=16),
-                     r"has the shape \(64, 32\), but config.json requires \(16, 32\)", id="another shape"),
-        pytest.param(lambda folder: folders.rewrite(folder / "config.json", model_type="bert"),
-                     "is no causal language model that transformers knows|lacks", id="another kind of model"),
+        pytest.param(
+            lambda folder: folders.rewrite(folder / "config.json", intermediate_size=16),
+            r"has the shape \(64, 32\), but config.json requires \(16, 32\)",
+            id="another shape",
+        ),
+        pytest.param(
+            lambda folder: folders.rewrite(folder / "config.json", model_type="bert"),
+            "is no causal language model that transformers knows|lacks",
+            id="another kind of model",
+        ),
         pytest.param(
             lambda folder: (folder / "model.safetensors").unlink(), "contains no \\*.safetensors", id="no weights"
         ),
         pytest.param(_cut, "model: ", id="a broken file"),
-        pytest.param(lambda folder: folders.rewrite(folder / "config.json", vocab_size=99),
-                     "tokenizer of .* has 260 ids, but its model embeds only 99", id="a smaller vocabulary"),
-        pytest.param(lambda folder: shutil.copytree(_of(MOE)(folder / "moe"), folder, dirs_exist_ok=True),
-                     r"lacks \[.*experts.*rrl supports only checkpoints", id="a mixture of experts"),
+        pytest.param(
+            lambda folder: folders.rewrite(folder / "config.json", vocab_size=99),
+            "tokenizer of .* has 260 ids, but its model embeds only 99",
+            id="a smaller vocabulary",
+        ),
+        pytest.param(
+            lambda folder: shutil.copytree(_of(MOE)(folder / "moe"), folder, dirs_exist_ok=True),
+            r"lacks \[.*experts.*rrl supports only checkpoints",
+            id="a mixture of experts",
+        ),
     ],
-)  # fmt: skip
+)
 def test_unsuitable_model_folder_is_refused_with_the_reason(
     tmp_path: Path, spoil: Callable[[Path], object], why: str
 ) -> None:

@@ -26,11 +26,7 @@ from rrl.roles.trajectories.types import Score, ToScore
 from rrl.tests.support.cli.story import job_view
 
 SPIRAL = TaskSpec(
-    dataset="spiral_matrix",
-    args={"min_n": 2, "max_n": 2},
-    prompt="{metadata[matrix]}=",
-    size=1000,
-    partial_credit=0.5,
+    dataset="spiral_matrix", args={"min_n": 2, "max_n": 2}, prompt="{metadata[matrix]}=", size=1000, partial_credit=0.5
 )
 DIGITS = VocabularyTokenizer(TokenizerSpec(tuple("0123456789="), join=" ", ignore="[], "))
 
@@ -282,9 +278,20 @@ class Spoilt(float):
 
 @pytest.mark.parametrize(
     "returned",
-    [(float("nan"), 0.0), 0.5, None, ("one", 1.0), (1.0, 0.0, 0.0), ("1", "0"), "10", (10**400, 0), (1j, 0.0),
-     (numpy.complex64(1), 0), numpy.array([1.0, 0.0, 0.0])],
-)  # fmt: skip
+    [
+        (float("nan"), 0.0),
+        0.5,
+        None,
+        ("one", 1.0),
+        (1.0, 0.0, 0.0),
+        ("1", "0"),
+        "10",
+        (10**400, 0),
+        (1j, 0.0),
+        (numpy.complex64(1), 0),
+        numpy.array([1.0, 0.0, 0.0]),
+    ],
+)
 def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the_scorer(returned: object) -> None:
     class Bad:
         def prompt(self, i: int) -> str:
@@ -315,9 +322,14 @@ def test_number_whose_methods_raise_is_no_reward() -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [(1, 0.5), [True, Fraction(1, 2)], (numpy.float32(1), numpy.array(0.5)), numpy.array([1.0, 0.5]),
-     (Decimal(1), numpy.float16(0.5))],
-)  # fmt: skip
+    [
+        (1, 0.5),
+        [True, Fraction(1, 2)],
+        (numpy.float32(1), numpy.array(0.5)),
+        numpy.array([1.0, 0.5]),
+        (Decimal(1), numpy.float16(0.5)),
+    ],
+)
 def test_any_two_real_numbers_are_rewards(returned: Any) -> None:
     class Counting:
         def prompt(self, i: int) -> str:

@@ -31,9 +31,19 @@ def _round_trip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int8,
-     torch.uint8, torch.bool, torch.complex64],
-)  # fmt: skip
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
 def test_every_dtype_is_unpacked_bit_for_bit(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 16), dtype=torch.uint8)
     tensor = raw.view(dtype)
@@ -45,9 +55,15 @@ def test_every_dtype_is_unpacked_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(12.0).view(3, 4).T, torch.arange(20.0)[::3], torch.arange(3.0).expand(5, 3),
-     torch.tensor(7.0), torch.empty(0, 4), torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)],
-)  # fmt: skip
+    [
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(20.0)[::3],
+        torch.arange(3.0).expand(5, 3),
+        torch.tensor(7.0),
+        torch.empty(0, 4),
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    ],
+)
 def test_any_memory_layout_is_unpacked_with_its_values_and_shape(tensor: Tensor) -> None:
     arrived = _round_trip({"t": tensor})["t"]
     assert arrived.shape == tensor.shape

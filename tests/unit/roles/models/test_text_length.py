@@ -43,23 +43,25 @@ def without_a_byte() -> Tokenizer:
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTE_LEVEL])
 SEQUENCE = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s+"), "isolated"), BYTE_LEVEL])
 BOUNDED = {
-    "bytes": by_byte(), "longer tokens": by_byte("12", "ĠĠ"), "split": by_byte(pre_tokenizer=SEQUENCE),
+    "bytes": by_byte(),
+    "longer tokens": by_byte("12", "ĠĠ"),
+    "split": by_byte(pre_tokenizer=SEQUENCE),
     "NFC": by_byte(normalizer=normalizers.NFC()),
     "digits": by_byte(pre_tokenizer=DIGITS),
     "nested": by_byte(normalizer=normalizers.Sequence([normalizers.Sequence([normalizers.NFC()])])),
-}  # fmt: skip
+}
 UNBOUNDED = {
-    "NFKC": by_byte(normalizer=normalizers.NFKC()), "strip": by_byte(normalizer=normalizers.Strip()),
+    "NFKC": by_byte(normalizer=normalizers.NFKC()),
+    "strip": by_byte(normalizer=normalizers.Strip()),
     "lower case": by_byte(normalizer=normalizers.Lowercase()),
     "replaced": by_byte(normalizer=normalizers.Replace("  ", " ")),
     "removed": by_byte(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s"), "")])),
-    "spaces of a special token": by_byte(lstrip=True), "dropped byte": without_a_byte(),
+    "spaces of a special token": by_byte(lstrip=True),
+    "dropped byte": without_a_byte(),
     "words": by_byte(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTE_LEVEL])),
-    "parts removed": by_byte(
-        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTE_LEVEL])
-    ),
+    "parts removed": by_byte(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTE_LEVEL])),
     "unknown words": Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")),
-}  # fmt: skip
+}
 TEXTS = st.text(
     st.sampled_from("ab 12\té\u0301\u212a\u1100\u1161\u11a8가<>🙂") | st.characters(codec="utf-8")
 ) | st.just("<end> ")

@@ -74,10 +74,13 @@ def test_tool_calls_in_an_answer_are_parsed_from_its_tokens(chat: Chat) -> None:
 
 def test_unusable_tool_call_stays_text(chat: Chat) -> None:
     for text in (
-        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>', "<tool_call>\nadd(12)\n</tool_call>",
-        '<tool_call>\n{"arguments": {}}\n</tool_call>', '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "add", "argu', f"{CALL_TEXT}<tool_call>",
-    ):  # fmt: skip
+        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
+        "<tool_call>\nadd(12)\n</tool_call>",
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "argu',
+        f"{CALL_TEXT}<tool_call>",
+    ):
         read = chat.read(chat.prompt([ASKED]), drifting(chat, text))
         assert (read.content, read.calls) == (text, ())
 

@@ -240,9 +240,7 @@ def test_tokens_that_follow_those_of_a_lost_trajectory_are_not_appended(monkeypa
     assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([1, 1], [1])]
 
 
-def test_complete_trajectory_is_appended_although_all_others_are_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_complete_trajectory_is_appended_although_all_others_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class WholeLeases(_Engine):
         """Takes new work only when all of its trajectories are complete, like the engine in plain torch."""
 
@@ -377,11 +375,7 @@ def test_preloaded_process_opens_its_device_only_when_it_builds_the_engine(
 
 @pytest.mark.parametrize(
     ("replica", "standby", "built_first"),
-    [
-        ("rollout/1", False, False),
-        ("standby/n1:rollout", True, True),
-        ("standby/n1:rollout.preloaded", True, False),
-    ],
+    [("rollout/1", False, False), ("standby/n1:rollout", True, True), ("standby/n1:rollout.preloaded", True, False)],
 )
 def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
     replica: str, standby: bool, built_first: bool, monkeypatch: pytest.MonkeyPatch

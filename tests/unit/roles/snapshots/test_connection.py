@@ -195,10 +195,7 @@ def test_connections_between_different_users_are_refused(keys: RunKeys, here: Sn
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", **nobody) as theirs:
         assert theirs.stdout is not None
         theirs.stdout.readline()
-        with (
-            member(keys, node=FAR) as client,
-            pytest.raises(SnapshotError, match="belongs to another user"),
-        ):
+        with member(keys, node=FAR) as client, pytest.raises(SnapshotError, match="belongs to another user"):
             client.list_snapshots()
         theirs.communicate(timeout=TIMEOUT_S)
 

@@ -101,9 +101,17 @@ class Scene:
         self.publisher = NoPublisher()
         publisher: Any = self.publisher
         self.saver = AsyncSaver(
-            me, Gang(), self.student, checkpoints, buffers, publisher, max_uncommitted, fail=self.failed.append,
-            uncommitted=self.me.uncommitted, is_checkpoint_step=lambda step: step % checkpoint_every == 0,
-        )  # fmt: skip
+            me,
+            Gang(),
+            self.student,
+            checkpoints,
+            buffers,
+            publisher,
+            max_uncommitted,
+            fail=self.failed.append,
+            uncommitted=self.me.uncommitted,
+            is_checkpoint_step=lambda step: step % checkpoint_every == 0,
+        )
 
     def save(self, number: int) -> None:
         self.student.number = number

@@ -149,8 +149,15 @@ def test_checkpoint_written_without_pickled_messages_equals_that_of_torch(played
     assert _described(ours) == _described(theirs)
     assert (ours.planner_data, ours.version) == (theirs.planner_data, theirs.version)
     alone = {"rows-7": torch.zeros(7, 4), "step": torch.tensor(0.0)}
-    read_shards(alone | {name: torch.zeros(size, dtype=dtype) for name, (dtype, size, _) in _described(ours).items()
-                         if name not in alone}, played / "ours")  # fmt: skip
+    read_shards(
+        alone
+        | {
+            name: torch.zeros(size, dtype=dtype)
+            for name, (dtype, size, _) in _described(ours).items()
+            if name not in alone
+        },
+        played / "ours",
+    )
     assert torch.equal(alone["rows-7"], torch.arange(28.0).reshape(7, 4))
     assert alone["step"] == 5.0
 
@@ -164,13 +171,20 @@ def test_invalid_shard_description_of_another_member_is_refused(tmp_path: Path, 
 
 # ── no unpickling in the package ───────────────────────────────────────────────────────────────────────────────────
 OBJECT_COLLECTIVES = {
-    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
     "recv_object_list",
-}  # fmt: skip
+}
 """Functions of torch.distributed that unpickle the data that they receive."""
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-EXCHANGES_PLANS = {"torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver",
-                   "torch.distributed.checkpoint.state_dict_loader"}  # fmt: skip
+EXCHANGES_PLANS = {
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.checkpoint.state_dict_loader",
+}
 """Modules whose save and load gather the members' plans by object collectives.
 
 They exchange nothing if ``no_dist`` tells them that there are no other members.
@@ -224,11 +238,16 @@ def test_no_module_unpickles_data_from_outside(package: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "from pickle import loads", "import cloudpickle as p", "dist.all_gather_object(a, b)",
-        "from torch.distributed import broadcast_object_list", "torch.load(path)", "torch.load(p, weights_only=False)",
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as p",
+        "dist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list",
+        "torch.load(path)",
+        "torch.load(p, weights_only=False)",
         "from torch.distributed.checkpoint.state_dict_saver import save\nsave(a, process_group=g)",
         "from torch.distributed.checkpoint.state_dict_loader import load as l\nl(a, no_dist=alone)",
     ],
-)  # fmt: skip
+)
 def test_every_form_of_unpickling_is_detected(line: str) -> None:
     assert unpickles(line) != []

@@ -160,9 +160,13 @@ def test_trainer_killed_repeatedly_ends_bit_equal(
         whole = await undisturbed(tmp_path / "whole", processes, world, steps)
         for first in range(2):
             killed = Stage(
-                tmp_path / f"killed-{first}", processes, world=world, steps=steps, snapshots=snapshots,
+                tmp_path / f"killed-{first}",
+                processes,
+                world=world,
+                steps=steps,
+                snapshots=snapshots,
                 uncommitted=uncommitted,
-            )  # fmt: skip
+            )
             async with killed.open() as stage:
                 for step, moment in enumerate((*MOMENTS, SEALED), start=1 + first):
                     await dies(stage, moment, step, rank=0 if "commit" in moment else step % world)

@@ -100,9 +100,7 @@ def test_two_own_snapshots_make_other_agents_drop_earlier_incarnations(copies: b
         assert client.forgotten == ([] if step == 1 else others)
 
 
-def test_missing_agent_is_logged_once_and_the_step_is_still_copied(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_missing_agent_is_logged_once_and_the_step_is_still_copied(caplog: pytest.LogCaptureFixture) -> None:
     client = Client()
     buffers = _buffers(client)
     client.broken = "nobody is there"

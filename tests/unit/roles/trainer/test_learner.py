@@ -168,17 +168,31 @@ def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
     student = harness.learner()
     student.number = 6
     old, new = Version(4, 1), Version(6, 2)
-    batch = Batch(7, (0,), "", (
-        Trajectory(0, 0, (2,), (3, 1), (-1.0, -1.0), (old, new), reward=1.0, training=1.5),
-        Trajectory(1, 0, (2,), (4, 4), (-1.0, -1.0), (new, new), reward=0.0, training=0.5),
-    ))  # fmt: skip
+    batch = Batch(
+        7,
+        (0,),
+        "",
+        (
+            Trajectory(0, 0, (2,), (3, 1), (-1.0, -1.0), (old, new), reward=1.0, training=1.5),
+            Trajectory(1, 0, (2,), (4, 4), (-1.0, -1.0), (new, new), reward=0.0, training=0.5),
+        ),
+    )
     metrics = harness.step(student, batch)
     assert metrics["reward"] == 0.5
     assert metrics["training_reward"] == 1.0
     assert metrics["tokens"] == 4
     assert metrics["staleness"] == 0.5
-    assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "dual_clipped", "ratio_max",
-                              "tokens", "staleness"}  # fmt: skip
+    assert metrics.keys() == {
+        "reward",
+        "training_reward",
+        "loss",
+        "drift",
+        "clipped",
+        "dual_clipped",
+        "ratio_max",
+        "tokens",
+        "staleness",
+    }
 
 
 def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:

@@ -84,9 +84,13 @@ class _Worker:
     """
 
     def __init__(
-        self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]],
+        self,
+        replica: str,
+        number: int,
+        run_dir: RunDir,
+        committed: dict[int, dict[str, Any]],
         checkpoint_every: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         incarnation = Incarnation(ReplicaId(replica), number)
         folder = str(run_dir.path)
         self.launch = Launch("tag", folder, incarnation, NodeName("n"), (), {}, folder, 1.0, False)
@@ -146,9 +150,7 @@ class _Worker:
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
-    def commit(
-        self, number: int, files: Sequence[Path], metrics: dict[str, float], digests: dict[str, Any]
-    ) -> None:  # fmt: skip
+    def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float], digests: dict[str, Any]) -> None:
         if number == self.dies_before_commit_of:
             raise _Died
         assert digests.keys() == {path.name for path in files}
@@ -159,9 +161,11 @@ class _Worker:
             self.committed_now.notify_all()
 
     def publish_written(
-        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]],
+        self,
+        number: int,
+        described: Sequence[tuple[str, str, tuple[int, ...], int]],
         writes: Iterable[Callable[[memoryview], None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         tensors: list[PackedTensor] = []
         for (name, dtype, shape, nbytes), write in zip(described, writes, strict=True):
             content = memoryview(bytearray(nbytes))

@@ -82,9 +82,7 @@ def test_member_waits_until_all_have_joined_and_leaves_on_a_stop_request(expecte
         _place(expected_text)
 
 
-def test_process_group_uses_the_interface_of_the_runs_address_or_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_process_group_uses_the_interface_of_the_runs_address_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # so that the monkeypatch removes the variables after the test
         monkeypatch.delenv(name)

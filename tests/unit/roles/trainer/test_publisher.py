@@ -309,9 +309,15 @@ def _batches(steps: int) -> list[Batch]:
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(
-            id=number, group=number // 2, prompt=(2, 3), tokens=tuple(dice.randrange(1, 13) for _ in range(3)),
-            logprobs=(-2.5,) * 3, versions=(Version(0, 1),) * 3, reward=dice.random(), training=dice.random(),
+            id=number,
+            group=number // 2,
+            prompt=(2, 3),
+            tokens=tuple(dice.randrange(1, 13) for _ in range(3)),
+            logprobs=(-2.5,) * 3,
+            versions=(Version(0, 1),) * 3,
+            reward=dice.random(),
+            training=dice.random(),
         )
         for number in range(6)
-    )  # fmt: skip
+    )
     return [Batch(number, (), f"batch {number}", trajectories) for number in range(1, steps + 1)]

@@ -91,10 +91,12 @@ def stored_snapshot(step: int, incarnation: int = 1, rank: int = 0) -> SnapshotI
 def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint:
     server_nodes = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
     me: Any = SimpleNamespace(
-        committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
+        committed=committed.number or None,
+        committed_manifest=committed.manifest,
+        node=NodeName("here"),
         job=SimpleNamespace(trainer=TrainerSettings(), steps=9),
         peers=Peers(1, 1, {}, snapshot_servers=server_nodes),
-    )  # fmt: skip
+    )
     return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
 
 
@@ -155,9 +157,12 @@ def test_member_reports_waiting_for_rank_0_during_store_requests() -> None:
 
     incarnation = Incarnation(ReplicaId("trainer/0.1"), 1)
     me: Any = SimpleNamespace(
-        blocked_on=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None,
+        blocked_on=held_up_by,
+        launch=SimpleNamespace(incarnation=incarnation),
+        node=NodeName("here"),
+        peers=None,
         job=SimpleNamespace(trainer=TrainerSettings(), steps=9),
-    )  # fmt: skip
+    )
     assert agree_on_restore_point(me, Second(1, 2), None).commit.number == 4
     assert Second.asked[0] == ["trainer/0"]
     assert not any(Second.asked[1:])

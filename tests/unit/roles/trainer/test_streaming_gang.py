@@ -120,9 +120,14 @@ def test_trainer_killed_repeatedly_between_and_in_parts_ends_bit_equal(
         steps = len(moments) + 2
         whole = await undisturbed(tmp_path / "whole", processes, world, steps, stream=True)
         killed = Stage(
-            tmp_path / "killed", processes, world=world, steps=steps, snapshots=snapshots, uncommitted=uncommitted,
+            tmp_path / "killed",
+            processes,
+            world=world,
+            steps=steps,
+            snapshots=snapshots,
+            uncommitted=uncommitted,
             stream=True,
-        )  # fmt: skip
+        )
         async with killed.open() as stage:
             for step, moment in enumerate(moments, start=1):
                 await dies(stage, moment, step, rank=0 if "commit" in moment else step % world)

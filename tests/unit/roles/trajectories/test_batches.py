@@ -34,24 +34,34 @@ def _packed(trajectory: int, group: int, tokens: int, runs: tuple[tuple[int, int
 
 def _batch() -> PackedBatch:
     trajectories = (
-        _packed(6, 3, 3, ((1, 4, 1), (2, 5, 2))), _packed(7, 3, 0, ()), _packed(14, 7, 1, ((1, 5, 2),)),
-        _packed(15, 7, 2, ((2, 5, 2),)), _packed(16, 7, 2, ((2, 4, 1),)),
-    )  # fmt: skip
+        _packed(6, 3, 3, ((1, 4, 1), (2, 5, 2))),
+        _packed(7, 3, 0, ()),
+        _packed(14, 7, 1, ((1, 5, 2),)),
+        _packed(15, 7, 2, ((2, 5, 2),)),
+        _packed(16, 7, 2, ((2, 4, 1),)),
+    )
     return PackedBatch(9, (3, 7), "digest", tuple(map(pack_tokens, _PROMPTS.values())), trajectories, stale=2)
 
 
 def _whole(trajectory: int, group: int, tokens: int, *versions: Version) -> Trajectory:
     logprobs = tuple(-0.5 * place for place in range(tokens))
-    return Trajectory(
-        trajectory, group, _PROMPTS[group], tuple(range(tokens)), logprobs, versions, 1.0, trajectory / 2
-    )  # fmt: skip
+    return Trajectory(trajectory, group, _PROMPTS[group], tuple(range(tokens)), logprobs, versions, 1.0, trajectory / 2)
 
 
 OLD, NEW = Version(4, 1), Version(5, 2)
-WHOLE = Batch(9, (3, 7), "digest", (
-    _whole(6, 3, 3, OLD, NEW, NEW), _whole(7, 3, 0), _whole(14, 7, 1, NEW), _whole(15, 7, 2, NEW, NEW),
-    _whole(16, 7, 2, OLD, OLD),
-), stale=2)  # fmt: skip
+WHOLE = Batch(
+    9,
+    (3, 7),
+    "digest",
+    (
+        _whole(6, 3, 3, OLD, NEW, NEW),
+        _whole(7, 3, 0),
+        _whole(14, 7, 1, NEW),
+        _whole(15, 7, 2, NEW, NEW),
+        _whole(16, 7, 2, OLD, OLD),
+    ),
+    stale=2,
+)
 
 
 def test_batch_is_decoded_to_plain_tuples_on_every_path() -> None:
@@ -67,9 +77,7 @@ def test_a_whole_batch_is_the_last_part_of_its_step() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
-def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(
-    world: int,
-) -> None:
+def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(world: int) -> None:
     for rank in range(world):
         mine = decode_part(shard_for(whole_part(_batch()), rank, world))
         assert mine.trajectories[rank::world] == WHOLE.trajectories[rank::world]

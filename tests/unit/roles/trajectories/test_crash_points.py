@@ -43,9 +43,13 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
         disk.note = promise
 
     script = Script(
-        folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False,
+        folder,
+        noted,
+        compact_from=COMPACTS,
+        staleness=STALENESS,
+        wait_for_late=False,
         checkpoint_every=checkpoint_every,
-    )  # fmt: skip
+    )
     try:
         script.run(STEPS - 2)
         disk.recording = False
@@ -95,9 +99,12 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
 
 
 def _crash_everywhere(
-    recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1,
+    recorded: Recorded,
+    tmp_path: Path,
+    cuts: Callable[[int, int], Iterable[int]],
+    distance: int = 1,
     checkpoint_every: int = 1,
-) -> int:  # fmt: skip
+) -> int:
     """Open and continue every folder that a crash could leave. Return the number of folders.
 
     ``cuts(start, end)`` returns the offsets at which a crash may cut off bytes that were not synced. With ``distance``,
@@ -113,9 +120,14 @@ def _crash_everywhere(
         again = script.calls[max(0, moment.note - 1) : moment.note + 1]
         try:
             check(
-                folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False,
+                folder,
+                script.promised[moment.note],
+                STEPS,
+                again,
+                staleness=STALENESS,
+                wait_for_late=False,
                 checkpoint_every=checkpoint_every,
-            )  # fmt: skip
+            )
         except BaseException as error:
             error.add_note(f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }")
             raise

@@ -180,9 +180,7 @@ def test_each_step_is_trained_exactly_once_although_the_store_is_killed_repeated
                 assert acknowledged is None or acknowledged.tokens == (token,)
 
 
-def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_refused(
-    process: StoreProcess,
-) -> None:
+def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_refused(process: StoreProcess) -> None:
     async def run() -> None:
         process.start(ALL)
         async with clients(process, ROLLOUT, OTHER) as (dead, heir):
@@ -592,9 +590,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_slow_reply_is_accepted_although_the_request_was_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this rule, no reply of a store that needs longer than the resend interval would be accepted."""
     monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
@@ -886,13 +882,21 @@ def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) ->
         answers: list[ProbeReply] = []
         probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
         me = SimpleNamespace(
-            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1",
+            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")),
+            keys=RunKeys.make(),
+            host="127.0.0.1",
             peers=None,
-            stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
-            announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
-            note=lambda text: None, idle=nullcontext, report_evaluation=lambda result: None,
+            stopping=stopping,
+            progress=lambda units: None,
+            on_peers=lambda callback: None,
+            announce=lambda listens: announced.set(),
+            on_probe=probes.on_probe,
+            answer_probe=probes.answer,
+            note=lambda text: None,
+            idle=nullcontext,
+            report_evaluation=lambda result: None,
             report_data=lambda data: None,
-        )  # fmt: skip
+        )
         cleaner = SimpleNamespace(update=lambda status: None)
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))
         async with asyncio.timeout(DEADLINE):

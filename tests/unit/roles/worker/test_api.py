@@ -811,9 +811,7 @@ def test_restarted_store_receives_the_newest_version_again(scene: Scene) -> None
     play(story)
 
 
-def test_rollout_pulls_from_another_one_if_the_trainer_died_early(
-    scene: Scene,
-) -> None:
+def test_rollout_pulls_from_another_one_if_the_trainer_died_early(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         with not_started(scene.worker(crew.TRAINER)) as trainer:

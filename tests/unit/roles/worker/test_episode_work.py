@@ -52,16 +52,18 @@ class Task:
 
 def job(**agents: object) -> RunSpec:
     return resolve(
-        Job.model_validate({
-            "run": {"name": "test", "steps": 1},
-            "task": {"function": "task_of_test_episodes:Task"},
-            "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
-            "sampling": {"max_new_tokens": 4},
-            "roles": {"agents": {"command": ["python", "player.py"], "per": "replica", **agents}},
-            "transport": {"weights": "tcp"},
-        }),
+        Job.model_validate(
+            {
+                "run": {"name": "test", "steps": 1},
+                "task": {"function": "task_of_test_episodes:Task"},
+                "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
+                "sampling": {"max_new_tokens": 4},
+                "roles": {"agents": {"command": ["python", "player.py"], "per": "replica", **agents}},
+                "transport": {"weights": "tcp"},
+            }
+        ),
         "python",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

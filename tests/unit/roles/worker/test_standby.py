@@ -208,9 +208,7 @@ def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene)
     play(story)
 
 
-def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
-    scene: Scene,
-) -> None:
+def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(scene: Scene) -> None:
     engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
 
     async def story() -> None:

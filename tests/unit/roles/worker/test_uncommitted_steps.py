@@ -17,8 +17,9 @@ def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
 
 
 FIRST = PackedPart(9, 0, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), False, 0, 2)
-SECOND = PackedPart(9, 1, (2, 3), "second", (b"", b""), (_trajectory(0.5, (1, 8), (4, 5)), _trajectory(1.0, (1, 6))),
-                    True, 6, 3)  # fmt: skip
+SECOND = PackedPart(
+    9, 1, (2, 3), "second", (b"", b""), (_trajectory(0.5, (1, 8), (4, 5)), _trajectory(1.0, (1, 6))), True, 6, 3
+)
 
 
 def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
@@ -28,9 +29,7 @@ def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
     step = steps.get(9)
     assert step.digest == "second"
     ages = {"token_age_p50": 0.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
-    assert step.metrics == {
-        "reward": 0.625, "parts": 2.0, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3),
-    }  # fmt: skip
+    assert step.metrics == {"reward": 0.625, "parts": 2.0, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3)}
     whole = UncommittedSteps(4)
     every = FIRST.trajectories + SECOND.trajectories
     whole.add(msgspec.structs.replace(SECOND, index=0, groups=(4, 2, 3), trajectories=every))

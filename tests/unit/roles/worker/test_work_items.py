@@ -42,17 +42,37 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
 @pytest.mark.parametrize(
     ("wrong", "finished", "message"),
     [
-        (segment(4, 1, 2), [], "segment of trajectory 4 (group 1): its offset is 1, expected 0, the number of tokens"
-         " that the trajectory has: those of item.so_far, and those appended since"),
-        (segment(7, 0, 3), [], "segment of trajectory 7 (group 2): its offset is 0, expected 2, the number of tokens"
-         " that the trajectory has: those of item.so_far, and those appended since"),
-        (segment(7, 2, 2, 2, 2, 2), [], "segment of trajectory 7 (group 2): it has 4 tokens, but only 3 may still be"
-         " appended (item.max_new less the tokens appended since the lease)"),
+        (
+            segment(4, 1, 2),
+            [],
+            "segment of trajectory 4 (group 1): its offset is 1, expected 0, the number of tokens"
+            " that the trajectory has: those of item.so_far, and those appended since",
+        ),
+        (
+            segment(7, 0, 3),
+            [],
+            "segment of trajectory 7 (group 2): its offset is 0, expected 2, the number of tokens"
+            " that the trajectory has: those of item.so_far, and those appended since",
+        ),
+        (
+            segment(7, 2, 2, 2, 2, 2),
+            [],
+            "segment of trajectory 7 (group 2): it has 4 tokens, but only 3 may still be"
+            " appended (item.max_new less the tokens appended since the lease)",
+        ),
         (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
-        (segment(1, 0, 2), [], "a segment: 1 is not the id of a trajectory that was leased to this process"
-         " (item.trajectory); the leased trajectories are 4, 7"),
-        (Segment(4, 0, (2, 3), (-0.5,), V0), [], "segment of trajectory 4: the number of tokens is 2, but the number"
-         " of log-probabilities is 1; they must be equal"),
+        (
+            segment(1, 0, 2),
+            [],
+            "a segment: 1 is not the id of a trajectory that was leased to this process"
+            " (item.trajectory); the leased trajectories are 4, 7",
+        ),
+        (
+            Segment(4, 0, (2, 3), (-0.5,), V0),
+            [],
+            "segment of trajectory 4: the number of tokens is 2, but the number"
+            " of log-probabilities is 1; they must be equal",
+        ),
         (Segment(4, 0, (2,), (float("nan"),), V0), [], "segment of trajectory 4: a log-probability is not finite"),
         (segment(4, 0, 2**31), [], "segment of trajectory 4: "),
         (Segment(4, 0, (2.5,), (-0.5,), V0), [], "segment of trajectory 4: "),  # type: ignore[arg-type]
@@ -60,7 +80,7 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
         (segment(4, 0, 2), ["4"], "finished: '4' is not the id of a trajectory"),
         (segment(7, 2, 2), [4], "finished: trajectory 4 (group 1) has no tokens; append one"),
     ],
-)  # fmt: skip
+)
 def test_mistake_in_an_append_is_one_line_that_names_the_trajectory(
     leased: LeasedTrajectories, wrong: Segment, finished: list[int], message: str
 ) -> None:

@@ -74,9 +74,11 @@ async def listening(
 
 @asynccontextmanager
 async def dialling(
-    find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS,
+    find: Callable[[], Address | None],
+    hello: tuple[Any, ...] = (),
+    keys: RunKeys = KEYS,
     bounds: sockets.Bounds = sockets.CONTROL_BOUNDS,
-) -> AsyncGenerator[Dialer]:  # fmt: skip
+) -> AsyncGenerator[Dialer]:
     dialer = Dialer(keys, DOWN, find, lambda: hello, bounds)
     task = asyncio.create_task(dialer.run())
     try:

@@ -41,8 +41,12 @@ runs = st.tuples(st.sets(st.integers(0, 250), max_size=200), st.integers(1, 20))
 def test_replica_names_are_in_natural_order() -> None:
     members = [ReplicaId("rollout/1.10"), ReplicaId("rollout/1.9")]
     assert sorted([*names(10, 2, 1), *members], key=natural_sort_key) == [
-        "rollout/1", "rollout/1.9", "rollout/1.10", "rollout/2", "rollout/10",
-    ]  # fmt: skip
+        "rollout/1",
+        "rollout/1.9",
+        "rollout/1.10",
+        "rollout/2",
+        "rollout/10",
+    ]
 
 
 def test_chain_head_pulls_from_publisher_and_others_from_predecessor() -> None:
@@ -54,8 +58,10 @@ def test_chain_head_pulls_from_publisher_and_others_from_predecessor() -> None:
 def test_two_chains_begin_at_the_publisher_and_two_at_each_end_of_a_chain() -> None:
     holders = [PUBLISHER, *rollouts(60)]
     assert [requested_sources(head, holders)[0] for head in range(0, 56, 8)] == [
-        "trainer/0", "trainer/0", *names(7, 7, 15, 15, 23)
-    ]  # fmt: skip
+        "trainer/0",
+        "trainer/0",
+        *names(7, 7, 15, 15, 23),
+    ]
     assert requested_sources(56, holders) == [
         *names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0),
         "trainer/0",
@@ -122,8 +128,11 @@ def test_no_knowledge_of_receivers_leads_to_a_cycle_of_waits(
     complete = {index for index in there if chance.random() < 0.3}
     waits: dict[int, list[int]] = {}
     for index in there - complete:
-        announced = [rollout(one, NEW if one in complete and chance.random() < 0.5 else OLD)
-                for one in there if chance.random() < 0.8 or one == index]  # fmt: skip
+        announced = [
+            rollout(one, NEW if one in complete and chance.random() < 0.5 else OLD)
+            for one in there
+            if chance.random() < 0.8 or one == index
+        ]
         chance.shuffle(announced)
         plan = requested_sources(index, [PUBLISHER, *announced] if chance.random() < 0.5 else announced, chain)
         assert len(plan) == len(set(plan))

@@ -418,8 +418,13 @@ def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> None:
 
 
 def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> None:
-    mad = [(nixl._KIND_READ, 0, b""), (nixl._KIND_PIECE, 10, bytes(8)), (nixl._KIND_METADATA, 100, bytes(100)),
-           (nixl._KIND_BYTES, 34, bytes(34)), (9, 0, b"")]  # fmt: skip
+    mad = [
+        (nixl._KIND_READ, 0, b""),
+        (nixl._KIND_PIECE, 10, bytes(8)),
+        (nixl._KIND_METADATA, 100, bytes(100)),
+        (nixl._KIND_BYTES, 34, bytes(34)),
+        (9, 0, b""),
+    ]
 
     async def test() -> None:
         async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
@@ -438,9 +443,11 @@ def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> N
 
 
 def test_source_with_invalid_frames_is_refused() -> None:
-    mad = [((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
-           ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1,
-           b""), "unexpected")]  # fmt: skip
+    mad = [
+        ((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
+        ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"),
+        ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "unexpected"),
+    ]
 
     async def test() -> None:
         async with transport_for("nixl") as pipe:

@@ -16,10 +16,21 @@ from rrl.tests.support.weights.transports import KINDS, TRANSPORTS_ENV
 from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
-MODULES = ("test_nixl.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py",
-           "../../../security/test_ports.py")  # fmt: skip
-MAIN = ("test_nixl.py", "test_pull.py", "-k", "connection_abandoned or moment_of_an_abort or reader_killed or "
-        "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks")  # fmt: skip
+MODULES = (
+    "test_nixl.py",
+    "test_pull.py",
+    "test_seam.py",
+    "test_swarm.py",
+    "test_torture.py",
+    "../../../security/test_ports.py",
+)
+MAIN = (
+    "test_nixl.py",
+    "test_pull.py",
+    "-k",
+    "connection_abandoned or moment_of_an_abort or reader_killed or "
+    "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks",
+)
 """Arguments that select tests of a few seconds.
 
 In them versions are read, corrupt chunks are refused, and aborted connections and dead peers leave nothing behind.

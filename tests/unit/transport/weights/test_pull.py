@@ -553,9 +553,10 @@ def test_waiting_request_occupies_only_its_connection_and_ends_with_it(kind: str
             with publisher.publishing():
                 async with transport_for(kind) as other:
                     await connected(other, at)
-                    asking = [asyncio.create_task(other.fetch(at, VERSION, range(8), memoryview(bytearray(8)),
-                    TIMEOUT_S))
-                              for _ in range(100)]  # fmt: skip
+                    asking = [
+                        asyncio.create_task(other.fetch(at, VERSION, range(8), memoryview(bytearray(8)), TIMEOUT_S))
+                        for _ in range(100)
+                    ]
                     await until(lambda: publisher.store._waiting != {})
                     assert len(publisher.store._waiting) == connections(pipe) == 1
                     for task in asking:

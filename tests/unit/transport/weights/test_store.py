@@ -246,9 +246,10 @@ def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it() 
     async def test() -> None:
         with store.awaiting(V1):
             store.begin(manifest)
-            waiting = [asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300, 600),
-            index)))
-                       for index in range(3)]  # fmt: skip
+            waiting = [
+                asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300, 600), index)))
+                for index in range(3)
+            ]
             while len(store._waiting) < 3:
                 await asyncio.sleep(0)
             await asyncio.to_thread(fill, store, manifest, flat, [0])  # not what they wait for

@@ -42,8 +42,12 @@ NEWER = Version(4, 1)
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow connections more time. A source without a connection then counts as dead only after a kernel error."""
-    for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
-                         (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
+    for module, name in (
+        (connection, "HANDSHAKE_TIMEOUT_S"),
+        (tcp, "CONNECT_TIMEOUT_S"),
+        (ucx, "CONNECT_TIMEOUT_S"),
+        (pull, "FIRST_CHUNK_TIMEOUT_S"),
+    ):
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
 
@@ -141,10 +145,13 @@ def test_late_receiver_pulls_nothing_from_the_publisher(kind: str, run: Run) -> 
                 manifest = late.spy.transport.manifest
 
                 async def noted(
-                    address: str, version: Version, timeout: float,
-                    starvation_timeout: float = STARVATION_TIMEOUT_S, asked: list[str] = asked,
+                    address: str,
+                    version: Version,
+                    timeout: float,
+                    starvation_timeout: float = STARVATION_TIMEOUT_S,
+                    asked: list[str] = asked,
                     ask: object = manifest,
-                ) -> Manifest:  # fmt: skip
+                ) -> Manifest:
                     asked.append(address)
                     return await ask(address, version, timeout, starvation_timeout)  # type: ignore[operator, no-any-return]
 

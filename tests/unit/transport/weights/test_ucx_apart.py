@@ -23,10 +23,15 @@ STRANGERS = "../../../security/test_ports.py"
 WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
 """Tests that ``make test`` runs over UCX completely, for pytest's option ``-k``."""
 REPRESENTATIVE = (
-    "pull_transfers_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "source_of_corrupt_chunks",
-    "death_of_a_receiver_during_a_send", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
+    "pull_transfers_every_byte",
+    "a_late_joiner_pulls",
+    "source_killed_in_mid_pull",
+    "source_of_corrupt_chunks",
+    "death_of_a_receiver_during_a_send",
+    "not_written_to_after_its_fetch_was_given_up",
+    "chunks_pass_down_the_chain",
     "receiver_skips_a_dead_or_hung_neighbour",
-)  # fmt: skip
+)
 """Parts of the names of other tests that ``make test`` runs over UCX: transfers, deaths, late joiners and relays."""
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
@@ -44,8 +49,11 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
     child = subprocess.run(
         [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole],
         env=os.environ | {TRANSPORTS_ENV: "ucx"},
-        capture_output=True, text=True, timeout=timeout_s, cwd=HERE.parents[3],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=HERE.parents[3],
+    )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
 

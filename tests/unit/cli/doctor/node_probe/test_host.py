@@ -57,17 +57,16 @@ def test_reader_that_hangs_or_raises_is_unavailable_and_the_others_answer() -> N
     results = run_readers(readers, 0.5)
     never.set()
     assert results == {
-        "well": 7, "broken": Unavailable("ValueError: two lines"),
+        "well": 7,
+        "broken": Unavailable("ValueError: two lines"),
         "hangs": Unavailable("no answer within 0.5 s", UnavailableCause.TIMEOUT),
         "gone": Unavailable("/nope: No such file or directory", UnavailableCause.NOT_FOUND),
-    }  # fmt: skip
+    }
 
 
 def test_ucx_transports_are_parsed_with_their_devices() -> None:
     assert parse_ucx(UCX_INFO, "x") == Ucx(
-        "1.21.0",
-        {"rc_mlx5": ("mlx5_0:1",), "dc_mlx5": ("mlx5_0:1",), "tcp": ("eth0", "lo"), "posix": ("memory",)},
-        "x",
+        "1.21.0", {"rc_mlx5": ("mlx5_0:1",), "dc_mlx5": ("mlx5_0:1",), "tcp": ("eth0", "lo"), "posix": ("memory",)}, "x"
     )
     assert parse_ucx("# UCT version=1.13.1 revision 0\n").version == "1.13.1"
     assert parse_ucx("nothing of the kind") == Ucx("", {}, "")

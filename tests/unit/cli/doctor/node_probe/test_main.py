@@ -118,9 +118,15 @@ def test_missing_arguments_print_the_usage() -> None:
 # ── other peer────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     "expected_text",
-    [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
-     '{"nonce":"ü"}\n'.encode()],
-)  # fmt: skip
+    [
+        b'{"nonce":"guessed","at":"x"}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\n",
+        b"\xff" * 4096,
+        b'{"nonce":7}\n',
+        '{"nonce":"ü"}\n'.encode(),
+    ],
+)
 def test_peer_without_the_nonce_is_disconnected(login: ReportListener, expected_text: bytes) -> None:
     with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as foreign:
         foreign.settimeout(TIMEOUT_S)

@@ -57,20 +57,38 @@ def test_drain_on_slurm_concerns_every_user_and_moves_a_whole_gang(root: Path) -
 @pytest.mark.parametrize(
     ("fault", "effect", "words"),
     [
-        (Fault("i1", FaultKind.FREEZE, "rollout/1", seconds=10.0), "It ends by itself after 10 s.",
-         "inject quick-7 freeze --target rollout/1 --for 10s"),
-        (Fault("i1", FaultKind.FREEZE, "rollout/1"), "It does not end by itself.",
-         "inject quick-7 freeze --target rollout/1"),
-        (Fault("i1", FaultKind.EXIT, "reward/0", amount=3.0), "reward/0#1 on n1 exits with code 3.",
-         "inject quick-7 exit --target reward/0 --amount 3"),
-        (Fault("i1", FaultKind.CRASH, "rollout/1"), "The node n4 (of rollout/1) is lost, with everything on it.",
-         "inject quick-7 crash --target rollout/1"),
-        (Fault("i1", FaultKind.CRASH, "n5"), "The node n5 is lost, with everything on it.",
-         "inject quick-7 crash --target n5"),
-        (Fault("i1", FaultKind.DISK_FULL, seconds=2.0), "The file system of the run directory is filled up.",
-         "inject quick-7 disk_full --for 2s"),
+        (
+            Fault("i1", FaultKind.FREEZE, "rollout/1", seconds=10.0),
+            "It ends by itself after 10 s.",
+            "inject quick-7 freeze --target rollout/1 --for 10s",
+        ),
+        (
+            Fault("i1", FaultKind.FREEZE, "rollout/1"),
+            "It does not end by itself.",
+            "inject quick-7 freeze --target rollout/1",
+        ),
+        (
+            Fault("i1", FaultKind.EXIT, "reward/0", amount=3.0),
+            "reward/0#1 on n1 exits with code 3.",
+            "inject quick-7 exit --target reward/0 --amount 3",
+        ),
+        (
+            Fault("i1", FaultKind.CRASH, "rollout/1"),
+            "The node n4 (of rollout/1) is lost, with everything on it.",
+            "inject quick-7 crash --target rollout/1",
+        ),
+        (
+            Fault("i1", FaultKind.CRASH, "n5"),
+            "The node n5 is lost, with everything on it.",
+            "inject quick-7 crash --target n5",
+        ),
+        (
+            Fault("i1", FaultKind.DISK_FULL, seconds=2.0),
+            "The file system of the run directory is filled up.",
+            "inject quick-7 disk_full --for 2s",
+        ),
     ],
-)  # fmt: skip
+)
 def test_fault_is_described_with_its_target_and_its_command(root: Path, fault: Fault, effect: str, words: str) -> None:
     story = allowing()
     change = injection_of(watched(story, root), story.recorded(), fault)

@@ -272,8 +272,12 @@ def test_run_shows_new_steps_as_they_are_recorded(root: Path) -> None:
 
     async def scene(top: Top) -> None:
         await top.shows("quick-7  ● running   step 12/40", "#2  n3    generate", "on login1")
-        goes_on(story, run, ev.StepCommitted(story.incarnation("trainer/0"), 13, {"reward": 0.5}),
-                ev.VersionAvailable(story.incarnation("rollout/1"), Version(13, 1)))  # fmt: skip
+        goes_on(
+            story,
+            run,
+            ev.StepCommitted(story.incarnation("trainer/0"), 13, {"reward": 0.5}),
+            ev.VersionAvailable(story.incarnation("rollout/1"), Version(13, 1)),
+        )
         await top.shows("step 13/40", "v13")
 
     play(scene, story.now, opened=run)

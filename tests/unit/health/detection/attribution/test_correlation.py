@@ -21,8 +21,14 @@ from rrl.health.detection.attribution.correlation import (
 )
 
 
-def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", component: str = "/data", proof: bool = False,
-       verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
+def on(
+    node: str,
+    cause: Cause = Cause.STORAGE,
+    detector: str = "mount",
+    component: str = "/data",
+    proof: bool = False,
+    verdict: Verdict = Verdict.FAIL,
+) -> Finding:
     evidence = (Evidence("host", f"{component} does not answer", 0.0),)
     return Finding(
         detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, component=component
@@ -180,8 +186,10 @@ def test_nodes_reported_down_are_not_held_back() -> None:
     down = [lost(index, detector="node_down", proof=True) for index in range(3)]
     assert set(run.finds(*down).values()) == {FAIL}
     silent = [lost(index) for index in range(3, 6)]
-    assert run.finds(*down, *silent) == {**dict.fromkeys(("n0", "n1", "n2"), FAIL),
-                                         **dict.fromkeys(("n3", "n4", "n5", "run"), WARN)}  # fmt: skip
+    assert run.finds(*down, *silent) == {
+        **dict.fromkeys(("n0", "n1", "n2"), FAIL),
+        **dict.fromkeys(("n3", "n4", "n5", "run"), WARN),
+    }
 
 
 def test_excluded_nodes_do_not_hold_back_findings_of_others() -> None:
@@ -221,15 +229,26 @@ def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
     """Stop the heartbeats of workers at the given times. Each worker is on its own node, which still sends messages."""
-    run.context = replace(run.context, silent_workers={
-        Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
-    })  # fmt: skip
+    run.context = replace(
+        run.context,
+        silent_workers={
+            Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at)
+            for index, (name, at) in enumerate(began.items())
+        },
+    )
 
 
 def silence(name: str, since: float) -> Finding:
     evidence = (Evidence("manager", "no heartbeat for 10 s after the last one", since),)
-    return Finding("worker_silence", FAIL, Cause.PROCESS, Remedy.RESTART, since, evidence,
-                   incarnation=Incarnation(ReplicaId(name), 1))  # fmt: skip
+    return Finding(
+        "worker_silence",
+        FAIL,
+        Cause.PROCESS,
+        Remedy.RESTART,
+        since,
+        evidence,
+        incarnation=Incarnation(ReplicaId(name), 1),
+    )
 
 
 def test_workers_silent_on_three_nodes_are_held_back_for_a_while_and_only_once() -> None:
@@ -313,10 +332,7 @@ def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
 
 @pytest.mark.parametrize(
     ("cause", "detector", "shared"),
-    [
-        (Cause.FABRIC, "port_down", "the shared fabric"),
-        (Cause.STORAGE, "mount", "the shared storage"),
-    ],
+    [(Cause.FABRIC, "port_down", "the shared fabric"), (Cause.STORAGE, "mount", "the shared storage")],
 )
 def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
     cause: Cause, detector: str, shared: str

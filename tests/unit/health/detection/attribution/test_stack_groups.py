@@ -47,8 +47,11 @@ def gang(*stacks: Stack) -> dict[Incarnation, dict[int, str]]:
 def test_dump_is_parsed_into_threads_with_innermost_frame_first() -> None:
     main, link = parse(DUMP)
     assert [str(frame) for frame in main.frames] == [
-        "wait (threading.py:320)", "strike (main_thread.py:69)", "roll (main.py:51)", "<module> (<string>:5)"
-    ]  # fmt: skip
+        "wait (threading.py:320)",
+        "strike (main_thread.py:69)",
+        "roll (main.py:51)",
+        "<module> (<string>:5)",
+    ]
     assert (main.state, link.name, link.state) == ("idle", "rrl-link", "active+gil")
     assert main_thread(DUMP) == main
 

@@ -103,8 +103,13 @@ def test_stalled_run_blames_the_service_at_the_end_of_the_chain() -> None:
     assert finding.cause == Cause.HANG
     assert not finding.proof
     assert [one.text.split(":")[0] for one in finding.evidence] == [
-        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "further waiting replicas"
-    ]  # fmt: skip
+        "trajectories/0",
+        "reward/0",
+        "rollout/0",
+        "rollout/1",
+        "rollout/2",
+        "further waiting replicas",
+    ]
 
 
 def test_working_service_is_not_blamed_for_long_waits() -> None:
@@ -337,8 +342,10 @@ def test_blame_does_not_depend_on_the_order_of_findings() -> None:
 
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
-    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(view, LIMITS, trace.now)[0]))
-           for view in trace.monitor.workers()]  # fmt: skip
+    raw = [
+        next(f for detector in PROGRESS_DETECTORS if (f := detector(view, LIMITS, trace.now)[0]))
+        for view in trace.monitor.workers()
+    ]
     assert len(raw) == 6
     blamed = blame_ends_of_wait_chains(raw, trace.monitor)
     assert blamed == blame_ends_of_wait_chains(raw[::-1], trace.monitor) == trace.findings()

@@ -302,9 +302,7 @@ def test_later_step_that_compiles_again_or_evaluates_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "publish"])
-def test_storage_stalled_for_minutes_is_no_hang_in_phases_that_do_not_compute(
-    phase: str,
-) -> None:
+def test_storage_stalled_for_minutes_is_no_hang_in_phases_that_do_not_compute(phase: str) -> None:
     trace = training(2)
     for incarnation in RANKS[:2]:
         trace.enter(incarnation, phase)

@@ -82,8 +82,9 @@ def test_silent_agent_and_silent_replicas_fail_the_node() -> None:
     finding = trace.only(due)
     assert (finding.since, finding.remedy, finding.proof) == (last, Remedy.EXCLUDE, False)
     assert [one.text for one in finding.evidence] == [
-        "agent agent/n1#1 is silent", "silent too: rollout/0#1, rollout/1#1"
-    ]  # fmt: skip
+        "agent agent/n1#1 is silent",
+        "silent too: rollout/0#1, rollout/1#1",
+    ]
 
 
 def test_node_with_one_responsive_replica_does_not_fail() -> None:
@@ -91,8 +92,10 @@ def test_node_with_one_responsive_replica_does_not_fail() -> None:
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(100)
     assert trace.found() == {
-        warn("node_lost", "n1"), fail("worker_silence", ROLLOUTS[0]), fail("agent_silence", agent_of("n1")),
-    }  # fmt: skip
+        warn("node_lost", "n1"),
+        fail("worker_silence", ROLLOUTS[0]),
+        fail("agent_silence", agent_of("n1")),
+    }
 
 
 def test_silent_spare_node_only_warns_and_its_agent_fails() -> None:
@@ -117,8 +120,9 @@ def test_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(15)
     assert trace.found() == {
-        fail("exit_record", agent_of("n1")), *(unknown("worker_silence", incarnation) for incarnation in ROLLOUTS[:2])
-    }  # fmt: skip
+        fail("exit_record", agent_of("n1")),
+        *(unknown("worker_silence", incarnation) for incarnation in ROLLOUTS[:2]),
+    }
 
 
 def test_overdue_launch_on_a_silent_node_is_the_second_witness() -> None:

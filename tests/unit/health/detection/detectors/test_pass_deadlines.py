@@ -54,11 +54,7 @@ def minutes_until_found(phase: str, load: Load | None, ended_passes: int) -> flo
     ],
 )
 def test_deadline_is_never_longer_in_a_later_pass(
-    phase: str,
-    load: Load | None,
-    first: float,
-    second_to_fourth: float,
-    later: float,
+    phase: str, load: Load | None, first: float, second_to_fourth: float, later: float
 ) -> None:
     found = [minutes_until_found(phase, load, ended_passes) for ended_passes in (0, 1, 2, 3, 4, 8)]
     assert found == pytest.approx([first, *[second_to_fourth] * 3, *[later] * 2], abs=0.6)

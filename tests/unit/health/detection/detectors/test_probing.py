@@ -38,7 +38,7 @@ from rrl.tests.support.health.traces import (
     fail,
     until_found,
     warn,
-)  # fmt: skip
+)
 
 ROBUSTRL = 60.0
 """Time (s) without tokens after which RobustRL sends its heartbeat (docs/sources.md)."""
@@ -484,10 +484,14 @@ def test_long_usual_time_between_tokens_delays_the_probe() -> None:
     assert [at - last for at, _ in trace.probed_at] == [150.0]
 
 
-@pytest.mark.parametrize("phase", [
-    p.name for p in PHASES.values()
-    if p.calls_services or (not p.progresses and p.name != "serve" and (p.waits_for is None or p.own_work))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "phase",
+    [
+        p.name
+        for p in PHASES.values()
+        if p.calls_services or (not p.progresses and p.name != "serve" and (p.waits_for is None or p.own_work))
+    ],
+)
 def test_phases_with_users_code_or_without_progress_are_not_probed(phase: str) -> None:
     trace = Trace().node("n1", ROLLOUT, phase=phase)
     trace.answers, trace.loads = {}, {ROLLOUT: IDLE}

@@ -35,7 +35,7 @@ from rrl.tests.support.health.traces import (
     fail,
     unknown,
     warn,
-)  # fmt: skip
+)
 
 
 def before(moment: float) -> float:
@@ -786,9 +786,19 @@ def test_every_detector_is_in_the_ladder_by_strength_of_evidence() -> None:
     assert names[7:9] == ["engine_dead", "no_answer"], "reports of the replica itself must come before deadlines"
     assert names[-2:] == ["suspected", "straggler"], "detectors that only warn must come last"
     assert set(names[6:]) == {
-        "agent_silence", "engine_dead", "no_answer", "no_progress", "phase_overdue", "computes_nothing", "load_stalled",
-        "wait_overdue", "wait_long", "idle", "suspected", "straggler",
-    }  # fmt: skip
+        "agent_silence",
+        "engine_dead",
+        "no_answer",
+        "no_progress",
+        "phase_overdue",
+        "computes_nothing",
+        "load_stalled",
+        "wait_overdue",
+        "wait_long",
+        "idle",
+        "suspected",
+        "straggler",
+    }
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -800,8 +810,10 @@ def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     trace.play(300)
     trace.monitor.on_node_status(NodeName("n2"), "down", "", trace.now)
     assert trace.found() == {
-        fail("worker_silence", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_down", "n2")
-    }  # fmt: skip
+        fail("worker_silence", ROLLOUTS[0]),
+        fail("no_progress", ROLLOUTS[1]),
+        fail("node_down", "n2"),
+    }
     trace.restart()
     began = trace.now
     assert trace.found() == set()

@@ -344,8 +344,11 @@ def test_read_all_returns_one_reading_of_each_reader_without_an_event_loop(tmp_p
     kinds = (readers.Good, readers.HangsInC, readers.Dies, readers.IsAbsent)
     found = read_all([place(kind) for kind in kinds], 1.0, ReaderOptions(proc=str(tmp_path)))
     assert [(reading.reader, reading.state) for reading in found] == [
-        ("good", "read"), ("stuck", "hung"), ("dies", "broken"), ("absent", "absent"),
-    ]  # fmt: skip
+        ("good", "read"),
+        ("stuck", "hung"),
+        ("dies", "broken"),
+        ("absent", "absent"),
+    ]
     assert count(found[0]) == 1
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
 

@@ -19,16 +19,43 @@ from rrl.tests.support.nvml.driver import FakeDriver, Value
 from rrl.tests.support.nvml.reading import read_in_child
 
 VALUES: dict[str, Value] = {
-    "recovery_action": "drain_and_reset", "ecc_volatile_corrected": 11, "ecc_volatile_uncorrected": 12,
-    "ecc_aggregate_corrected": 1 << 40, "ecc_aggregate_uncorrected": 14, "remapped_corrected": 15,
-    "remapped_uncorrected": 16, "remap_pending": True, "remap_failed": True, "retired_corrected": 19,
-    "retired_uncorrected": 20, "retired_pending": True, "temperature": 22, "temperature_slowdown": 23,
-    "temperature_shutdown": 24, "temperature_memory": 25, "temperature_memory_max": 26,
-    "clock_reasons": ("sw_power_cap", "hw_thermal"), "clock_sm": 28, "clock_sm_max": 29, "power": 30,
-    "power_limit": 31, "utilization": 32, "memory_used": 5 << 30, "memory_total": 80 << 30, "pcie_replays": 35,
-    "pcie_gen": 3, "pcie_gen_max": 4, "pcie_width": 8, "pcie_width_max": 16, "fabric_state": "in_progress",
-    "mig": True, "uuid": "GPU-1", "name": "NVIDIA H100", "serial": "123", "vbios": "96.00",
-}  # fmt: skip
+    "recovery_action": "drain_and_reset",
+    "ecc_volatile_corrected": 11,
+    "ecc_volatile_uncorrected": 12,
+    "ecc_aggregate_corrected": 1 << 40,
+    "ecc_aggregate_uncorrected": 14,
+    "remapped_corrected": 15,
+    "remapped_uncorrected": 16,
+    "remap_pending": True,
+    "remap_failed": True,
+    "retired_corrected": 19,
+    "retired_uncorrected": 20,
+    "retired_pending": True,
+    "temperature": 22,
+    "temperature_slowdown": 23,
+    "temperature_shutdown": 24,
+    "temperature_memory": 25,
+    "temperature_memory_max": 26,
+    "clock_reasons": ("sw_power_cap", "hw_thermal"),
+    "clock_sm": 28,
+    "clock_sm_max": 29,
+    "power": 30,
+    "power_limit": 31,
+    "utilization": 32,
+    "memory_used": 5 << 30,
+    "memory_total": 80 << 30,
+    "pcie_replays": 35,
+    "pcie_gen": 3,
+    "pcie_gen_max": 4,
+    "pcie_width": 8,
+    "pcie_width_max": 16,
+    "fabric_state": "in_progress",
+    "mig": True,
+    "uuid": "GPU-1",
+    "name": "NVIDIA H100",
+    "serial": "123",
+    "vbios": "96.00",
+}
 """Fields of one GPU, with different values in all fields that could be confused."""
 
 
@@ -67,9 +94,16 @@ def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlRe
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "none"), (1, "gpu_reset"), (2, "node_reboot"), (3, "drain_p2p"), (4, "drain_and_reset"), (7, "system_reboot"),
-     (8, "unknown (8)")],
-)  # fmt: skip
+    [
+        (0, "none"),
+        (1, "gpu_reset"),
+        (2, "node_reboot"),
+        (3, "drain_p2p"),
+        (4, "drain_and_reset"),
+        (7, "system_reboot"),
+        (8, "unknown (8)"),
+    ],
+)
 def test_recovery_action_is_reported_by_name(driver: FakeDriver, reader: NvmlReader, number: int, text: str) -> None:
     driver.set(0, "recovery_action", number)
     assert reader.read().gpus[0].recovery_action == text

@@ -14,7 +14,7 @@ import pytest
 from rrl.core.command_runner import CommandResult
 from rrl.manager.cluster.base import Refused, Unanswered
 from rrl.manager.cluster.slurm import commands
-from rrl.manager.cluster.slurm.commands import (  # fmt: skip
+from rrl.manager.cluster.slurm.commands import (
     Budget,
     NoCluster,
     environment,
@@ -104,8 +104,17 @@ def test_answer_of_slurm_is_not_taken_for_a_lost_one() -> None:
 
 
 def test_environment_drops_job_variables_and_keeps_slurm_conf() -> None:
-    given = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SBATCH_PARTITION": "p", "SQUEUE_FORMAT": "%i", "SRUN_X": "1",
-             "PMIX_RANK": "0", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "de_DE"}  # fmt: skip
+    given = {
+        "SLURM_CONF": "/c",
+        "SLURM_JOB_ID": "7",
+        "SBATCH_PARTITION": "p",
+        "SQUEUE_FORMAT": "%i",
+        "SRUN_X": "1",
+        "PMIX_RANK": "0",
+        "PATH": "/bin",
+        "SLURMISH": "kept",
+        "LC_ALL": "de_DE",
+    }
     assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "C"}
 
 

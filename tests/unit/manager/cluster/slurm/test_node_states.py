@@ -16,14 +16,37 @@ from rrl.manager.cluster.slurm.parsing import read_nodes
 from rrl.manager.cluster.slurm.requests import read_partitions
 
 UP, UNKNOWN, LEAVING, DRAINING, DOWN = (
-    NodeState.UP, NodeState.UNKNOWN, NodeState.LEAVING, NodeState.DRAINING, NodeState.DOWN
-)  # fmt: skip
+    NodeState.UP,
+    NodeState.UNKNOWN,
+    NodeState.LEAVING,
+    NodeState.DRAINING,
+    NodeState.DOWN,
+)
 BASES = ("DOWN", "IDLE", "ALLOCATED", "ERROR", "MIXED", "FUTURE", "UNKNOWN")
 FLAGS = (
-    "BLOCKED", "CLOUD", "COMPLETING", "DRAIN", "DYNAMIC_FUTURE", "DYNAMIC_NORM", "EXTERNAL", "INVALID_REG", "FAIL",
-    "MAINTENANCE", "POWER_DOWN", "POWER_UP", "PERFCTRS", "POWERED_DOWN", "REBOOT_REQUESTED", "REBOOT_ISSUED",
-    "RESERVED", "RESUME", "NOT_RESPONDING", "PLANNED", "POWERING_UP", "POWERING_DOWN",
-)  # fmt: skip
+    "BLOCKED",
+    "CLOUD",
+    "COMPLETING",
+    "DRAIN",
+    "DYNAMIC_FUTURE",
+    "DYNAMIC_NORM",
+    "EXTERNAL",
+    "INVALID_REG",
+    "FAIL",
+    "MAINTENANCE",
+    "POWER_DOWN",
+    "POWER_UP",
+    "PERFCTRS",
+    "POWERED_DOWN",
+    "REBOOT_REQUESTED",
+    "REBOOT_ISSUED",
+    "RESERVED",
+    "RESUME",
+    "NOT_RESPONDING",
+    "PLANNED",
+    "POWERING_UP",
+    "POWERING_DOWN",
+)
 """Base states and flags as scontrol prints them (node_states and node_state_flags in slurm_protocol_defs.c)."""
 LONG = (
     "inval maint reboot draining drained failing fail reboot_issued cancel_reboot cloud external power_down power_up"
@@ -40,20 +63,53 @@ COMPACT = (
 @pytest.mark.parametrize(
     ("text", "state"),
     [
-        ("IDLE", UP), ("ALLOCATED+COMPLETING", UP), ("MIXED+PLANNED", UP), ("alloc+", UP), ("mix-", UP), ("npc", UP),
-        ("maint", UP), ("IDLE+MAINTENANCE+RESERVED", UP), ("mixed$", UP), ("blocked", UP), ("IDLE+DYNAMIC_NORM", UP),
-        ("idle*", UNKNOWN), ("mixed*", UNKNOWN), ("maint*", UNKNOWN), ("IDLE+POWERING_UP", UNKNOWN),
-        ("alloc#", UNKNOWN), ("FUTURE", UNKNOWN), ("NEWSTATE", UNKNOWN), ("MIXED+NEWFLAG", UNKNOWN), ("?", UNKNOWN),
+        ("IDLE", UP),
+        ("ALLOCATED+COMPLETING", UP),
+        ("MIXED+PLANNED", UP),
+        ("alloc+", UP),
+        ("mix-", UP),
+        ("npc", UP),
+        ("maint", UP),
+        ("IDLE+MAINTENANCE+RESERVED", UP),
+        ("mixed$", UP),
+        ("blocked", UP),
+        ("IDLE+DYNAMIC_NORM", UP),
+        ("idle*", UNKNOWN),
+        ("mixed*", UNKNOWN),
+        ("maint*", UNKNOWN),
+        ("IDLE+POWERING_UP", UNKNOWN),
+        ("alloc#", UNKNOWN),
+        ("FUTURE", UNKNOWN),
+        ("NEWSTATE", UNKNOWN),
+        ("MIXED+NEWFLAG", UNKNOWN),
+        ("?", UNKNOWN),
         ("CLOUD", UNKNOWN),
-        ("ALLOCATED+CLOUD+POWERED_DOWN", UNKNOWN), ("ALLOCATED+NOT_RESPONDING+POWERING_UP+REBOOT_ISSUED", UNKNOWN),
-        ("MIXED+REBOOT_REQUESTED", LEAVING), ("mixed@", LEAVING), ("boot", LEAVING), ("ALLOCATED+POWER_DOWN", LEAVING),
-        ("mix!", LEAVING), ("alloc%", LEAVING), ("MIXED+REBOOT_REQUESTED+NOT_RESPONDING", LEAVING),
-        ("drained*", DRAINING), ("MIXED+DRAIN+REBOOT_REQUESTED", DRAINING), ("drng@", DRAINING), ("inval", DRAINING),
-        ("failg", DRAINING), ("DRAIN+NEWFLAG+MIXED", DRAINING),
-        ("down*", DOWN), ("DOWN*+DRAIN", DOWN), ("idle~", DOWN), ("IDLE+CLOUD+POWERED_DOWN", DOWN), ("reboot^", DOWN),
-        ("DOWN+REBOOT_ISSUED", DOWN), ("IDLE+POWERING_DOWN", DOWN), ("down~", DOWN), ("DOWN+NEWFLAG", DOWN),
+        ("ALLOCATED+CLOUD+POWERED_DOWN", UNKNOWN),
+        ("ALLOCATED+NOT_RESPONDING+POWERING_UP+REBOOT_ISSUED", UNKNOWN),
+        ("MIXED+REBOOT_REQUESTED", LEAVING),
+        ("mixed@", LEAVING),
+        ("boot", LEAVING),
+        ("ALLOCATED+POWER_DOWN", LEAVING),
+        ("mix!", LEAVING),
+        ("alloc%", LEAVING),
+        ("MIXED+REBOOT_REQUESTED+NOT_RESPONDING", LEAVING),
+        ("drained*", DRAINING),
+        ("MIXED+DRAIN+REBOOT_REQUESTED", DRAINING),
+        ("drng@", DRAINING),
+        ("inval", DRAINING),
+        ("failg", DRAINING),
+        ("DRAIN+NEWFLAG+MIXED", DRAINING),
+        ("down*", DOWN),
+        ("DOWN*+DRAIN", DOWN),
+        ("idle~", DOWN),
+        ("IDLE+CLOUD+POWERED_DOWN", DOWN),
+        ("reboot^", DOWN),
+        ("DOWN+REBOOT_ISSUED", DOWN),
+        ("IDLE+POWERING_DOWN", DOWN),
+        ("down~", DOWN),
+        ("DOWN+NEWFLAG", DOWN),
     ],
-)  # fmt: skip
+)
 def test_node_state_accounts_for_suffixes_and_flags(text: str, state: NodeState) -> None:
     assert node_state(text) is state
 
@@ -79,11 +135,24 @@ def test_long_and_compact_word_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("state", "usable"),
     [
-        ("planned", True), ("reserved", True), ("maint", True), ("blocked", True), ("mixed-", True), ("idle~", True),
-        ("allocated+", True), ("completing", True), ("drained", False), ("down~", False), ("idle*", False),
-        ("reboot", False), ("inval", False), ("idle%", False), ("n/a", False), ("newstate", False),
+        ("planned", True),
+        ("reserved", True),
+        ("maint", True),
+        ("blocked", True),
+        ("mixed-", True),
+        ("idle~", True),
+        ("allocated+", True),
+        ("completing", True),
+        ("drained", False),
+        ("down~", False),
+        ("idle*", False),
+        ("reboot", False),
+        ("inval", False),
+        ("idle%", False),
+        ("n/a", False),
+        ("newstate", False),
     ],
-)  # fmt: skip
+)
 def test_check_counts_the_nodes_on_which_slurm_starts_jobs_by_itself(state: str, usable: bool) -> None:
     line = "\x1e" + "\x1f".join(("main*", "3", "8", "8000", "(null)", state, "infinite", "1-infinite"))
     (partition,) = read_partitions(line)

@@ -8,7 +8,7 @@ import pytest
 
 from rrl.core.types import NodeName
 from rrl.manager.cluster.base import AllocationState, NodeState
-from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
+from rrl.manager.cluster.slurm.parsing import (
     Job,
     JobEnd,
     NodeInfo,
@@ -73,11 +73,17 @@ def test_managed_runs_exclude_one_whose_first_manager_is_pending() -> None:
         return Job("1", state, (), "x", "", comment)
 
     pending, running, ended = AllocationState.PENDING, AllocationState.RUNNING, AllocationState.ENDED
-    assert managed_runs([
-        job(running, "rrl a manager"), job(pending, "rrl a a.pool"), job(pending, "rrl b b.pool"),
-        job(pending, "rrl c manager"), job(ended, "rrl d manager"), job(running, "somebody else's"),
-        job(running, "rrl"),
-    ]) == {"a", "b"}  # fmt: skip
+    assert managed_runs(
+        [
+            job(running, "rrl a manager"),
+            job(pending, "rrl a a.pool"),
+            job(pending, "rrl b b.pool"),
+            job(pending, "rrl c manager"),
+            job(ended, "rrl d manager"),
+            job(running, "somebody else's"),
+            job(running, "rrl"),
+        ]
+    ) == {"a", "b"}
 
 
 def test_long_reason_with_commas_and_spaces_stays_in_its_field() -> None:
@@ -94,11 +100,16 @@ def test_completing_and_every_end_state_count_as_ended() -> None:
 @pytest.mark.parametrize(
     ("state_name", "end"),
     [
-        ("PREEMPTED", JobEnd.RECLAIMED), ("TIMEOUT", JobEnd.RECLAIMED), ("DEADLINE", JobEnd.RECLAIMED),
-        ("CANCELLED", JobEnd.CANCELLED), ("COMPLETING", JobEnd.COMPLETING), ("NODE_FAIL", JobEnd.OTHER),
-        ("RUNNING", None), ("PENDING", None),
+        ("PREEMPTED", JobEnd.RECLAIMED),
+        ("TIMEOUT", JobEnd.RECLAIMED),
+        ("DEADLINE", JobEnd.RECLAIMED),
+        ("CANCELLED", JobEnd.CANCELLED),
+        ("COMPLETING", JobEnd.COMPLETING),
+        ("NODE_FAIL", JobEnd.OTHER),
+        ("RUNNING", None),
+        ("PENDING", None),
     ],
-)  # fmt: skip
+)
 def test_each_end_state_maps_to_a_job_end(state_name: str, end: JobEnd | None) -> None:
     assert _line(state_name, "59:58", "1:00:00", "1795178747", "1795182347").end is end
 
@@ -109,9 +120,10 @@ def test_drain_reason_is_parsed_apart_from_the_state() -> None:
     assert (status.state, status.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
 
 
-@pytest.mark.parametrize("reason", [
-    "Foo=1 Comment=2 [me@2020-01-01T00:00:00] State=IDLE", "[root@nowhere]", "Xid 79, [GPU 3] fell = off", "Reason=",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reason",
+    ["Foo=1 Comment=2 [me@2020-01-01T00:00:00] State=IDLE", "[root@nowhere]", "Xid 79, [GPU 3] fell = off", "Reason="],
+)
 def test_odd_drain_reason_ends_where_its_author_and_time_begin(reason: str) -> None:
     line = f"NodeName=n1 State=IDLE+DRAIN ThreadsPerCore=1 Reason={reason} [root@2026-11-22T09:08:07]"
     assert read_nodes(line)[NodeName("n1")].reason == reason
@@ -131,8 +143,10 @@ def test_lost_node_leaves_the_job_and_its_step_stays_listed() -> None:
 def test_numbered_steps_are_parsed_and_the_batch_step_is_skipped() -> None:
     steps = {step.id: (step.job, step.name) for step in read_steps(recorded("steps"))}
     assert steps == {
-        "37.0": ("37", "demo.agent-n1.1"), "37.1": ("37", "demo.agent-n2.1"), "37.2": ("37", "demo.rollout-0.2"),
-    }  # fmt: skip
+        "37.0": ("37", "demo.agent-n1.1"),
+        "37.1": ("37", "demo.agent-n2.1"),
+        "37.2": ("37", "demo.rollout-0.2"),
+    }
 
 
 def test_node_states_include_slurms_own_text() -> None:
@@ -157,9 +171,13 @@ def test_node_that_slurm_does_not_know_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["slurm_load_jobs error: something new", "\x1e37\x1fRUNNING\x1fn1", "\x1e37\x1fDREAMING\x1fn1\x1fa\x1fNone\x1fx\n",
-     "\x1e37\x1fRUNNING\x1fn[1-\x1fa\x1fNone\x1fx\n"],
-)  # fmt: skip
+    [
+        "slurm_load_jobs error: something new",
+        "\x1e37\x1fRUNNING\x1fn1",
+        "\x1e37\x1fDREAMING\x1fn1\x1fa\x1fNone\x1fx\n",
+        "\x1e37\x1fRUNNING\x1fn[1-\x1fa\x1fNone\x1fx\n",
+    ],
+)
 def test_unknown_output_is_unreadable(text: str) -> None:
     with pytest.raises(Unreadable):
         read_jobs(text)

@@ -77,23 +77,56 @@ def test_refusal_that_others_or_time_can_lift_or_that_is_not_known_is_for_now(li
 
 @pytest.mark.parametrize(
     "reason",
-    ["AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
-     "JobHoldMaxRequeue", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed", "QOSMaxGRESPerJob",
-     "AssocMaxWallDurationPerJobLimit",
-     "QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes", "QOSGrpWallLimit",
-     "Job's account not known, so it can't use this partition (short allows foo)"],
-)  # fmt: skip
+    [
+        "AccountNotAllowed",
+        "BadConstraints",
+        "DependencyNeverSatisfied",
+        "InvalidAccount",
+        "InvalidQOS",
+        "JobHoldMaxRequeue",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "QOSNotAllowed",
+        "QOSMaxGRESPerJob",
+        "AssocMaxWallDurationPerJobLimit",
+        "QOSMaxCpuPerNode",
+        "QOSMinCpuNotSatisfied",
+        "AssocGrpCPUMinutesLimit",
+        "QOSGrpGRESMinutes",
+        "QOSGrpWallLimit",
+        "Job's account not known, so it can't use this partition (short allows foo)",
+    ],
+)
 def test_reasons_that_never_clear_are_recognised(reason: str) -> None:
     assert never_clears(reason)
 
 
 @pytest.mark.parametrize(
     "reason",
-    ["Resources", "Priority", "None", "Dependency", "BeginTime", "Licenses", "AssocGrpCpuLimit", "AssocGrpJobsLimit",
-     "AssocMaxJobsLimit", "AssocGrpCPURunMinutesLimit", "QOSGrpGRESRunMinutes", "QOSMaxJobsPerUserLimit",
-     "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "PartitionDown", "PartitionInactive", "PartitionConfig",
-     "ReqNodeNotAvail, UnavailableNodes:n[2-4]", "SomethingNew", "JobHeldAdmin", "JobHeldUser",
-     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"],
-)  # fmt: skip
+    [
+        "Resources",
+        "Priority",
+        "None",
+        "Dependency",
+        "BeginTime",
+        "Licenses",
+        "AssocGrpCpuLimit",
+        "AssocGrpJobsLimit",
+        "AssocMaxJobsLimit",
+        "AssocGrpCPURunMinutesLimit",
+        "QOSGrpGRESRunMinutes",
+        "QOSMaxJobsPerUserLimit",
+        "QOSMaxCpuPerUserLimit",
+        "QOSMaxGRESPerUser",
+        "PartitionDown",
+        "PartitionInactive",
+        "PartitionConfig",
+        "ReqNodeNotAvail, UnavailableNodes:n[2-4]",
+        "SomethingNew",
+        "JobHeldAdmin",
+        "JobHeldUser",
+        "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+    ],
+)
 def test_reasons_that_may_clear_are_recognised(reason: str) -> None:
     assert not never_clears(reason)

@@ -73,10 +73,14 @@ def test_second_process_of_one_incarnation_starts_new_totals() -> None:
 
 @pytest.mark.parametrize(
     ("number", "late"),
-    [(2, reading(began=5, generate=2)), (2, reading(began=5, generate=1)), (2, reading(began=4, generate=9)),
-     (1, reading(began=7, generate=9))],
+    [
+        (2, reading(began=5, generate=2)),
+        (2, reading(began=5, generate=1)),
+        (2, reading(began=4, generate=9)),
+        (1, reading(began=7, generate=9)),
+    ],
     ids=["repeated", "older", "earlier process", "earlier incarnation"],
-)  # fmt: skip
+)
 def test_outdated_report_changes_nothing(number: int, late: ClockReading) -> None:
     times = reported(IdleTimes(), 10.0, R0, 2, reading(began=5, generate=2))
     assert seconds(reported(times, 20.0, R0, number, late), "rollout") == {"generate": 2}

@@ -19,16 +19,19 @@ def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int
     return ages
 
 
-@pytest.mark.parametrize(("medians", "warned"), [
-    ([1.0] * 10, False),
-    ([3.0] * 10, False),  # old, but not past three
-    ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, the usual age on a busy machine
-    ([4.0] * 10, False),  # above three, but it does not grow
-    ([0.0, 1.0, 2.0, 3.0, 4.0], False),  # too few steps to tell
-    ([*[1.0] * 9, 20.0], True),
-    ([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0], True),
-    ([5.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0], False),  # falling
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("medians", "warned"),
+    [
+        ([1.0] * 10, False),
+        ([3.0] * 10, False),  # old, but not past three
+        ([*[2.0] * 5, *[3.0] * 5], False),  # rises to three, the usual age on a busy machine
+        ([4.0] * 10, False),  # above three, but it does not grow
+        ([0.0, 1.0, 2.0, 3.0, 4.0], False),  # too few steps to tell
+        ([*[1.0] * 9, 20.0], True),
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0], True),
+        ([5.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0], False),  # falling
+    ],
+)
 def test_median_age_above_the_usual_age_gives_a_warning_once_it_grows(medians: list[float], warned: bool) -> None:
     assert (token_age_finding(reported(medians), SamplingSpec(ahead=1)) is not None) is warned
 

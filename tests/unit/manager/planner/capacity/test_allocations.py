@@ -257,8 +257,9 @@ def test_failing_node_is_kept_until_a_replacement_exists_then_released() -> None
     world.steady()
     world.play(timeout_s=30.0)
     assert (allocation_of(world, R0), [release.allocation for release in world.decided(Release)]) == (
-        f"{RUN}.rollout-2", [FIRST],
-    )  # fmt: skip
+        f"{RUN}.rollout-2",
+        [FIRST],
+    )
 
 
 def test_cancelled_run_with_node_groups_releases_everything() -> None:
@@ -278,11 +279,7 @@ def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> N
     assert [component.tag for component in (request.request, *request.request.further_components)] == COMPONENTS
     assert [
         (component.node_group, component.count) for component in (request.request, *request.request.further_components)
-    ] == [
-        ("rollout", 2),
-        ("shared", 1),
-        ("trainer", 1),
-    ]
+    ] == [("rollout", 2), ("shared", 1), ("trainer", 1)]
     assert [allocation_of(world, r) for r in ALL] == [COMPONENTS[i] for i in (1, 1, 2, 0, 0)]
     assert world.incarnations() == ONCE
 

@@ -385,8 +385,10 @@ def test_failed_probe_after_readmission_excludes_the_node_again() -> None:
     w.unfit[node] = "no module torch"
     w.play(w.works).wait(HOUR + 30.0)
     assert [action.tag for action in w.actions if isinstance(action, Exclude | Readmit)] == [
-        f"{node}!exclude", f"{node}!readmit", f"{node}!exclude"
-    ]  # fmt: skip
+        f"{node}!exclude",
+        f"{node}!readmit",
+        f"{node}!exclude",
+    ]
     assert w.state.nodes[node].exclusions == 2
 
 
@@ -405,9 +407,14 @@ def test_node_with_proof_stays_excluded_while_the_proof_stands() -> None:
     assert w.drains == {}
 
 
-@pytest.mark.parametrize("observed", [NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
-                                  NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
-                                  NodeStatus(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
+@pytest.mark.parametrize(
+    "observed",
+    [
+        NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
+        NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
+        NodeStatus(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING"),
+    ],
+)
 def test_node_that_the_cluster_reports_unhealthy_is_not_readmitted(observed: NodeStatus) -> None:
     w = world(exclusion=HOUR, drain=False)
     w.shrinks = "no"
@@ -683,10 +690,20 @@ def test_node_that_reports_broken_when_it_joins_is_never_used() -> None:
         def record(self, event: ev.Event) -> None:
             if isinstance(event, ev.AgentJoined) and event.node == "n1":
                 evidence = (Evidence("nvml", "uncorrectable ECC errors", self.now),)
-                super().record(ev.FindingChanged(Finding(
-                    "gpu_ecc_uncorrected", Verdict.FAIL, Cause.GPU, Remedy.RESET_GPU, self.now, evidence,
-                    node=event.node, proof=True,
-                )))  # fmt: skip
+                super().record(
+                    ev.FindingChanged(
+                        Finding(
+                            "gpu_ecc_uncorrected",
+                            Verdict.FAIL,
+                            Cause.GPU,
+                            Remedy.RESET_GPU,
+                            self.now,
+                            evidence,
+                            node=event.node,
+                            proof=True,
+                        )
+                    )
+                )
             super().record(event)
 
     w = Broken(job(spares=1, steps=1000), 8)

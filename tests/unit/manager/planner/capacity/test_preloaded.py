@@ -55,8 +55,9 @@ def preloaded(world: World) -> list[NodeName]:
 
 
 def promotions(world: World) -> dict[str, str]:
-    return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
-            if launch.standby is not None}  # fmt: skip
+    return {
+        str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch) if launch.standby is not None
+    }
 
 
 def test_preloaded_id_names_its_role_and_is_no_other_standby() -> None:

@@ -7,18 +7,7 @@ import pytest
 
 from rrl.core.launch import ExitReason
 from rrl.core.run_spec import Limits, NodeGroup, RunSpec
-from rrl.core.types import (  # fmt: skip
-    AGENT,
-    Cause,
-    Evidence,
-    Finding,
-    NodeName,
-    Outcome,
-    Remedy,
-    ReplicaId,
-    Verdict,
-    role_of,
-)
+from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
 from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
@@ -214,9 +203,7 @@ def cancel_all(world: World) -> None:
 
 
 @pytest.mark.parametrize("small", [job(), in_node_groups()], ids=["pool", "replica"])
-def test_second_external_cancellation_of_all_nodes_ends_the_run(
-    small: RunSpec,
-) -> None:
+def test_second_external_cancellation_of_all_nodes_ends_the_run(small: RunSpec) -> None:
     world = World(small, nodes=9).steady()
     cancel_all(world)
     world.steady()

@@ -69,8 +69,9 @@ def test_last_rollout_is_never_a_donor() -> None:
         world.lose_node(node)
     world.wait(60.0)
     assert [fence.incarnation for fence in world.decided(Fence) if fence.rung is Rung.DONOR and not fence.charged] == [
-        Incarnation(R2, 1), Incarnation(R1, 1)
-    ]  # fmt: skip
+        Incarnation(R2, 1),
+        Incarnation(R1, 1),
+    ]
     assert world.state.replica(R0).status is Status.JOINED
 
 
@@ -287,8 +288,9 @@ def test_members_of_two_lost_nodes_are_both_promoted() -> None:
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
     assert {launch.standby for launch in launches(world, "trainer") if launch.incarnation.number == 2} == {
-        standby(N6), standby(N7)
-    }  # fmt: skip
+        standby(N6),
+        standby(N7),
+    }
     assert world.incarnations()[R2] == 2
 
 
@@ -306,7 +308,7 @@ def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
     roles = tuple(
         msgspec.structs.replace(role, ranks=2, warm=True, donor_rollouts=1) if role.name == "trainer" else role
         for role in small.roles
-    )  # fmt: skip
+    )
     parts = tuple(
         msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
         for part in small.node_groups

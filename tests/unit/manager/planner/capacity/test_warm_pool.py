@@ -45,8 +45,11 @@ def launched(world: World, replica: ReplicaId) -> list[Launch]:
 
 def promotions(world: World, role: str = "rollout") -> dict[str, str]:
     """Return the new incarnation of each promoted standby process."""
-    return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
-            if launch.standby is not None and launch.incarnation.replica.startswith(role)}  # fmt: skip
+    return {
+        str(launch.standby): str(launch.incarnation)
+        for launch in world.decided(Launch)
+        if launch.standby is not None and launch.incarnation.replica.startswith(role)
+    }
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
@@ -73,10 +76,12 @@ def assert_no_orphan_steps(world: World) -> None:
 @pytest.mark.parametrize(
     ("role", "slot", "id"),
     [
-        ("trainer", None, "standby/n7"), ("trainer", 1, "standby/n7:1"), ("rollout", None, "standby/n7:rollout"),
+        ("trainer", None, "standby/n7"),
+        ("trainer", 1, "standby/n7:1"),
+        ("rollout", None, "standby/n7:rollout"),
         ("rollout", 1, "standby/n7:rollout.1"),
     ],
-)  # fmt: skip
+)
 def test_standby_id_names_the_role_it_can_be_promoted_to(role: str, slot: int | None, id: str) -> None:
     assert standby_id(role, N7, slot) == id
     assert standby_role_of(ReplicaId(id)) == role
@@ -246,8 +251,10 @@ def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     (fence,) = [fence for fence in world.decided(Fence) if fence.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
     assert (fence.rung, fence.target_node, fence.why.expects) == (
-        Rung.SPARE, N6, "the standby process on the spare node n6 is promoted to rollout/1"
-    )  # fmt: skip
+        Rung.SPARE,
+        N6,
+        "the standby process on the spare node n6 is promoted to rollout/1",
+    )
     assert fence.why.evidence == ("n4 is excluded: node lost: manager: agent of n4 is silent",)
     (launch,) = [launch for launch in launched(world, R1) if launch.incarnation.number == 2]
     assert launch.why.evidence == ("rollout/1 is wanted and n6 has a standby process",)
@@ -385,9 +392,12 @@ def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
     assert promotions(world, "trainer") == {"standby/n6#1": "trainer/0#2"}
-    order = [action for action in world.actions
-             if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
-             or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
+    order = [
+        action
+        for action in world.actions
+        if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
+        or (isinstance(action, StopStep) and action.incarnation == engine(N6))
+    ]
     assert [type(action) for action in order] == [StopStep, Launch]
     assert order[0].why.evidence == ("n6 is needed for trainer/0",)
     assert touched(world, TRAINER) == {}
@@ -416,8 +426,13 @@ def test_standby_that_does_not_end_blocks_its_node_only_for_a_time() -> None:
     world.slow_to_stop = float("inf")
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
-    waited = next(s.at for s in world.events if isinstance(s.event, ev.Intended)
-                  and isinstance(s.event.action, StopStep) and s.event.action.incarnation == engine(N6))  # fmt: skip
+    waited = next(
+        s.at
+        for s in world.events
+        if isinstance(s.event, ev.Intended)
+        and isinstance(s.event.action, StopStep)
+        and s.event.action.incarnation == engine(N6)
+    )
     assert world.now - waited == pytest.approx(4 * world.state.job.limits.step_grace)
 
 

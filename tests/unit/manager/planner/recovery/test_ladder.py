@@ -162,8 +162,9 @@ def test_cold_spare_is_preferred_to_a_replacement_with_its_deadline() -> None:
     spare, replacement = (fence for fence in fences(world))
     assert (spare.rung, spare.why.expects) == (Rung.SPARE, "joins again on a spare node")
     assert (replacement.rung, replacement.why.expects) == (
-        Rung.REPLACEMENT, "joins again once a replacement node is available",
-    )  # fmt: skip
+        Rung.REPLACEMENT,
+        "joins again once a replacement node is available",
+    )
     limits = world.state.job.limits
     began = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and s.event.action is replacement)
     assert replacement.why.deadline == began + limits.allocation + limits.join
@@ -261,8 +262,9 @@ def test_gang_is_retired_as_a_whole() -> None:
         world.play(timeout_s=30.0)
     assert {world.state.replica(id).status for id in (its, member)} == {Status.RETIRED}
     assert [(str(fence.incarnation), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
-        ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
-    ]  # fmt: skip
+        ("crew/1.1#2", Rung.DEGRADED, True),
+        ("crew/1#2", Rung.DEGRADED, False),
+    ]
     assert world.state.finish is None
     for _ in range(2):  # the role needs its other gang; single members do not count as replicas
         world.kill(ReplicaId("crew/0"))
@@ -638,8 +640,11 @@ def test_requested_restart_of_a_retired_replica_outlasts_a_full_restart() -> Non
         world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
     why = Why(("because",), Rung.FULL_RESTART)
-    fences_ = tuple(Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
-                    for replica in workers(world.state) if replica.is_current)  # fmt: skip
+    fences_ = tuple(
+        Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
+        for replica in workers(world.state)
+        if replica.is_current
+    )
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
     world.happen(ev.Decided(RestartAll(why, fences_)))
     world.play(world.works, timeout_s=120.0)

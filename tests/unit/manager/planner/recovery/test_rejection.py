@@ -126,9 +126,7 @@ def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> 
     world.broken["trainer"] = "exited: ModuleNotFoundError"
     world.play()
     assert tries(world, "trainer") == world.state.job.recovery.first_start == 3
-    assert why(world) == (
-        "exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and it has never joined",
-    )  # fmt: skip
+    assert why(world) == ("exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and it has never joined")
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
@@ -331,8 +329,17 @@ def test_changed_input_ends_the_run_although_the_role_has_worked() -> None:
     world = World(job(spares=1)).steady()
     world.happen(ev.FirstWorkDone(world.state.replica(R0).incarnation))
     changed = "/data/prompts.jsonl has changed"
-    world.happen(found(world.state.replica(R0).incarnation, "exit_record", world.now, proof=True, text=changed,
-                       reason=ExitReason.INPUT_CHANGED, code=2))  # fmt: skip
+    world.happen(
+        found(
+            world.state.replica(R0).incarnation,
+            "exit_record",
+            world.now,
+            proof=True,
+            text=changed,
+            reason=ExitReason.INPUT_CHANGED,
+            code=2,
+        )
+    )
     world.play()
     assert (why(world), world.decided(Fence)) == ((changed,), [])
     assert_nothing_is_left(world, Outcome.FAILED)

@@ -55,8 +55,9 @@ def test_time_without_a_manager_is_not_that_of_slow_steps() -> None:
     story = trained(begun(), 1, 5).wait(20).record(ev.ManagerStarted("login2", 9))
     story = trained(trained(story, 6, 8).wait(4), 9, 12)
     assert lost(accounted(story).report()) == {
-        MANAGER: pytest.approx({OTHER: 20}), SLOW_STEPS: pytest.approx({OTHER: 4}),
-    }  # fmt: skip
+        MANAGER: pytest.approx({OTHER: 20}),
+        SLOW_STEPS: pytest.approx({OTHER: 4}),
+    }
 
 
 def test_gpu_hours_add_up_and_nodes_count_without_gpus() -> None:
@@ -93,9 +94,13 @@ def test_lane_has_incarnations_and_phases() -> None:
     assert [one.number for one in lane.incarnations] == [1, 2]
     kinds = [one.activity for one in lane.spans]
     assert kinds == [
-        Activity("launching", Use.STARTS), Activity("generate", Use.WORKS), Activity("down", Use.DOWN),
-        Activity("launching", Use.STARTS), Activity("starting", Use.LOADS), Activity("generate", Use.WORKS),
-    ]  # fmt: skip
+        Activity("launching", Use.STARTS),
+        Activity("generate", Use.WORKS),
+        Activity("down", Use.DOWN),
+        Activity("launching", Use.STARTS),
+        Activity("starting", Use.LOADS),
+        Activity("generate", Use.WORKS),
+    ]
     assert lane.seconds["down"] == pytest.approx(STAGES["detect"] + STAGES["decide"] + STAGES["queue"], abs=0.1)
     assert sum(lane.seconds.values()) == pytest.approx(story.at - 2, abs=0.2), (
         "the lane does not reach from the first launch to the end"

@@ -64,16 +64,24 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     answered = Turn(2**40, None, 0, first.given, sampled, True, first.messages, 1, "a/1/0", '{"calls":true}')
     talk = [*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}]
     works = [
-        work(messages=USER), work(messages=talk, turns=(answered,), tools=[TOOL]), work(messages=USER, turns=None),
-        work(chat=False, prompt=[1, 2, 3], max_tokens=10**30), work(chat=False, prompt="text"), work(messages=[{}]),
-        work(messages=USER, temperature=2), work(messages=[{"role": "critic", "content": "no"}]),
-        work(messages=[{"role": "user", "content": "a" * 10_000}]), work(chat=False, prompt=[10**400]),
+        work(messages=USER),
+        work(messages=talk, turns=(answered,), tools=[TOOL]),
+        work(messages=USER, turns=None),
+        work(chat=False, prompt=[1, 2, 3], max_tokens=10**30),
+        work(chat=False, prompt="text"),
+        work(messages=[{}]),
+        work(messages=USER, temperature=2),
+        work(messages=[{"role": "critic", "content": "no"}]),
+        work(messages=[{"role": "user", "content": "a" * 10_000}]),
+        work(chat=False, prompt=[10**400]),
         Work(True, b"[" * 100_000, ()),
-    ]  # fmt: skip
+    ]
 
     async def all_of_them() -> list[Any]:
-        return [result if not isinstance(result, ApiError) else (result.status, result.body)
-                for result in await asyncio.gather(*map(processes.prepare, works), return_exceptions=True)]  # fmt: skip
+        return [
+            result if not isinstance(result, ApiError) else (result.status, result.body)
+            for result in await asyncio.gather(*map(processes.prepare, works), return_exceptions=True)
+        ]
 
     results = asyncio.run(all_of_them())
     assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
@@ -161,11 +169,33 @@ VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
 )
-KEYS = st.sampled_from([
-    "messages", "prompt", "model", "n", "max_tokens", "max_completion_tokens", "stop", "tools", "tool_choice", "stream",
-    "stream_options", "logprobs", "return_token_ids", "temperature", "top_p", "top_k", "min_p", "seed", "user",
-    "presence_penalty", "repetition_penalty", "logit_bias", "response_format",
-])  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "messages",
+        "prompt",
+        "model",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "tools",
+        "tool_choice",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "return_token_ids",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "user",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "response_format",
+    ]
+)
 MESSAGE_KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "refusal", "x"])
 MESSAGES = st.lists(st.dictionaries(MESSAGE_KEYS, VALUES | st.sampled_from(["user", "assistant"])), max_size=3)
 
@@ -193,10 +223,12 @@ def test_any_body_is_prepared_or_refused_as_a_mistake_of_the_agent(
 def test_long_names_in_a_body_are_not_repeated_in_the_error_and_the_answer() -> None:
     preparation, long = Preparation(CHAT, POLICY), "x" * 100_000
     for body in (
-        {"messages": [{"role": long, "content": "1"}]}, {"messages": [{"role": "user", "content": "1", long: 1}]},
-        {"messages": USER, long: 1}, {"messages": USER, "model": long},
+        {"messages": [{"role": long, "content": "1"}]},
+        {"messages": [{"role": "user", "content": "1", long: 1}]},
+        {"messages": USER, long: 1},
+        {"messages": USER, "model": long},
         {"messages": [{"role": "user", "content": long}]},
-    ):  # fmt: skip
+    ):
         status, error = outcome(lambda body=body: preparation.prepare(work(**body)))
         assert status == 400
         assert len(json.dumps(error)) < 5000

@@ -59,9 +59,10 @@ def test_an_answer_ends_with_the_token_that_completes_the_first_stop_text(
     tokens, stop = tokens_of(chat, sampled), tuple(stops)
     end = end_at_stop(tokens, stop, chat.tokenizer)
     complete = [
-        length for length in range(len(tokens) + 1)
+        length
+        for length in range(len(tokens) + 1)
         if any(text in chat.tokenizer.decode(tokens[:length]) for text in stop)
-    ]  # fmt: skip
+    ]
     assert (end is None) == (not complete)
     if end is not None:
         assert end.length == complete[0]

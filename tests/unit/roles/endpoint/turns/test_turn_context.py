@@ -37,9 +37,16 @@ def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context
 def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Turn:
     """Add a turn that was sampled in a context, and return it."""
     made = Turn(
-        2**40 + len(turns), context.parent, context.offset, context.given, sampled, True, context.messages, 1,
+        2**40 + len(turns),
+        context.parent,
+        context.offset,
+        context.given,
+        sampled,
+        True,
+        context.messages,
+        1,
         f"r{len(turns)}",
-    )  # fmt: skip
+    )
     turns.append(made)
     return made
 

@@ -130,8 +130,9 @@ def test_timestamps_continue_across_the_second() -> None:
     clock = Nanos()
     clock.now += 999_999_000
     assert [line[:STAMP_BYTES] for line in LineTimestamper(clock).feed(b"a\nb\n").splitlines()] == [
-        b"2027-01-15T08:00:00.999999Z", b"2027-01-15T08:00:01.000000Z",
-    ]  # fmt: skip
+        b"2027-01-15T08:00:00.999999Z",
+        b"2027-01-15T08:00:01.000000Z",
+    ]
 
 
 def test_line_received_in_pieces_is_written_as_one_line() -> None:

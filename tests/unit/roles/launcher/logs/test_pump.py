@@ -176,7 +176,7 @@ TRACE = """Traceback (most recent call last):
         ("no traceback", ""),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_place_of_an_exception_is_read_from_a_traceback_at_the_end_of_the_output(output: str, place: str) -> None:
     lines = [line for line in output.splitlines() if line]
     assert pump.place_in_traceback(lines, FOLDER) == place

@@ -67,9 +67,13 @@ def store(tmp_path: Path) -> Store:
 
 
 def _lease(
-    store: Store, who: Incarnation, at_most: int = 4, weights: int = 0, open_until: float = 1.0,
+    store: Store,
+    who: Incarnation,
+    at_most: int = 4,
+    weights: int = 0,
+    open_until: float = 1.0,
     holding: tuple[int, ...] = (),
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     leased = store.lease(who, at_most, holding, weights, now=0.0, open_until=open_until)
     assert isinstance(leased, Leased)
     return [item.trajectory for item in leased.items]

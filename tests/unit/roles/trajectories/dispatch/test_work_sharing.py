@@ -78,10 +78,11 @@ def test_every_waiting_answer_is_eventually_leased(lengths: list[float], count: 
     for turn in range(8 * len(lengths) * count):
         turn_of = turn % count
         views = [
-            EngineView(str(i), EngineLoad(TABLE.widths, STEEP, [each.curve for each in those]), len(those),
-                       places - len(those))
+            EngineView(
+                str(i), EngineLoad(TABLE.widths, STEEP, [each.curve for each in those]), len(those), places - len(those)
+            )
             for i, those in enumerate(running)
-        ]  # fmt: skip
+        ]
         if left and views[turn_of].free:
             got = set(share(left, views[turn_of], [view for i, view in enumerate(views) if i != turn_of]))
             running[turn_of] += [each for each in left if each.trajectory in got]

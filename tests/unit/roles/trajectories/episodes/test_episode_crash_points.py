@@ -84,9 +84,7 @@ def _crash_everywhere(
         note = moment.note
         again = script.calls[max(0, note - 1) : note + 1]
         try:
-            check(
-                folder, script.views[note : note + 2], script.members[note], STEPS, again, staleness=STALENESS
-            )  # fmt: skip
+            check(folder, script.views[note : note + 2], script.members[note], STEPS, again, staleness=STALENESS)
         except BaseException as error:
             error.add_note(f"{moment.number}: {moment.call}; note {note}: {again}")
             raise

@@ -84,8 +84,11 @@ class _Run:
         while not self.done.is_set():
             items = await client.lease(9, wait=0.2)
             for place in range(2):
-                segments = [segment(item.trajectory, place, (item.trajectory % 2**30 + place,)) for item in items
-                            if len(item.so_far) <= place]  # fmt: skip
+                segments = [
+                    segment(item.trajectory, place, (item.trajectory % 2**30 + place,))
+                    for item in items
+                    if len(item.so_far) <= place
+                ]
                 lost = await client.append(segments, [item.trajectory for item in items] if place else [])
                 items = tuple(item for item in items if item.trajectory not in lost)
 
@@ -106,9 +109,7 @@ class _Run:
             await self.advanced.wait_for(lambda: self.step >= step)
 
 
-def test_answers_read_by_agents_are_trained_token_for_token_although_the_store_is_killed(
-    process: StoreProcess,
-) -> None:
+def test_answers_read_by_agents_are_trained_token_for_token_although_the_store_is_killed(process: StoreProcess) -> None:
     async def main() -> _Run:
         run = _Run()
         process.start(CREW)
@@ -153,9 +154,10 @@ def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end
             (again,) = await new.lease_episodes(1)
             assert (again.episode, again.attempt) == (item.episode, 2)
             for call in (
-                old.open_turn(item.episode, 1, "y", None, 0, (2,), 4), old.finish_episode(item.episode, 1, 1.0),
+                old.open_turn(item.episode, 1, "y", None, 0, (2,), 4),
+                old.finish_episode(item.episode, 1, 1.0),
                 old.fail_attempt(item.episode, 1, "late"),
-            ):  # fmt: skip
+            ):
                 with pytest.raises(FencedAttempt, match="was succeeded by attempt 2"):
                     await call
             assert (await new.get_episode(item.episode)).attempt == 2
@@ -205,8 +207,9 @@ def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(pro
             turn = await one.open_turn(item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
             trained = await one.open_turn(item.episode, 1, "y", None, 0, (2, 3), 4)
             assert {work.trajectory: work.sampling for work in await rollout.lease(2)} == {
-                turn: Sampling(seed=1), trained: None
-            }  # fmt: skip
+                turn: Sampling(seed=1),
+                trained: None,
+            }
             await rollout.append([segment(trained)], [trained])
             await one.finish_episode(item.episode, 1, None, later=True)
             await other.post_reward(item.episode, 1, 0.5)

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.episodes.requests import (
-    EpisodeItem,
-    FinishEpisode,
-    LeasedEpisodes,
-    OpenEpisode,
-    PostReward,
-)
+from rrl.roles.trajectories.episodes.requests import EpisodeItem, FinishEpisode, LeasedEpisodes, OpenEpisode, PostReward
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store

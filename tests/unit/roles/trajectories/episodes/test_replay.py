@@ -125,9 +125,16 @@ def test_open_turn_moves_to_another_rollout_while_no_process_makes_the_attempt(s
 
 @pytest.mark.parametrize(
     ("changed", "value"),
-    [("parent", FIRST_TURN + 1), ("offset", 1), ("given", (2, 4)), ("max_new", 3), ("options", "{}"),
-     ("sampling", Sampling(seed=1)), ("request", "other")],
-)  # fmt: skip
+    [
+        ("parent", FIRST_TURN + 1),
+        ("offset", 1),
+        ("given", (2, 4)),
+        ("max_new", 3),
+        ("options", "{}"),
+        ("sampling", Sampling(seed=1)),
+        ("request", "other"),
+    ],
+)
 def test_request_that_differs_in_any_field_is_sampled_again(store: Store, changed: str, value: object) -> None:
     (item,) = episodes(store, 1)
     roots = [turn(store, item, (9, place), (4, 4)) for place in range(2)]

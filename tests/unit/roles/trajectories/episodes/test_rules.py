@@ -54,8 +54,10 @@ def store(tmp_path: Path) -> Store:
 def test_leased_episodes_are_those_of_new_groups_in_order_each_in_its_first_attempt(store: Store) -> None:
     first = episodes(store, 3)
     assert [(item.episode, item.group, item.item, item.attempt) for item in first] == [
-        (0, 0, 0, 1), (1, 0, 0, 1), (2, 1, 10, 1)
-    ]  # fmt: skip
+        (0, 0, 0, 1),
+        (1, 0, 0, 1),
+        (2, 1, 10, 1),
+    ]
     assert [item.episode for item in episodes(store, 2, OTHER_AGENTS)] == [3, 4]
 
 
@@ -107,9 +109,10 @@ def test_requests_of_an_older_attempt_are_refused_as_over(store: Store) -> None:
     number = ask(store, item)
     fail(store, item)
     for request in (
-        OpenTurn(AGENTS, item.episode, 1, "x", None, 0, (2,), 4), Follow(AGENTS, number, 0),
+        OpenTurn(AGENTS, item.episode, 1, "x", None, 0, (2,), 4),
+        Follow(AGENTS, number, 0),
         FinishEpisode(AGENTS, item.episode, 1, 1.0),
-    ):  # fmt: skip
+    ):
         assert is_over(answer(store, request)), request
     (again,) = episodes(store, 1)
     assert is_over(answer(store, FailAttempt(AGENTS, item.episode, 1, "late")))
@@ -284,8 +287,11 @@ def test_finished_episodes_with_their_rewards_complete_a_group_without_a_reward_
     assert answer(store, FinishEpisode(AGENTS, 0, 1, 0.0)) == Done(), "a repeated request was refused"
     batch = bind(store, 1)
     assert [(one.id, one.reward, one.training) for one in batch.trajectories] == [
-        (0, 0.0, 0.0), (1, 0.25, 0.25), (2, 0.5, 0.5), (3, 0.75, 0.75)
-    ]  # fmt: skip
+        (0, 0.0, 0.0),
+        (1, 0.25, 0.25),
+        (2, 0.5, 0.5),
+        (3, 0.75, 0.75),
+    ]
     commit(store, batch)
     audit = store.audit()
     assert (audit.made, audit.trained, audit.open) == (4, 4, 0)

@@ -75,10 +75,7 @@ def _end(store: Store, number: int, length: int, who: Incarnation = AGENTS) -> o
 
 def _foreign(store: Store, item: EpisodeItem, parent: int | None, offset: int, tokens: tuple[int, ...]) -> int:
     request = f"foreign {parent} {offset}"
-    opened = answer(
-        store,
-        OpenTurn(AGENTS, item.episode, item.attempt, request, parent, offset, (9,), 4, (), "", HOT),
-    )
+    opened = answer(store, OpenTurn(AGENTS, item.episode, item.attempt, request, parent, offset, (9,), 4, (), "", HOT))
     assert isinstance(opened, TurnOpened), opened
     sample(store, opened.turn, tokens)
     return opened.turn

@@ -258,9 +258,13 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: P
     scores = [Score(item.trajectory, reward, 7.0) for item, reward in zip(items, rewards, strict=False)]
     store.post_scores(REWARD, scores, {items[5].trajectory: "no scorer"})
     assert store.evaluations.results[0].metrics == {
-        "count": 5.0, "unscored": 1.0, "reward": 0.5, "pass@1": pytest.approx((0.5 + 0 + 1) / 3),
-        "pass@2": pytest.approx(2 / 3), "completion_len": 2.2,
-    }  # fmt: skip
+        "count": 5.0,
+        "unscored": 1.0,
+        "reward": 0.5,
+        "pass@1": pytest.approx((0.5 + 0 + 1) / 3),
+        "pass@2": pytest.approx(2 / 3),
+        "completion_len": 2.2,
+    }
 
 
 @pytest.mark.parametrize("numbers", [(math.nan, 0.0), (-math.inf, 0.0), (1.0, math.nan)])

@@ -152,9 +152,7 @@ def test_without_a_limit_no_group_is_dropped_and_no_rollout_waits(tmp_path: Path
 
 
 # ── bound groups ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_trainer_set_back_gets_the_same_batches_and_versions(
-    tmp_path: Path,
-) -> None:
+def test_trainer_set_back_gets_the_same_batches_and_versions(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
     batches = []
     for number in (1, 2, 3):

@@ -91,8 +91,12 @@ def by_fake(scenario: Callable[[PyslurmReader], Coroutine[None, None, None]], li
     asyncio.run(play())
 
 
-def selected(scenario: Callable[[SelectedReader], Coroutine[None, None, None]], commands: CommandReader,
-             limits: SlurmLimits = LIMITS, setting: selection.ReaderSetting = "auto") -> None:  # fmt: skip
+def selected(
+    scenario: Callable[[SelectedReader], Coroutine[None, None, None]],
+    commands: CommandReader,
+    limits: SlurmLimits = LIMITS,
+    setting: selection.ReaderSetting = "auto",
+) -> None:
     async def play() -> None:
         reader = SelectedReader(setting, commands, limits, FAKE)
         try:
@@ -136,8 +140,9 @@ def test_one_node_is_read_with_its_drain_and_an_unknown_one_is_refused(control: 
         assert [states[N5].state, states[NodeName("nowhere")].state] == [NodeState.DRAINING, NodeState.UNKNOWN]
         many = [NodeName(f"m{number}") for number in range(20)]  # more nodes than are read one by one
         assert [status.state for status in (await reader.nodes([N5, *many])).values()] == [
-            NodeState.DRAINING, *[NodeState.UNKNOWN] * 20,
-        ]  # fmt: skip
+            NodeState.DRAINING,
+            *[NodeState.UNKNOWN] * 20,
+        ]
 
     by_fake(scenario)
 
@@ -168,14 +173,16 @@ def test_drain_and_undrain_reach_pyslurm_with_state_and_reason(control: Callable
 
     by_fake(scenario)
     assert [json.loads(line) for line in changes.read_text().splitlines()] == [
-        ["n5", {"state": "DRAIN", "reason": "rrl:x: é [1]"}], ["n5", {"state": "UNDRAIN"}],
-    ]  # fmt: skip
+        ["n5", {"state": "DRAIN", "reason": "rrl:x: é [1]"}],
+        ["n5", {"state": "UNDRAIN"}],
+    ]
 
 
 @pytest.mark.parametrize("version", RECORDINGS)
-@pytest.mark.parametrize(("error", "kind"), [
-    ("drain_not_permitted", NotPermitted), ("drain_unknown_node", Refused), ("controller_away", Unanswered),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [("drain_not_permitted", NotPermitted), ("drain_unknown_node", Refused), ("controller_away", Unanswered)],
+)
 def test_recorded_error_is_refused_or_unanswered_by_its_number(
     control: Callable[..., None], version: str, error: str, kind: type[Exception]
 ) -> None:
@@ -189,11 +196,27 @@ def test_recorded_error_is_refused_or_unanswered_by_its_number(
     by_fake(scenario)
 
 
-@pytest.mark.parametrize(("number", "kind"), [
-    (0, Unanswered), (-1, Unanswered), (110, Unanswered), (111, Unanswered), (1001, Unanswered), (1800, Unanswered),
-    (2002, NotPermitted), (2010, NotPermitted), (2018, Refused), (2027, Unanswered), (2028, Refused),
-    (2090, Unanswered), (2131, Unanswered), (5004, Unanswered), (6000, Unanswered), (9000, Unanswered),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (0, Unanswered),
+        (-1, Unanswered),
+        (110, Unanswered),
+        (111, Unanswered),
+        (1001, Unanswered),
+        (1800, Unanswered),
+        (2002, NotPermitted),
+        (2010, NotPermitted),
+        (2018, Refused),
+        (2027, Unanswered),
+        (2028, Refused),
+        (2090, Unanswered),
+        (2131, Unanswered),
+        (5004, Unanswered),
+        (6000, Unanswered),
+        (9000, Unanswered),
+    ],
+)
 def test_number_of_an_error_decides_whatever_its_text_says(number: int, kind: type[Exception]) -> None:
     assert type(error_of(Failed(number, "Invalid user id: Access/permission denied, timed out"))) is kind
 
@@ -314,14 +337,17 @@ def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., Non
 
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(("settings", "uses_pyslurm", "reason"), [
-    ({}, True, "a first comparison gave equal values"),
-    ({"version": "24.11.0"}, False, "24.11.0 was not built for Slurm 22.05.8"),
-    ({"moment": "preempting"}, False, "gave other values in the first comparison: job "),
-    ({"behaviour": "lie"}, False, "gave other values in the first comparison: node n1: "),
-    ({"behaviour": "die"}, False, "failed in the first comparison: the process of pyslurm ended with "),
-    ({"import_behaviour": "die"}, False, "fatal: Unable to process configuration file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "uses_pyslurm", "reason"),
+    [
+        ({}, True, "a first comparison gave equal values"),
+        ({"version": "24.11.0"}, False, "24.11.0 was not built for Slurm 22.05.8"),
+        ({"moment": "preempting"}, False, "gave other values in the first comparison: job "),
+        ({"behaviour": "lie"}, False, "gave other values in the first comparison: node n1: "),
+        ({"behaviour": "die"}, False, "failed in the first comparison: the process of pyslurm ended with "),
+        ({"import_behaviour": "die"}, False, "fatal: Unable to process configuration file"),
+    ],
+)
 def test_auto_takes_pyslurm_only_if_it_fits_and_agrees(
     control: Callable[..., None], settings: dict[str, str], uses_pyslurm: bool, reason: str
 ) -> None:
