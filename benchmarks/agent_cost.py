@@ -72,7 +72,7 @@ async def _measure(
         launch = lab_run.launch(replica="agent/local1")
         launch = msgspec.structs.replace(launch, readers=READERS, admission_timeout=20.0)
         lab_run.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-        agent = lab_run.start(launch, "agent.main", patch)
+        agent = lab_run.start(launch, "node_agent.main", patch)
         await manager.wait_for(AgentHeartbeat)
         await asyncio.sleep(settle)
         clock = asyncio.get_running_loop().time

@@ -131,13 +131,13 @@ class BenchmarkArm:
         self._me, self._learner, self._buffers, self._every, self._uncommitted = me, learner, buffers, every, 0
         publisher: Any = NoPublisher()
         self.saver = AsyncSaver(
-            me,
+            me,  # type: ignore[arg-type]
             Gang(),
             learner,
             Checkpoints(me.run_dir),
             buffers,
             publisher,
-            1,  # type: ignore[arg-type]
+            1,
             is_checkpoint_step=self._is_checkpoint_step,
         )
 

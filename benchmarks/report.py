@@ -25,12 +25,12 @@ from rrl.benchmarks._long_run import METRICS
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.core.launch import ExitReason
 from rrl.core.phases import ClockReading, PhaseTime
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Outcome, Remedy, ReplicaId, Verdict, Version
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Request, Rung, Why
 from rrl.manager.model.reducer import fold

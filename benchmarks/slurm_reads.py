@@ -29,12 +29,12 @@ from rrl.benchmarks._load import cpu_seconds
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
+from rrl.cluster.slurm.commands import SlurmLimits
+from rrl.cluster.slurm.readers.base import SlurmReader
+from rrl.cluster.slurm.readers.child_process import ChildFailed, PyslurmChild
+from rrl.cluster.slurm.readers.command_reader import CommandReader
+from rrl.cluster.slurm.readers.pyslurm_reader import PyslurmReader
 from rrl.core.types import NodeName
-from rrl.manager.cluster.slurm.commands import SlurmLimits
-from rrl.manager.cluster.slurm.readers.base import SlurmReader
-from rrl.manager.cluster.slurm.readers.child_process import ChildFailed, PyslurmChild
-from rrl.manager.cluster.slurm.readers.command_reader import CommandReader
-from rrl.manager.cluster.slurm.readers.pyslurm_reader import PyslurmReader
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.slurm_readers.pyslurm_pair import mismatch
 

@@ -26,7 +26,7 @@ MAX_NOFILE = 1_048_576
 """Highest limit on open files that rrl sets (Linux's default fs.nr_open). Some containers allow 2**30. Children inherit
 the limit, and with 2**30 a program that closes all descriptors when it starts takes minutes."""
 STEP_MODULE = "rrl.roles.launcher.step"
-AGENT_MODULE = "rrl.roles.agent.main"
+AGENT_MODULE = "rrl.roles.node_agent.main"
 _EXEC_TIMEOUT_S = 0.05
 """Seconds to wait for a process within execve. Until execve has ended, /proc shows neither environment nor arguments of
 the process (observed: Popen returns earlier)."""

@@ -42,6 +42,7 @@ exclude_patterns = [
     "health",
     "manager",
     "roles",
+    "cluster",
     "slurm_templates",
     "tests",
     "transport",

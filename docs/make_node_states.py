@@ -1,12 +1,12 @@
-"""Write the table of Slurm's node states into docs/sites.md, from ``manager/cluster/slurm/node_states.py``."""
+"""Write the table of Slurm's node states into docs/sites.md, from ``cluster/slurm/node_states.py``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.node_states import MARKS, Mark
+from rrl.cluster.base import NodeState
+from rrl.cluster.slurm.node_states import MARKS, Mark
 
 PAGE = Path(__file__).parent / "sites.md"
 _BEGIN, _END = "<!-- node states -->\n", "<!-- end of node states -->\n"

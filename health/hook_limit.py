@@ -1,7 +1,7 @@
 """Limit how many nodes Slurm's hooks (prolog, epilog and HealthCheckProgram) may drain. The module runs no command.
 
 Slurm records the drains by hooks: a node drained by a hook is in state DRAIN, and its reason begins with
-:data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
+:data:`~rrl.core.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
 user can forge a drain by a hook. To exhaust the limit, a user must make as many nodes fail their check as the limit
 permits.
 

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from ..cluster.base import Cluster, Refused, Unanswered
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
@@ -31,7 +32,6 @@ from ..transport import messages as msg
 from ..transport.control.endpoints import Listener
 from ..transport.control.sockets import MANAGER_BOUNDS
 from ..transport.keys import RunKeys
-from .cluster.base import Cluster, Refused, Unanswered
 from .context import RunContext
 from .execute import fault_injection
 from .execute.announcer import DirectoryAnnouncer

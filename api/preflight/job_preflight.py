@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from ...cluster.slurm.limits import JobLimits, read_limits
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
@@ -26,7 +27,6 @@ from ...core.run_spec import RunSpec
 from ...core.types import UsageError
 from ...manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
-from ...manager.cluster.slurm.limits import JobLimits, read_limits
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from .job_folder import folder_doubts

@@ -21,7 +21,7 @@ from ...core.types import OperationFailed
 from ...manager.model.state import State
 
 if TYPE_CHECKING:  # both imports take long, and most runs need neither
-    from ...manager.cluster.slurm.parsing import Job
+    from ...cluster.slurm.parsing import Job
     from ...manager.storage.lease import LeaseHolder
 
 STALE_LEASES = 3.0
@@ -166,10 +166,10 @@ def owner_of(run: RunDir) -> int:
 
 def ask_slurm(uid: int) -> SlurmJobs:
     """Query Slurm once for all jobs of a user. Blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
+    from ...cluster.base import AllocationState, Refused, Unanswered
+    from ...cluster.slurm.commands import execute, failure
+    from ...cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
     from ...core.command_runner import run_coroutine
-    from ...manager.cluster.base import AllocationState, Refused, Unanswered
-    from ...manager.cluster.slurm.commands import execute, failure
-    from ...manager.cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
 
     try:
         ended = run_coroutine(execute(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
@@ -223,14 +223,14 @@ def _brings_a_manager(job: Job, state: State) -> bool:
 
 
 def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
-    from ...manager.cluster.base import AllocationState
+    from ...cluster.base import AllocationState
 
     return any(job.state is AllocationState.RUNNING and _brings_a_manager(job, state) for job in slurm.jobs)
 
 
 def _managers_text(managers: Sequence[Job]) -> str:
     """Return Slurm's view of the running manager job, else of a queued manager job."""
-    from ...manager.cluster.base import AllocationState
+    from ...cluster.base import AllocationState
 
     job = min(managers, key=lambda one: one.state is not AllocationState.RUNNING)
     if job.state is AllocationState.RUNNING:

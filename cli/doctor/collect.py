@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from ...api.preflight.job_folder import runs_root_doubts
+from ...cluster.slurm.commands import SlurmLimits, environment, reports_no_cluster
+from ...cluster.slurm.limits import read_limits
+from ...cluster.slurm.readers.command_reader import CommandReader
+from ...cluster.slurm.readers.selection import choose_reader
 from ...core.command_runner import CommandResult, run
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
-from ...manager.cluster.slurm.commands import SlurmLimits, environment, reports_no_cluster
-from ...manager.cluster.slurm.limits import read_limits
-from ...manager.cluster.slurm.readers.command_reader import CommandReader
-from ...manager.cluster.slurm.readers.selection import choose_reader
 from . import slurm_output as text
 from .facts import Accounts, CgroupConf, Config, DoctorOptions, Facts, Nodes, Partitions, Reader, Slurm, Storage, Trials
 from .node_probe.host import ReadError, Unavailable, UnavailableCause, filesystem, read_host, run_readers

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ...cluster.base import NodeState
+from ...cluster.slurm.limits import JobLimits
 from ...core.command_runner import CommandResult
 from ...core.types import Verdict
-from ...manager.cluster.base import NodeState
-from ...manager.cluster.slurm.limits import JobLimits
 from .node_probe.host import Host, Unavailable
 from .node_probe.main import NodeReport
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...cluster.slurm.parsing import estimated_start
 from ...core.run_dir import runs_root
-from ...manager.cluster.slurm.parsing import estimated_start
 from .collect import TRUE_SCRIPT, run_slurm, would_take
 from .facts import Facts, Visit
 from .node_probe.host import Network, Unavailable

@@ -1,6 +1,6 @@
 """Parse the output of Slurm's commands in text forms that all versions share. The functions are pure.
 
-They raise :class:`rrl.manager.cluster.slurm.parsing.Unreadable` if a command's output does not have its usual form.
+They raise :class:`rrl.cluster.slurm.parsing.Unreadable` if a command's output does not have its usual form.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ...cluster.base import NodeState
+from ...cluster.slurm.node_states import node_state, takes_jobs
+from ...cluster.slurm.parsing import Unreadable
+from ...cluster.slurm.requests import gpus_by_type
 from ...core.units import seconds
-from ...manager.cluster.base import NodeState
-from ...manager.cluster.slurm.node_states import node_state, takes_jobs
-from ...manager.cluster.slurm.parsing import Unreadable
-from ...manager.cluster.slurm.requests import gpus_by_type
 from .facts import Accounts, Node, Nodes, Partition, Partitions
 
 _NO_LIMIT_VALUES = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")

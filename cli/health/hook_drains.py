@@ -12,9 +12,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from ...core.drains import DrainOwner
 from ...core.types import Verdict
 from ...health.check_memory import memory_path, read_memory, update_memory
-from ...health.drains import DrainOwner
 from ...health.node_check import EXIT_CODES
 from .check import site_rules, this_node
 from .node_drains import SlurmUnavailable, drain_by_hook, undrain_by_hook

@@ -12,19 +12,19 @@ from datetime import datetime
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from msgspec import Struct
 
+from ...cluster.base import NodeState, Refused, Unanswered
+from ...cluster.slurm import parsing as text
+from ...cluster.slurm.commands import SlurmLimits, execute, lacks_node
+from ...cluster.slurm.node_states import node_state, takes_jobs
+from ...cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
+from ...cluster.slurm.readers.command_reader import CommandReader
+from ...cluster.slurm.requests import gpus_by_type
 from ...config.health_rules import HookRules
 from ...core.command_runner import CommandResult
+from ...core.drains import HOOK_PREFIX, DrainOwner, drain_owner
 from ...core.types import NodeName
-from ...health.drains import HOOK_PREFIX, DrainOwner, drain_owner
 from ...health.hook_limit import HookDrain, over_limit
 from ...health.report.model import DrainState
-from ...manager.cluster.base import NodeState, Refused, Unanswered
-from ...manager.cluster.slurm import parsing as text
-from ...manager.cluster.slurm.commands import SlurmLimits, execute, lacks_node
-from ...manager.cluster.slurm.node_states import node_state, takes_jobs
-from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
-from ...manager.cluster.slurm.readers.command_reader import CommandReader
-from ...manager.cluster.slurm.requests import gpus_by_type
 
 MAX_NODES_PER_QUERY = 500
 """Maximum number of nodes in a query by name. For more nodes, all nodes of the cluster are queried."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
+from ...cluster.base import Refused, Unanswered
+from ...cluster.slurm.commands import execute
 from ...core.types import Finding
 from ...health.report.model import DrainState
-from ...manager.cluster.base import Refused, Unanswered
-from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
 """Maximum number of nodes that one command checks. It is limited, because a check occupies a node for some seconds."""

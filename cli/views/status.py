@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures, failures_of, standing
+from ...cluster.base import NodeState
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.text import span
@@ -28,7 +29,6 @@ from ...core.types import (
     natural_sort_key,
     standby_role_of,
 )
-from ...manager.cluster.base import NodeState
 from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from ...manager.model.queries import progress, reached_step, weights_lag_steps, workers

@@ -8,8 +8,8 @@ from math import inf
 
 from msgspec import Struct
 
+from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ...core.types import Finding, Verdict, natural_sort_key
-from ..drains import RUN_PREFIX, DrainOwner, drain_owner
 from ..history.incidents import HARDWARE_CAUSES, RunHistory, by_run, node_intervals, raised_findings
 from ..history.rates import Span, clip, total_length
 from ..history.records import ActionTaken, SourcedRecord, clipped, is_node

@@ -6,8 +6,8 @@ import re
 import shlex
 from math import inf
 
+from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ...core.types import Cause, Flag, Remedy, Verdict
-from ..drains import RUN_PREFIX, DrainOwner, drain_owner
 from ..history import rates
 from ..history import rates as lemons
 from ..history.incidents import HARDWARE_CAUSES, INFRA, Incident, RaisedFinding, RunHistory

@@ -23,11 +23,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...cluster.base import Refused, Unanswered
+from ...cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
+from ...cluster.slurm.requests import batch_script
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
-from ..cluster.base import Refused, Unanswered
-from ..cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
-from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.allocation_requests import initial_requests
 from .pool_supervisor import MANAGER_PROGRAM
 

@@ -14,14 +14,11 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from ...config.job.schema import Job
-from ...core.run_spec import RunSpec
-from ...core.units import duration_text
-from ..cluster.base import AllocationRequest, Refused, Unanswered
-from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
-from ..cluster.slurm.parsing import Unreadable, estimated_start, fields
-from ..cluster.slurm.refusals import is_final
-from ..cluster.slurm.requests import (
+from ...cluster.base import AllocationRequest, Refused, Unanswered
+from ...cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
+from ...cluster.slurm.parsing import Unreadable, estimated_start, fields
+from ...cluster.slurm.refusals import is_final
+from ...cluster.slurm.requests import (
     SHAPES_FORMAT,
     Partition,
     batch_script,
@@ -30,6 +27,9 @@ from ..cluster.slurm.requests import (
     required_resources,
     resources_text,
 )
+from ...config.job.schema import Job
+from ...core.run_spec import RunSpec
+from ...core.units import duration_text
 from ..planner.capacity.allocation_requests import initial_requests
 from . import manager_job
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from ...cluster.slurm.requests import batch_script
 from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
-from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.allocation_requests import initial_requests
 from ..planner.capacity.standbys import SHARED_STANDBY_BYTES
 from ..planner.recovery.node_exclusion import exclusions_allowed

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from ...cluster.base import Cluster
 from ...config.input_files import check_inputs
 from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
@@ -35,7 +36,6 @@ from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
 from ...transport.keys import RunKeys
-from ..cluster.base import Cluster
 from ..execute.launch import save_passed_env
 from ..runtime import Manager
 from ..storage.journal import Follower, JournalError
@@ -286,12 +286,12 @@ async def _queue_successor(manager: Manager, run: RunDir, spec: RunSpec) -> None
 def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
     """Return the cluster and the address on which the manager listens."""
     if spec.cluster == "slurm":
-        from ..cluster.slurm.cluster import SlurmCluster
+        from ...cluster.slurm.cluster import SlurmCluster
 
         python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
         slurm = SlurmCluster(run.id, python, own_tag=own_tag, reader=spec.manager.reader)
         return slurm, own_address(spec.transport.network)
-    from ..cluster.local import LocalCluster
+    from ...cluster.local import LocalCluster
 
     host = own_address(spec.transport.network) if spec.transport.network else "127.0.0.1"
     return LocalCluster(run, python=spec.env.python or sys.executable), host

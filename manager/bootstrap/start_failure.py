@@ -12,11 +12,11 @@ import socket
 import time
 from pathlib import Path
 
+from ...cluster.base import Refused, Unanswered
 from ...core.command_runner import run_coroutine
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import escaped
-from ..cluster.base import Refused, Unanswered
 from ..storage.resume_request import requested_at
 from . import manager_job
 from .pool_supervisor import LOGGER

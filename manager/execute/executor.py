@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from ...cluster.base import Cluster, Refused, RejectReason, Step, Unanswered
 from ...transport import messages as msg
-from ..cluster.base import Cluster, Refused, RejectReason, Step, Unanswered
 from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import Drain, ExternalAction, InjectFault, Launch, Release, Request, Shrink, StopStep, Undrain

@@ -17,11 +17,11 @@ import signal
 
 import msgspec
 
+from ...cluster.base import Cluster, Refused, Unanswered
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultKind, TargetKind
 from ...core.run_dir import RunDir
 from ...core.types import AGENT, replica_id, role_of
 from ...transport import messages as msg
-from ..cluster.base import Cluster, Refused, Unanswered
 from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import InjectFault

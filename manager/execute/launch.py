@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...cluster.base import NotStarted, Step
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH_ENV, prelude, select_variables
@@ -21,7 +22,6 @@ from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
-from ..cluster.base import NotStarted, Step
 from ..model.actions import Launch as LaunchAction
 from ..model.queries import readers_for, requires_admission, shares_node
 from ..model.state import State

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from ...cluster.base import AllocationState, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ...core.types import NodeName
-from ..cluster.base import AllocationState, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ..context import RunContext
 from ..model.actions import Launch
 from ..model.events import ClusterUnknown

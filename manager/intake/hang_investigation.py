@@ -41,7 +41,7 @@ _log = logging.getLogger("rrl.manager")
 
 STACKS_TIMEOUT_S = 7.0
 """Timeout (s) for collecting stacks, and the longest time for which a FAIL without an earlier WARN waits for stacks. An
-agent replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s."""
+agent replies within 2 + 4 s (rrl.roles.node_agent.stack_dumps), mostly within 1 s."""
 RECOLLECT_AFTER_S = 60.0
 """Minimum seconds between two collections for the same gang, if one suspicion ended and another suspicion began."""
 MAX_CONCURRENT = 64

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...cluster.base import NotStarted, RejectReason
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.phases import STOPPING
 from ...core.run_dir import RunDir
@@ -20,7 +21,6 @@ from ...core.text import escaped, last_lines_of, shows_missing_command
 from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, replica_id, role_of
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming
-from ..cluster.base import NotStarted, RejectReason
 from ..context import RunContext
 from ..model import events as ev
 from ..model.events import Event, IntentSettled

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import msgspec
 
+from ...cluster.base import AllocationState, AllocationStatus, ClusterSnapshot, NodeState, NodeStatus, RejectReason
 from ...core.run_spec import Limits
 from ...core.types import Incarnation, NodeName, Verdict
 from ...health.detection.detectors.base import expects_heartbeats, heartbeat_slack
 from ...health.detection.detectors.node_liveness import is_silent_with_node
 from ...health.detection.health_monitor import HealthMonitor
 from ...health.detection.records import ReplicaView
-from ..cluster.base import AllocationState, AllocationStatus, ClusterSnapshot, NodeState, NodeStatus, RejectReason
 from ..model.actions import Drain, ExternalAction, Launch, Request, Shrink, Undrain
 from ..model.events import AllocationChanged, Event, IntentSettled, NodeChanged
 from ..model.queries import open_requests, workers

@@ -17,11 +17,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from ...cluster.base import Refused, RejectReason
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
 from ...core.types import Incarnation
 from ...transport.messages import Hello, Promote
-from ..cluster.base import Refused, RejectReason
 from ..context import RunContext
 from ..model.actions import Launch
 from ..model.queries import promoted_to

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from ...cluster.base import AllocationRequest
 from ...core.faults import Fault
 from ...core.types import Cause, Incarnation, NodeName, Outcome
-from ..cluster.base import AllocationRequest
 
 
 class Rung(StrEnum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ...cluster.base import AllocationStatus, NodeStatus, RejectReason
 from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
 from ...core.phases import ClockReading
@@ -24,7 +25,6 @@ from ...core.types import (
     Version,
 )
 from ...health.detection.baselines import RoleBaseline
-from ..cluster.base import AllocationStatus, NodeStatus, RejectReason
 from .actions import Decision, ExternalAction
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, RejectReason
 from ...core.types import NodeName, Resources, Verdict, is_support
-from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, RejectReason
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
 from .reduce_replicas import RETRY_PAUSE_S, with_replica, without

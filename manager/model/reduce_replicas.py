@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...cluster.base import RejectReason
 from ...core.launch import ExitReason
 from ...core.types import Finding, Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
-from ..cluster.base import RejectReason
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
 from .figures import idle_times, stream_figures

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
 from ...core.faults import Fault
 from ...core.run_spec import RunSpec
 from ...core.types import (
@@ -27,7 +28,6 @@ from ...core.types import (
     role_of,
 )
 from ...health.detection.baselines import RoleBaseline
-from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
 from .actions import ExternalAction, Finish
 from .figures.idle_times import IdleTimes
 from .figures.reward_curve import Rewards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...cluster.base import NodeState
 from ...core.types import Cause, Finding, NodeName, Verdict, gang_of, is_support
 from ...health.history.records import (
     MAX_EVIDENCE_LINES,
@@ -17,7 +18,6 @@ from ...health.history.records import (
     RunStarted,
     clipped,
 )
-from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Drain, Exclude, Fence, Readmit, RestartAll, Undrain
 from ..model.state import Node, State

@@ -15,9 +15,9 @@ from msgspec import Struct
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ...cluster.base import NodeState
 from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, role_of
 from ...health.detection.health_monitor import HealthMonitor
-from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.figures.idle_times import IdleTimes, idle_shares

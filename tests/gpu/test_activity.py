@@ -11,8 +11,8 @@ import pytest
 from rrl.core.processes import Process
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.roles.agent.load_sampler import StepLoadSampler
 from rrl.roles.launcher.gpus import Gpus
+from rrl.roles.node_agent.load_sampler import StepLoadSampler
 from rrl.tests.gpu.conftest import StartProcess
 from rrl.tests.support.listening_manager import wait_until
 from rrl.transport.messages import Load
@@ -28,7 +28,7 @@ A GPU that runs one kernel after another is busy nearly all of the time, and an 
 
 def sampled(pid: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Load]:
     """Return a function that returns the newest load of a step with this one process, which was given the first GPU."""
-    monkeypatch.setattr("rrl.roles.agent.load_sampler._assigned_gpus", lambda pid: ("0",))
+    monkeypatch.setattr("rrl.roles.node_agent.load_sampler._assigned_gpus", lambda pid: ("0",))
     sampler, reader = StepLoadSampler(lambda path: "step"), NvmlReader(ReaderOptions())
     process = Process(pid, 0, 0, pid, launch="step.launch")
 

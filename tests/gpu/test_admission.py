@@ -30,7 +30,7 @@ def admitted(folder: Path, environ: str, gpus: int = 0) -> tuple[Finding, ...]:
                 launch = at.launch(replica="agent/local1")
                 launch = msgspec.structs.replace(launch, readers=("nvml",), admission_timeout=ADMISSION_S, gpus=gpus)
                 at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-                at.start(launch, "agent.main", environ)
+                at.start(launch, "node_agent.main", environ)
                 hello = await manager.wait_for(AgentHello)
                 await manager.wait_for(AgentHeartbeat)
                 return hello.findings

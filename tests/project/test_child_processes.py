@@ -11,7 +11,7 @@ from pathlib import Path
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+PACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 STARTS = frozenset(
     {
         "asyncio.create_subprocess_exec",
@@ -28,12 +28,12 @@ STARTERS = {
     "core/command_runner.py": "commands with a deadline",
     "health/readers/isolation/client.py": "the supervisor of a node's readers, which runs as long as its client",
     "manager/bootstrap/pool_supervisor.py": "the manager of a run",
-    "manager/cluster/local.py": "first processes of steps, which outlive the manager",
-    "manager/cluster/slurm/readers/child_process.py": "the process that uses pyslurm, as long as its manager",
-    "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
+    "cluster/local.py": "first processes of steps, which outlive the manager",
+    "cluster/slurm/readers/child_process.py": "the process that uses pyslurm, as long as its manager",
+    "cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
     "manager/tracking/tracker_supervisor.py": "the process of a tracker, as long as the manager of the run",
     "manager/execute/checkpoint_exports.py": "an export, which ends when its stdin is closed, and may take an hour",
-    "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
+    "roles/node_agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/endpoint/preparation_processes.py": "processes that prepare calls, each as long as it does so in time",
     "roles/launcher/process_group.py": "the command of a role",

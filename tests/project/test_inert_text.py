@@ -16,7 +16,7 @@ import pytest
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles")
+PACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset(
     {
         "because",
@@ -58,12 +58,12 @@ PARSERS = {
     "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
     "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
-    "manager/cluster/slurm/commands.py": "reads the errors that Slurm's commands print",
-    "manager/cluster/slurm/requests.py": "reads what sinfo prints",
-    "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
-    "roles/agent/stack_dumps.py": "reads what py-spy prints",
+    "cluster/slurm/commands.py": "reads the errors that Slurm's commands print",
+    "cluster/slurm/requests.py": "reads what sinfo prints",
+    "cluster/slurm/parsing.py": "reads what squeue and scontrol print",
+    "roles/node_agent/stack_dumps.py": "reads what py-spy prints",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
-    "health/drains.py": "reads rrl's mark in the reason of a drain, because Slurm keeps no other field",
+    "core/drains.py": "reads rrl's mark in the reason of a drain, because Slurm keeps no other field",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
     "config/job/document.py": "reads TOML, and the settings of a command line",
     "config/toml_positions.py": "reads TOML",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SUBPACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+SUBPACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -51,8 +51,8 @@ PLANTED = (
     ),
     (
         "roles/worker/api.py",
-        "import rrl.roles.agent.stack_dumps",
-        "rrl.roles.worker is not allowed to import rrl.roles.agent",
+        "import rrl.roles.node_agent.stack_dumps",
+        "rrl.roles.worker is not allowed to import rrl.roles.node_agent",
     ),
     (
         "transport/streams/framing.py",

@@ -17,7 +17,7 @@ import pytest
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+PACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 MAX_LINES = 700
 """Largest number of lines of a file. A longer file probably has more than one idea."""
 SHORT_LINES = 60

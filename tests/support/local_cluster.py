@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rrl.cluster.local import down_mark
 from rrl.core.launch import read_launch
 from rrl.core.processes import Process, processes, sweep
 from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName
-from rrl.manager.cluster.local import down_mark
 
 
 def processes_on(run_dir: RunDir, node: str) -> list[Process]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ....cluster.base import AllocationRequest
 from ....core.run_spec import NodeGroup, RunSpec
 from ....core.types import NodeName, Outcome
-from ...cluster.base import AllocationRequest
 from ...model.actions import Action, Finish, Request, Rung, Why, every_lower
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....cluster.base import NodeState
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, Verdict, replica_id
-from ...cluster.base import NodeState
 from ...model.queries import requires_admission
 from ...model.state import Node, ReleaseResult, Replica, State, Status
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
+from ....cluster.base import NodeState
 from ....core.types import NodeName
-from ...cluster.base import NodeState
 from ...model.actions import Decision, Drain, Exclude, ExternalAction, Readmit, Shrink, Undrain, Why
 from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from msgspec import Struct
 
+from ....cluster.base import NodeState
 from ....core.run_spec import RoleSpec
 from ....core.types import NodeName, ReplicaId, gang_of, is_preloaded, is_support, natural_sort_key, standby_role_of
-from ...cluster.base import NodeState
 from ...model.actions import Shrink
 from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from ....cluster.base import NodeState
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, is_support, replica_id
-from ...cluster.base import NodeState
 from ...model.actions import Exclude, Why
 from ...model.queries import most_severe, workers
 from ...model.state import Replica, State, Status

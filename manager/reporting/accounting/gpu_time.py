@@ -14,9 +14,9 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
+from ....cluster.base import AllocationRequest, AllocationState
 from ....core.run_spec import RunSpec
 from ....core.types import TRAINER, gang_of, role_of
-from ...cluster.base import AllocationRequest, AllocationState
 from ...model import events as ev
 from ...model.actions import Request
 from ...model.figures.training_time import member_weights

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from ....cluster.base import AllocationState
 from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, is_support
-from ...cluster.base import AllocationState
 from ...model import events as ev
 from ...model.actions import (
     Action,

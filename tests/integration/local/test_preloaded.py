@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rrl.cluster.base import RejectReason
 from rrl.core.phases import STANDBY
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Incarnation, ReplicaId, preloaded_id
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import Replica, State, Status
 from rrl.tests.support.runs import RRL, TestRun, all_work, check_sound, current_incarnations, light_job, submit_here

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.cluster.base import NodeState
 from rrl.core.launch import ExitReason, read_exit
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.manager.cluster.base import NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Shrink, StopStep
 from rrl.manager.storage.lease import holder

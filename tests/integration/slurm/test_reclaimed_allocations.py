@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rrl.cluster.base import AllocationState
 from rrl.core.types import ReplicaId
-from rrl.manager.cluster.base import AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request
 from rrl.manager.model.queries import workers

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rrl.cluster.base import NodeState, RejectReason
 from rrl.core.types import NodeName, ReplicaId
-from rrl.manager.cluster.base import NodeState, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request, Rung
 from rrl.manager.model.queries import workers

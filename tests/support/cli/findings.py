@@ -38,9 +38,9 @@ from rrl.cli.doctor.node_probe.host import (
 )
 from rrl.cli.doctor.node_probe.main import NodeReport, Reached
 from rrl.cli.doctor.slurm_output import read_config
+from rrl.cluster.base import NodeState
+from rrl.cluster.slurm.limits import JobLimits
 from rrl.core.command_runner import CommandResult
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import JobLimits
 
 GIB = 2**30
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
@@ -26,7 +27,6 @@ from rrl.core.types import (
     Verdict,
     Version,
 )
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, StopStep, Why
 from rrl.manager.model.reducer import fold

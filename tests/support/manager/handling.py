@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.core.launch import tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Incarnation, NodeName
 from rrl.health.detection.health_monitor import HealthMonitor
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.context import RunContext
 from rrl.manager.intake.finding_gate import restore_monitor
 from rrl.manager.intake.message_handler import MessageHandler

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from rrl.cluster.base import AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
-from rrl.manager.cluster.base import AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, ExternalAction, Shrink, Undrain
 from rrl.tests.support.manager.world import World

@@ -17,6 +17,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.cluster.base import (
+    AllocationNotRunning,
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
+    ClusterSnapshot,
+    NodeState,
+    NodeStatus,
+    Refused,
+    Step,
+    Unanswered,
+)
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, read_launch
 from rrl.core.phases import STANDBY, ClockReading, PhaseTime
@@ -36,18 +48,6 @@ from rrl.core.types import (
     role_of,
 )
 from rrl.manager import runtime
-from rrl.manager.cluster.base import (
-    AllocationNotRunning,
-    AllocationRequest,
-    AllocationState,
-    AllocationStatus,
-    ClusterSnapshot,
-    NodeState,
-    NodeStatus,
-    Refused,
-    Step,
-    Unanswered,
-)
 from rrl.manager.execute import executor
 from rrl.manager.model.events import Stamped
 from rrl.manager.model.queries import shares_node

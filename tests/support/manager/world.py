@@ -24,6 +24,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.core.launch import ExitReason
 from rrl.core.phases import STANDBY
 from rrl.core.run_spec import RunSpec
@@ -47,7 +48,6 @@ from rrl.core.types import (
     standby_role_of,
 )
 from rrl.health.detection.detectors.liveness import exit_flags
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
     Action,

@@ -46,4 +46,4 @@ def first_of(at: Lab, launch: Launch) -> Process:
 async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
     async with at.manager() as manager:
         launch = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
-        yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
+        yield Node(at, manager, at.start(launch, "node_agent.main", patch), launch)

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+from rrl.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, Step
+from rrl.cluster.slurm.cluster import SlurmCluster
+from rrl.cluster.slurm.commands import SlurmLimits
 from rrl.core.types import NodeName, Resources
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, Step
-from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 

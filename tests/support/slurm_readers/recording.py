@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rrl.manager.cluster.slurm import parsing
+from rrl.cluster.slurm import parsing
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.slurm_readers.cluster_states import DRAINED, states

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+from rrl.cluster.base import AllocationRequest, Cluster, Refused
 from rrl.core.run_dir import RunDir
-from rrl.manager.cluster.base import AllocationRequest, Cluster, Refused
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request, Why
 from rrl.manager.model.reducer import fold

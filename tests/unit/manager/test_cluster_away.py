@@ -14,8 +14,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from rrl.cluster.base import ClusterSnapshot, Unanswered
 from rrl.core.types import Outcome
-from rrl.manager.cluster.base import ClusterSnapshot, Unanswered
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch, Request
 from rrl.manager.storage.journal import Journal

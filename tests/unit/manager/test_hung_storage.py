@@ -11,10 +11,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from rrl.cluster.base import Cluster
 from rrl.core.launch import ExitReason, ExitRecord
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Version
-from rrl.manager.cluster.base import Cluster
 from rrl.manager.intake import message_handler as hearing_module
 from rrl.manager.model import events as ev
 from rrl.manager.runtime import Manager

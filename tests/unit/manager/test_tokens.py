@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rrl.cluster.local import LocalCluster
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName
-from rrl.manager.cluster.local import LocalCluster
 from rrl.manager.runtime import Manager
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, job
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, NodeState, Refused, Unanswered
+from rrl.cluster.slurm.cluster import SlurmCluster
+from rrl.cluster.slurm.commands import SlurmLimits
 from rrl.core.types import NodeName, Resources
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, NodeState, Refused, Unanswered
-from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.cluster_run import (
     FAST,

@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine, Iterator
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationRequest, AllocationState, Refused, Step
+from rrl.cluster.slurm.cluster import SlurmCluster
+from rrl.cluster.slurm.commands import SlurmLimits
 from rrl.core.launch import Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import NodeName, Resources
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, Refused, Step
-from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.transport.messages import AgentHello, StepExit

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.cluster.base import Refused, Unanswered
+from rrl.cluster.slurm.lab_faults import LAB_FAULTS_ENV, inject_fault
 from rrl.core.faults import Fault, FaultKind
-from rrl.manager.cluster.base import Refused, Unanswered
-from rrl.manager.cluster.slurm.lab_faults import LAB_FAULTS_ENV, inject_fault
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 

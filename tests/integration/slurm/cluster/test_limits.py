@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, qos_limits, read_limits
+from rrl.cluster.slurm.limits import Limit, association_limits, enforced, qos_limits, read_limits
 from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 

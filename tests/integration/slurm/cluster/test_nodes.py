@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 
+from rrl.cluster.base import AllocationState, Refused, Unanswered
+from rrl.cluster.slurm.cluster import SlurmCluster
+from rrl.cluster.slurm.nodes import SlurmNodes
+from rrl.cluster.slurm.parsing import Job
+from rrl.cluster.slurm.readers.command_reader import CommandReader, RunCommand
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, Refused, Unanswered
-from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.nodes import SlurmNodes
-from rrl.manager.cluster.slurm.parsing import Job
-from rrl.manager.cluster.slurm.readers.command_reader import CommandReader, RunCommand
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.cluster_run import FAST, Run, as_user, is_alive, state, until
 from rrl.tests.support.slurm.lab import SlurmLab

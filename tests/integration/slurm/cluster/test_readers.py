@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 import pytest
 from msgspec import Struct
 
+from rrl.cluster.base import AllocationState, NodeState, NodeStatus, Refused, Unanswered
+from rrl.cluster.slurm.cluster import SlurmCluster
+from rrl.cluster.slurm.commands import SlurmLimits
+from rrl.cluster.slurm.parsing import Job, JobEnd, NodeInfo, StepLine
+from rrl.cluster.slurm.readers.base import NotPermitted, SlurmReader
+from rrl.cluster.slurm.readers.child_process import PyslurmChild
+from rrl.cluster.slurm.readers.command_reader import CommandReader
+from rrl.cluster.slurm.readers.pyslurm_reader import PyslurmReader
+from rrl.cluster.slurm.readers.selection import choose_reader, look, same_value
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus, Refused, Unanswered
-from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import SlurmLimits
-from rrl.manager.cluster.slurm.parsing import Job, JobEnd, NodeInfo, StepLine
-from rrl.manager.cluster.slurm.readers.base import NotPermitted, SlurmReader
-from rrl.manager.cluster.slurm.readers.child_process import PyslurmChild
-from rrl.manager.cluster.slurm.readers.command_reader import CommandReader
-from rrl.manager.cluster.slurm.readers.pyslurm_reader import PyslurmReader
-from rrl.manager.cluster.slurm.readers.selection import choose_reader, look, same_value
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.slurm_readers.cluster_states import (

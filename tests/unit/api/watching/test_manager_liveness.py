@@ -13,10 +13,10 @@ import pytest
 from rrl.api.watching.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
 from rrl.api.watching.run_state import listed_states
 from rrl.cli import main
+from rrl.cluster.base import AllocationState
+from rrl.cluster.slurm.parsing import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
-from rrl.manager.cluster.base import AllocationState
-from rrl.manager.cluster.slurm.parsing import Job
 from rrl.manager.model.actions import Finish, Why
 from rrl.manager.model.events import Decided
 from rrl.manager.storage.lease import LeaseHolder

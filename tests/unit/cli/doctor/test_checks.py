@@ -30,12 +30,12 @@ from rrl.cli.doctor.node_probe.host import (
     UnavailableCause,
 )
 from rrl.cli.doctor.node_probe.main import Reached
+from rrl.cluster.base import NodeState
+from rrl.cluster.slurm.limits import JobLimits, Limit
 from rrl.config.job.load import table_at
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import Verdict
 from rrl.docs import make_doctor
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import JobLimits, Limit
 from rrl.tests.support.cli import findings
 from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored

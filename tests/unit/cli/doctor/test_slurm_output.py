@@ -6,9 +6,9 @@ import pytest
 
 from rrl.cli.doctor import slurm_output as text
 from rrl.cli.doctor.facts import Accounts, Node, Partition
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.parsing import Unreadable
-from rrl.manager.cluster.slurm.requests import gpus_by_type
+from rrl.cluster.base import NodeState
+from rrl.cluster.slurm.parsing import Unreadable
+from rrl.cluster.slurm.requests import gpus_by_type
 from rrl.tests.support.cli.findings import RECORDED
 
 

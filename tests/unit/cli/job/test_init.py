@@ -12,11 +12,11 @@ import pytest
 from rrl.cli.doctor.facts import Accounts, DoctorOptions, Facts, Nodes, Partition, Partitions, Trials
 from rrl.cli.doctor.node_probe.host import Network, Unavailable
 from rrl.cli.job.init import choose_shape, job_toml
+from rrl.cluster.base import NodeState
 from rrl.config.job.json_schema import json_schema
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
-from rrl.manager.cluster.base import NodeState
 from rrl.tests.support.cli import findings
 from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 

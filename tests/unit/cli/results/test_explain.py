@@ -13,11 +13,11 @@ import pytest
 from rrl.api.runs import read_state
 from rrl.cli import main
 from rrl.cli.views.explanation import explanation_view
+from rrl.cluster.base import NodeState, NodeStatus
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import Recovery
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
     Exclude,

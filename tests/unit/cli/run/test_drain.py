@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
+from rrl.cluster.base import NodeState, NodeStatus
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import NodeName, Outcome
-from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
 from rrl.manager.storage.journal import Journal

@@ -13,6 +13,7 @@ import pytest
 from rrl.api.preflight import job_preflight
 from rrl.cli import main
 from rrl.cli.run.status import metrics_failure
+from rrl.cluster.slurm.limits import JobLimits
 from rrl.config.job import resolve as resolving
 from rrl.config.job.load import load_job, resolved
 from rrl.config.job.schema import Job
@@ -22,7 +23,6 @@ from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap.preflight import SlurmAnswer
 from rrl.manager.bootstrap.preview import preview
-from rrl.manager.cluster.slurm.limits import JobLimits
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.job_toml import JOB
 

@@ -12,9 +12,9 @@ import pytest
 
 from rrl.api.watching.manager_liveness import INTERRUPTED, Liveness, SlurmJobs, liveness, storage_trouble
 from rrl.cli.views.status import status_view
+from rrl.cluster.base import AllocationState
 from rrl.core.run_dir import RunDir
 from rrl.core.text import span
-from rrl.manager.cluster.base import AllocationState
 from rrl.manager.model.events import AllocationChanged, ClusterUnknown
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, job_view

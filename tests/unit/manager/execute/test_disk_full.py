@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rrl.cluster.base import Refused
 from rrl.core.run_dir import RunDir
-from rrl.manager.cluster.base import Refused
 from rrl.manager.execute import fault_injection
 from rrl.tests.support.mounts import own_mounts
 

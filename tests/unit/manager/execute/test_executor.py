@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from rrl.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.health.detection.health_monitor import HealthMonitor
-from rrl.manager.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
 from rrl.manager.context import RunContext
 from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor, StandbyOutdated, StepControl
 from rrl.manager.model import events as ev

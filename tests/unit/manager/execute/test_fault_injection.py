@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.cluster.base import Refused, Unanswered
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.health.detection.health_monitor import HealthMonitor
-from rrl.manager.cluster.base import Refused, Unanswered
 from rrl.manager.context import PeerConnections, RunContext
 from rrl.manager.execute import fault_injection
 from rrl.manager.execute.fault_injection import FaultInjector, interrupted_event

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackerName, TrackSpec, TransportSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, preloaded_id
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import (
     apptainer,
     environment,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Cause, Incarnation, NodeName, ReplicaId, Verdict
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpuRegistry, check_memlock
 from rrl.manager.intake.message_handler import last_output, with_reason
 from rrl.manager.model import events as ev

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import HealthSpec
 from rrl.core.types import STACKS, Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
 from rrl.health.detection.pipeline import HangStacks
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.intake.finding_gate import MANAGER_DETECTORS, MAX_FINDINGS_PER_NODE, to_manager_time
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why

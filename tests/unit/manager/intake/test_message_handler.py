@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason, ExitRecord, tag_of
 from rrl.core.run_spec import Limits
 from rrl.core.types import (
@@ -25,7 +26,6 @@ from rrl.core.types import (
     Version,
 )
 from rrl.health.detection.detect import detect
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.intake.message_handler import OUTSIDE_SHOWN_AFTER_S
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch

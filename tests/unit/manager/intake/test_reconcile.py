@@ -7,11 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from rrl.core.launch import tag_of
-from rrl.core.types import AGENT, Incarnation, NodeName, replica_id
-from rrl.health.detection.detectors.base import RECONNECT_S
-from rrl.health.detection.health_monitor import HealthMonitor
-from rrl.manager.cluster.base import (
+from rrl.cluster.base import (
     AllocationRequest,
     AllocationState,
     AllocationStatus,
@@ -20,6 +16,10 @@ from rrl.manager.cluster.base import (
     NodeStatus,
     RejectReason,
 )
+from rrl.core.launch import tag_of
+from rrl.core.types import AGENT, Incarnation, NodeName, replica_id
+from rrl.health.detection.detectors.base import RECONNECT_S
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake.reconcile import (
     FAST_POLL_AFTER_REQUEST_S,
     AbsenceCounter,

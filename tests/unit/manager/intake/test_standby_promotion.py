@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, read_launch, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Resources
-from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import write_launch
 from rrl.manager.intake.standby_promotion import link_log
 from rrl.manager.model import events as ev

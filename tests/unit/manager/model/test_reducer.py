@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, NodeStatus, RejectReason
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.phases import ClockReading, PhaseTime
@@ -30,14 +31,6 @@ from rrl.core.types import (
     Version,
 )
 from rrl.health.detection.baselines import DurationStats, RoleBaseline
-from rrl.manager.cluster.base import (
-    AllocationRequest,
-    AllocationState,
-    AllocationStatus,
-    NodeState,
-    NodeStatus,
-    RejectReason,
-)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
     Drain,

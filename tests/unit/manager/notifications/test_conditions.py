@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import NodeState, NodeStatus
 from rrl.core.run_spec import Recovery
 from rrl.core.types import NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Why
 from rrl.manager.model.state import State

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_spec import Limits, Recovery, RunSpec
 from rrl.core.types import (
@@ -26,7 +27,6 @@ from rrl.core.types import (
     replica_id,
     role_of,
 )
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
 from rrl.manager.model.queries import progress, to_launch, workers

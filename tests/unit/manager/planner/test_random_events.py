@@ -11,9 +11,9 @@ import random
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Cause, NodeName
-from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import gangs, workers

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, AllocationStatus
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
 from rrl.manager.model.queries import workers

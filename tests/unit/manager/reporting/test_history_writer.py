@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, AllocationStatus
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve_for_submission
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
@@ -31,7 +32,6 @@ from rrl.health.history.records import (
     read_line,
 )
 from rrl.manager.bootstrap.start import create
-from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
 from rrl.manager.model.state import State

@@ -15,8 +15,8 @@ import pytest
 
 from rrl.core.processes import Process
 from rrl.core.run_dir import write_atomically
-from rrl.roles.agent.load_sampler import StepLoadSampler
 from rrl.roles.launcher.activity import Usage, has_worked, usage
+from rrl.roles.node_agent.load_sampler import StepLoadSampler
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello, Load
 

@@ -79,7 +79,7 @@ def test_command_runs_in_the_image_and_its_exit_code_is_the_roles(tmp_path: Path
 def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
+            at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "node_agent.main")
             await manager.wait_for(AgentHello)
             launch = contained(at, tmp_path / "job", DAEMON)
             step = at.start(launch)

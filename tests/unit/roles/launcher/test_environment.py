@@ -216,7 +216,7 @@ def test_agent_reports_a_failed_import_probe_in_its_hello(
             made = rewrite(
                 at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_timeout=within
             )
-            agent = at.start(made, "agent.main")
+            agent = at.start(made, "node_agent.main")
             hello = await manager.wait_for(AgentHello)
             assert expected_text in hello.probe if expected_text else hello.probe == ""
             assert "\n" not in hello.probe
@@ -235,7 +235,7 @@ def test_agent_without_the_network_reports_that_and_its_limits(tmp_path: Path) -
                 at, at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), network="nonesuch0"
             )
             lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
-            at.start(made, "agent.main", patch=lower)
+            at.start(made, "node_agent.main", patch=lower)
             hello = await manager.wait_for(AgentHello)
             assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
             assert hello.memlock == 1 << 20

@@ -147,7 +147,7 @@ def test_killed_step_leaves_a_gpu_memory_check_that_its_agent_finds(tmp_path: Pa
             asker = await eventually(lambda: [p for p in at.processes(launch) if p.step and not p.module])
             assert not [p for p in asker if _is_the_command(p.pid)]
             os.kill(int(asker[0].step.partition(".")[0]), SIGKILL)
-            at.start(at.launch(replica="agent/local1"), "agent.main")
+            at.start(at.launch(replica="agent/local1"), "node_agent.main")
             await eventually(lambda: not at.processes(launch))
 
     with lab(tmp_path) as at:

@@ -40,7 +40,7 @@ def test_agents_announce_snapshot_addresses_and_keep_snapshots_until_they_leave(
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
-            agents = {node: at.start(launch, "agent.main") for node, launch in launches.items()}
+            agents = {node: at.start(launch, "node_agent.main") for node, launch in launches.items()}
             addresses = {
                 node: (await manager.wait_for(msg.AgentHello, partial(_is_on, node))).snapshot_address
                 for node in launches
@@ -81,7 +81,7 @@ def test_fenced_incarnation_cannot_store_snapshots(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = agent_on(at, "local1")
-            at.start(launch, "agent.main")
+            at.start(launch, "node_agent.main")
             await manager.wait_for(msg.AgentHello)
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)
@@ -110,7 +110,7 @@ def test_agent_unreachable_from_other_nodes_keeps_snapshots_of_its_own_node(tmp_
         async with at.manager() as manager:
             launch = msgspec.structs.replace(agent_on(at, "local1"), network="nowhere0")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-            at.start(launch, "agent.main")
+            at.start(launch, "node_agent.main")
             assert (await manager.wait_for(msg.AgentHello)).snapshot_address == ""
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)

@@ -224,7 +224,7 @@ Its unpickler creates no object of a class that a file names, as its own test sh
 
 
 @pytest.mark.parametrize(
-    "package", ["roles", "transport", "manager", "core", "config", "health", "api", "cli", "examples"]
+    "package", ["roles", "transport", "manager", "cluster", "core", "config", "health", "api", "cli", "examples"]
 )
 def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {

@@ -6,8 +6,8 @@ import msgspec
 
 from rrl.cli.run.top.details import by_name, node_rows, node_view, replica_rows, replica_view
 from rrl.cli.views.status import failures_now
+from rrl.cluster.base import NodeState, NodeStatus
 from rrl.core.types import GpuUse, NodeName, ReplicaId
-from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.tests.support.cli.status_scenes import drained, gang, node_lost
 from rrl.tests.support.cli.story import Story

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.core.run_spec import Limits, Recovery, RunSpec
 from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers

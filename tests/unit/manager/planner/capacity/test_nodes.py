@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import NodeState, NodeStatus
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_spec import HealthSpec, Recovery
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
-from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.model.queries import workers

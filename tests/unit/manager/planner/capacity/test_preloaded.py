@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import RejectReason
 from rrl.config.job.node_groups import pool_nodes
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import Recovery, RunSpec
@@ -18,7 +19,6 @@ from rrl.core.types import (
     replica_id,
     standby_role_of,
 )
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Rung, StopStep, Why
 from rrl.manager.model.reduce_replicas import on_launch_intended, on_launch_rejected

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, AllocationStatus
 from rrl.core.launch import ExitReason
 from rrl.core.run_spec import Limits, NodeGroup, RunSpec
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
-from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers

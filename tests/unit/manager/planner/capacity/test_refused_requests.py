@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from rrl.cluster.base import NodeState, NodeStatus, RejectReason
 from rrl.core.run_spec import Limits, Recovery, RunSpec
 from rrl.core.types import NodeName, Outcome, gang_of
-from rrl.manager.cluster.base import NodeState, NodeStatus, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Request, Rung
 from rrl.manager.model.state import Status

@@ -7,11 +7,11 @@ from functools import partial
 import msgspec
 import pytest
 
+from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
 from rrl.manager.model.queries import workers
