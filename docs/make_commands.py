@@ -17,7 +17,6 @@ import typer.main
 
 from rrl.cli.commands import app
 from rrl.cli.commands.command_group import SECTIONS
-from rrl.docs.struct_tables import meaning
 
 PAGE = Path(__file__).parent / "commands.md"
 _VALUES: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
@@ -90,6 +89,12 @@ def _row(parameter: Any) -> str:
 
 def _positional(parameter: Any) -> bool:
     return bool(parameter.param_type_name == "argument")
+
+
+def meaning(text: str | None) -> str:
+    """Return a docstring as Markdown on one line."""
+    plain = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]+)`", r"`\1`", " ".join((text or "").split()))
+    return plain.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

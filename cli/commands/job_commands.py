@@ -70,17 +70,33 @@ def check(
     raise typer.Exit(command.check(job, settings or [], trust=trust, **shown))
 
 
-@app.command(short_help="Print the JSON Schema of job.toml, for editors.")
-def schema() -> None:
+def _schemas() -> list[str]:
+    from ..output_schemas import EVENTS, OUTPUTS
+
+    return ["job", EVENTS, *OUTPUTS]
+
+
+@app.command(short_help="Print the JSON Schema of job.toml, for editors, or of what a command prints.")
+def schema(
+    what: Annotated[str, typer.Argument(help="job, or an output: see docs/json.md.", autocompletion=_schemas)] = "job",
+) -> None:
     """Print the JSON Schema of job.toml, with which editors complete, explain and check its keys.
 
     \b
     rrl schema > job.schema.json   beside a job.toml that begins with: #:schema ./job.schema.json
+    rrl schema status              of what rrl status --json prints; docs/json.md lists the others
+    rrl schema events              of the records of a run's journal
     """
-    from ...config.job.json_schema import json_schema
     from ..common.output import indented_json
 
-    typer.echo(indented_json(json_schema()), nl=False)
+    if what == "job":
+        from ...config.job.json_schema import json_schema
+
+        typer.echo(indented_json(json_schema()), nl=False)
+    else:
+        from ..output_schemas import output_schema
+
+        typer.echo(indented_json(output_schema(what)), nl=False)
 
 
 class Shell(StrEnum):

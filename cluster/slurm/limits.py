@@ -33,7 +33,7 @@ class Limit(Struct, frozen=True):
     """The limit as an administrator would name it, for example ``MaxSubmitJobs of account astro``."""
 
 
-class JobLimits(Struct, frozen=True):
+class JobLimits(Struct, frozen=True, tag=True):
     """Limits on the number of jobs and steps, as far as they could be read."""
 
     limits: tuple[Limit, ...] = ()

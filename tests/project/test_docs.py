@@ -79,9 +79,8 @@ def test_every_flag_in_the_prose_of_the_readme_belongs_to_some_command() -> None
     assert set(named) <= flags | {"--help", "--version"}
 
 
-def test_the_readme_shows_every_command_that_the_help_shows() -> None:
-    shown = {name for name, one in typer.main.get_group(app).commands.items() if not one.hidden}
-    assert shown <= {arguments[0] for arguments in _commands(ROOT / "README.md", "rrl")}
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)

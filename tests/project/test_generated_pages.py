@@ -8,15 +8,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jsonschema
 import pytest
 import typer.main
 
 from rrl.cli import main
 from rrl.cli.commands import app
+from rrl.cli.output_schemas import EVENTS, OUTPUTS, Form, output_schema
 from rrl.core.run_dir import RUNS_ENV
-from rrl.docs import make_commands, make_detection, make_events, make_json, make_metrics
+from rrl.docs import make_commands, make_detection, make_json, make_metrics
 from rrl.manager.model import events as ev
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page, output_of
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.job_toml import JOB
 
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "maker", [make_commands, make_detection, make_events, make_json, make_metrics], ids=lambda one: one.__name__
+    "maker", [make_commands, make_detection, make_json, make_metrics], ids=lambda one: one.__name__
 )
 def test_a_generated_page_is_that_of_the_code(maker: ModuleType) -> None:
     remedy = f"run .venv/bin/python -m {maker.__name__}"
@@ -46,11 +48,6 @@ def test_every_command_is_on_the_page_of_commands() -> None:
     assert missing == [], "these commands are on no page: add each to a section in cli/commands/command_group.py"
 
 
-def test_every_event_is_on_the_page_of_events() -> None:
-    page = make_events.page()
-    assert all(f"### {event.__name__}\n" in page for event in ev.Event.__args__)
-
-
 # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _with_json(command: Any, name: str) -> list[str]:
     inner = getattr(command, "commands", {})
@@ -59,9 +56,27 @@ def _with_json(command: Any, name: str) -> list[str]:
     return [name] if any("--json" in parameter.opts for parameter in command.params) else []
 
 
-def test_every_command_with_json_is_on_the_page_of_json_outputs() -> None:
-    described = {output.command for output in make_json.OUTPUTS}
-    assert {f"{name} --json" for name in _with_json(typer.main.get_group(app), "rrl")} <= described
+def test_every_command_with_json_has_a_schema() -> None:
+    described = {command for output in OUTPUTS.values() for command in output.commands}
+    assert [name for name in _with_json(typer.main.get_group(app), "rrl") if f"{name} --json" not in described] == []
+
+
+@pytest.mark.parametrize("name", [EVENTS, *OUTPUTS])
+def test_a_schema_is_valid_and_defines_what_it_names(name: str) -> None:
+    schema = output_schema(name)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(schema))) <= set(schema["$defs"])
+
+
+def test_each_event_and_its_fields_are_described() -> None:
+    definitions = output_schema(EVENTS)["$defs"]
+    assert all(definitions[event.__name__]["description"] for event in ev.Event.__args__)
+    assert "hit no incarnation" in definitions["FaultInjected"]["properties"]["incarnation"]["description"]
+
+
+def test_an_unknown_schema_is_refused_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schema", "stats"]) == 2
+    assert "no schema is called 'stats'; there are: job, events, started," in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -75,31 +90,30 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[s
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("name", "command"),
     [
-        "rrl status --json",
-        "rrl list --json",
-        "rrl check --json",
-        "rrl explain --json",
-        "rrl metrics",
-        "rrl logs --failed --json",
-        "rrl report --json",
+        ("status", "rrl status --json"),
+        ("list", "rrl list --json"),
+        ("check", "rrl check --json"),
+        ("explain", "rrl explain --json"),
+        ("metrics", "rrl metrics"),
+        ("failures", "rrl logs --failed --json"),
+        ("report", "rrl report --json"),
     ],
 )
-def test_the_keys_of_an_output_are_those_of_the_page(
-    command: str, subject: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+def test_an_output_fits_its_schema(
+    name: str, command: str, subject: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command.split()[1:]
     assert main.run([words[0], *subject.get(words[0], subject[""]), *words[1:]]) == 0
     text = capsys.readouterr().out
-    documents: list[dict[str, Any]]
-    match output_of(command).form:
-        case make_json.LINES:
+    match OUTPUTS[name].form:
+        case Form.LINES:
             documents = [json.loads(line) for line in text.splitlines()]
-        case make_json.LIST:
+        case Form.LIST:
             documents = json.loads(text)
         case _:
             documents = [json.loads(text)]
     assert documents
     for document in documents:
-        assert_keys_of_the_page(command, document)
+        assert_fits_its_schema(name, document)

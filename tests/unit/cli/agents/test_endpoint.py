@@ -13,7 +13,7 @@ from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
 from rrl.roles.endpoint.key import EpisodeKey, decode_key
 from rrl.tests.support.cli.agent_runs import endpoint_job, written_with_endpoint
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story
 from rrl.transport.keys import RunKeys
 
@@ -50,7 +50,7 @@ def test_json_output_has_the_addresses_and_the_opening_call(root: Path, capsys: 
     written_with_endpoint(begun(), root, *URLS)
     assert main.run(["endpoint", RUN, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert_keys_of_the_page("rrl endpoint --json", shown)
+    assert_fits_its_schema("endpoint", shown)
     assert shown.pop("run_key").startswith("rrl-")
     assert shown == {
         "schema": JSON_SCHEMA,

@@ -21,7 +21,7 @@ from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Sampling
 from rrl.tests.support.cli.agent_runs import endpoint_job
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.roles.trajectories.agents import (
@@ -191,7 +191,7 @@ def test_both_forms_print_json_for_programs(run: RunDir, store: Store, capsys: p
     assert main.run(["episodes", RUN, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     for document in listed:
-        assert_keys_of_the_page("rrl episodes --json", document)
+        assert_fits_its_schema("episodes", document)
     assert [(one["episode"], one["state"], one["turns"]) for one in listed] == [
         (0, "scored", 5),
         (1, "at work", 1),
@@ -200,7 +200,7 @@ def test_both_forms_print_json_for_programs(run: RunDir, store: Store, capsys: p
     ]
     assert main.run(["episodes", RUN, "0", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
-    assert_keys_of_the_page("rrl episodes RUN EPISODE --json", one)
+    assert_fits_its_schema("episode", one)
     assert one["turns"][2]["offset"] == 4
     assert {key: value for key, value in one.items() if key != "turns"} == {
         key: value for key, value in listed[0].items() if key != "turns"

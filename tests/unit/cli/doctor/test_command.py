@@ -18,7 +18,7 @@ from rrl.cli.doctor.node_probe.host import Unavailable
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.cli import findings
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_json_output_is_one_document_with_checks_and_facts(alone: Path, capsys: 
     assert main.run(["doctor", "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert set(reported) == {"schema", "checks", "facts"}
-    assert_keys_of_the_page("rrl doctor --json", reported)
+    assert_fits_its_schema("doctor", reported)
     assert [set(check) for check in reported["checks"]] == [{"name", "verdict", "found", "fix"}] * len(
         reported["checks"]
     )

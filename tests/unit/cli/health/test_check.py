@@ -25,7 +25,7 @@ from rrl.health.checks.node_state import ALL_GPUS
 from rrl.health.node_check import check_node, mount_timeout_s, overall
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.samples import GpuProcess, HostData, NvmlData, Reading
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.health.simulated_node import ObservedNode, gpu, host
 from rrl.tests.support.mounts import can_hang, own_mounts
@@ -152,7 +152,7 @@ def test_timeouts_of_the_shipped_hooks_suffice_to_detect_a_hung_mount() -> None:
 def test_json_output_has_the_verdict_and_every_finding_in_wall_clock_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
     reported = json.loads(capsys.readouterr().out)
-    assert_keys_of_the_page("rrl health check --json", reported)
+    assert_fits_its_schema("health-check", reported)
     assert (reported["verdict"], reported["code"]) == ("FAIL", 2)
     (failed,) = [one for one in reported["findings"] if one["verdict"] == "FAIL"]
     assert (failed["detector"], failed["component"], failed["cause"]) == ("mounts", "/no/such", "storage")

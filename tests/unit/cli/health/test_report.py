@@ -30,7 +30,7 @@ from rrl.health.history.rates import DAY_S, mtbf
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import Day, DrainState, Report
 from rrl.health.report.site import report
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.cli.waiting import eventually
 from rrl.tests.support.health.site_history import ANNA, BEGAN, acted, began, found, held, sourced, week, write
@@ -206,7 +206,7 @@ def test_json_report_has_stable_names(history: Path, capsys: pytest.CaptureFixtu
     assert main.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert set(reported) == {"schema", "report", "sources", "drains_unknown"}
-    assert_keys_of_the_page("rrl health report --format json", reported)
+    assert_fits_its_schema("health-report", reported)
     assert set(reported["report"]) == {"version", "site", "nodes"}
     matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(reported))))
 
@@ -327,7 +327,7 @@ def test_requests_are_listed_as_lines_to_paste(history: Path, capsys: pytest.Cap
     assert lines[-1].startswith("scontrol update nodename=n3 state=drain reason=")
     assert main.run(["health", "drain-requests", "--history", str(history), "--json", *SINCE]) == 0
     (one,) = json.loads(capsys.readouterr().out)
-    assert_keys_of_the_page("rrl health drain-requests --json", one)
+    assert_fits_its_schema("drain-requests", one)
     assert (one["node"], one["users"], one["drained"]) == ("n3", [ME], False)
 
 

@@ -18,7 +18,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.manager.intake.standby_promotion import link_log
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.waiting import Output, eventually
 
@@ -204,7 +204,7 @@ def test_json_output_is_one_object_per_line(run: RunDir, capsys: pytest.CaptureF
     assert main.run(["logs", RUN, "--json"]) == 0
     reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for document in reported:
-        assert_keys_of_the_page("rrl logs --json", document)
+        assert_fits_its_schema("logs", document)
     assert [one.pop("schema") for one in reported] == [JSON_SCHEMA] * 3
     assert sorted(reported, key=lambda one: str(one["log"])) == [
         {"time": None, "incarnation": "rollout/0#1", "log": "launcher", "text": "no time"},

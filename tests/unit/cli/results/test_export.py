@@ -9,7 +9,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.roles.trainer.committed_run import CommittedRun
 
 pytestmark = pytest.mark.torch
@@ -46,7 +46,7 @@ def test_export_writes_the_newest_checkpoint_and_prints_its_folder(
 def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["export", "quick", str(tmp_path / "out"), "--step", "1", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert_keys_of_the_page("rrl export --json", document)
+    assert_fits_its_schema("export", document)
     assert (document["run"], document["step"], document["folder"]) == ("quick-1", 1, str(tmp_path / "out"))
     assert document["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 

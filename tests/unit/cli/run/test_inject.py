@@ -16,7 +16,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import InjectFault, Why
 from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import LeaseHolder
-from rrl.tests.support.cli.json_keys import assert_keys_of_the_page
+from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.waiting import eventually
 
@@ -158,7 +158,7 @@ def test_wait_prints_the_outcome_of_the_fault(
     out, err = capsys.readouterr()
     if json_wanted:
         assert json.loads(out)["ok"] is ok
-        assert_keys_of_the_page("rrl inject --wait --json", json.loads(out))
+        assert_fits_its_schema("injected-fault", json.loads(out))
     elif ok:
         assert out == f"{RUN}: kill rollout/0: SIGKILL to process group 7\n"
     else:

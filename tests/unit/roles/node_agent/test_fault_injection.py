@@ -115,7 +115,9 @@ def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: P
             lab_node.agent.kill()
             await at.end_of(lab_node.agent)
             assert state(role) == "T"
-            at.start(at.launch(replica="agent/local1", number=2, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "node_agent.main")
+            at.start(
+                at.launch(replica="agent/local1", number=2, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "node_agent.main"
+            )
             await runs(role)
             assert not mark(at, launch).exists()
 
