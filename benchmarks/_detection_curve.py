@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from rrl.tests.support.scenarios.play import Played
-from rrl.tests.support.scenarios.score import hang_delays, quantile, ratio, score
+from rrl.benchmarks.scenarios.play import Played
+from rrl.benchmarks.scenarios.score import hang_delays, quantile, ratio, score
 
 MATCHED = "robustrl_30s"
 """The method whose number of false alarms rrl has to match."""

@@ -13,9 +13,9 @@ from math import inf
 from statistics import fmean, median
 from typing import Any
 
-from rrl.tests.support.scenarios.methods import OURS, ROBUSTRL
-from rrl.tests.support.scenarios.play import Played
-from rrl.tests.support.scenarios.score import delays_of_both, hang_roles, quantile, score, warnings_of
+from rrl.benchmarks.scenarios.methods import OURS, ROBUSTRL
+from rrl.benchmarks.scenarios.play import Played
+from rrl.benchmarks.scenarios.score import delays_of_both, hang_roles, quantile, score, warnings_of
 
 STATISTICS: Mapping[str, Callable[[list[float]], float]] = {
     "median": median,

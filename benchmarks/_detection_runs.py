@@ -12,11 +12,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.load import load_all
+from rrl.benchmarks.scenarios.methods import judge_of
+from rrl.benchmarks.scenarios.play import Played, play
 from rrl.health.readers.isolation.process import set_parent_death_signal
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.load import load_all
-from rrl.tests.support.scenarios.methods import judge_of
-from rrl.tests.support.scenarios.play import Played, play
 
 _PROGRESS_EVERY_RUNS = 1000
 """Number of plays between two lines about the progress."""

@@ -1,7 +1,8 @@
 """Measures how well rrl's detectors and other methods detect failures, in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve] [--no-baselines] [--only GLOB] [--jobs N]
-[--warnings] [--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead.
+[--warnings] [--json]``. The scenarios are files (scenarios/scenarios.md); another folder of scenarios can
+be used instead.
 rrl uses its default limits. The baselines are one fixed timeout, RobustRL's rules, and a judge that warns about every
 replica. RobustRL's rules are played with 5, 15 and 30 s for the answer of a suspected rollout, because its paper does
 not publish this time. ``--no-baselines`` plays rrl only, in a sixth of the time.
@@ -30,11 +31,11 @@ from rrl.benchmarks._detection_runs import Run, available_cores, play_all
 from rrl.benchmarks._provenance import provenance, raw_samples
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.load import ScenarioError, load_all
-from rrl.tests.support.scenarios.methods import METHODS, OURS
-from rrl.tests.support.scenarios.play import Played
-from rrl.tests.support.scenarios.score import confusion, delays, quantile
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.load import ScenarioError, load_all
+from rrl.benchmarks.scenarios.methods import METHODS, OURS
+from rrl.benchmarks.scenarios.play import Played
+from rrl.benchmarks.scenarios.score import confusion, delays, quantile
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
 MAX_CURVE_SEEDS = 2

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from rrl.benchmarks._detection_curve import match_delay
+from rrl.benchmarks.scenarios.decisions import RecordingDetectors, decided_about
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.load import ScenarioError, load, load_all
+from rrl.benchmarks.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, WARNS_OF_ALL, judge_of
+from rrl.benchmarks.scenarios.ours import RrlDetectors
+from rrl.benchmarks.scenarios.play import Alarm, Outcome, Played, play
+from rrl.benchmarks.scenarios.rhythms import roles_of
+from rrl.benchmarks.scenarios.score import confusion, ratio, score, warnings_of
 from rrl.core.types import Finding, Incarnation
-from rrl.tests.support.scenarios.decisions import RecordingDetectors, decided_about
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
-from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, WARNS_OF_ALL, judge_of
-from rrl.tests.support.scenarios.ours import RrlDetectors
-from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
-from rrl.tests.support.scenarios.rhythms import roles_of
-from rrl.tests.support.scenarios.score import confusion, ratio, score, warnings_of
 
 FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)

@@ -7,14 +7,14 @@ from fnmatch import fnmatchcase
 from math import inf
 from random import Random
 
+from rrl.benchmarks.scenarios.actors import COLLECTIVE, REQUESTING, STARTING, STORE, STORE_PHASES, Gang, Member, Node
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.hardware import gpus_of, uuid_of
+from rrl.benchmarks.scenarios.judge import Judge
+from rrl.benchmarks.scenarios.places import placed
+from rrl.benchmarks.scenarios.questions import ProbeExchange
 from rrl.core.phases import WAIT_DATA
 from rrl.core.types import DataReport, Incarnation, NodeName, OutsideKind, OutsideWait, gang_of, role_of
-from rrl.tests.support.scenarios.actors import COLLECTIVE, REQUESTING, STARTING, STORE, STORE_PHASES, Gang, Member, Node
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.hardware import gpus_of, uuid_of
-from rrl.tests.support.scenarios.judge import Judge
-from rrl.tests.support.scenarios.places import placed
-from rrl.tests.support.scenarios.questions import ProbeExchange
 
 HEARTBEAT_S = 1.0
 """Heartbeat interval (s): the default of ``limits.heartbeat``."""

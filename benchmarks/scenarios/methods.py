@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rrl.tests.support.scenarios.baselines import Baseline, FixedTimeout, RobustRL, WarnsOfAll
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.judge import Judge
-from rrl.tests.support.scenarios.ours import RrlDetectors
+from rrl.benchmarks.scenarios.baselines import Baseline, FixedTimeout, RobustRL, WarnsOfAll
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.judge import Judge
+from rrl.benchmarks.scenarios.ours import RrlDetectors
 
 OURS, FIXED, WARNS_OF_ALL = "ours", "fixed_timeout", "warns_of_all"
 ROBUSTRL: Mapping[str, float] = {"robustrl_5s": 5.0, "robustrl_15s": 15.0, "robustrl_30s": 30.0}

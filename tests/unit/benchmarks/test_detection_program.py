@@ -17,8 +17,8 @@ from rrl.benchmarks import _provenance, detection
 from rrl.benchmarks._detection_runs import available_cores
 from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks.detection import main
+from rrl.benchmarks.scenarios.methods import METHODS, OURS, ROBUSTRL, WARNS_OF_ALL
 from rrl.tests.support.cli.waiting import DEADLINE_S, eventually
-from rrl.tests.support.scenarios.methods import METHODS, OURS, ROBUSTRL, WARNS_OF_ALL
 
 CRASH = """
 about = "A rollout crashes"

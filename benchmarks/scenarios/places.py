@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from rrl.benchmarks.scenarios.actors import Gang, Node, members_of, node_named
+from rrl.benchmarks.scenarios.format import RoleTable, Scenario
+from rrl.benchmarks.scenarios.rhythms import PROBED_ROLES, SMALL, STANDBY_RHYTHM, roles_of
 from rrl.core.types import STANDBY_ROLE, NodeName, ReplicaId, replica_id, standby_id
-from rrl.tests.support.scenarios.actors import Gang, Node, members_of, node_named
-from rrl.tests.support.scenarios.format import RoleTable, Scenario
-from rrl.tests.support.scenarios.rhythms import PROBED_ROLES, SMALL, STANDBY_RHYTHM, roles_of
 
 _SOON = 2.0
 """Seconds within which all processes are launched."""

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.hardware import UPTIME
+from rrl.benchmarks.scenarios.load import ScenarioError, load, load_all
+from rrl.benchmarks.scenarios.methods import OURS, judge_of
+from rrl.benchmarks.scenarios.ours import RrlDetectors
+from rrl.benchmarks.scenarios.play import Played, play
+from rrl.benchmarks.scenarios.rhythms import roles_of
 from rrl.core.types import NodeName
 from rrl.health.readers.samples import FabricData, HostData, KernelData, NvmlData, Reading
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.hardware import UPTIME
-from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
-from rrl.tests.support.scenarios.methods import OURS, judge_of
-from rrl.tests.support.scenarios.ours import RrlDetectors
-from rrl.tests.support.scenarios.play import Played, play
-from rrl.tests.support.scenarios.rhythms import roles_of
 
 CRASH = '[[event]]\nat = "5min"\ndo = "crash"\nwho = "rollout/1"\nname = "first"\n'
 TRUTH = '[[truth]]\nwho = "rollout/1"\ncause = "process"\nwithin = "30s"\nof = "first"\n'

@@ -8,7 +8,7 @@ from statistics import median
 
 from msgspec import Struct
 
-from rrl.tests.support.scenarios.play import Outcome, Played
+from rrl.benchmarks.scenarios.play import Outcome, Played
 
 MISSED, NOBODY = "missed", "nothing wrong"
 

@@ -11,6 +11,10 @@ from math import inf
 
 import msgspec
 
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.hardware import PACE, UPTIME
+from rrl.benchmarks.scenarios.judge import CurrentIncarnations
+from rrl.benchmarks.scenarios.rhythms import Loads, roles_of
 from rrl.config.health_rules import Rules
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, PhaseSpec
@@ -43,10 +47,6 @@ from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import READERS, Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder
 from rrl.manager.model.events import BaselinesLearned
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.hardware import PACE, UPTIME
-from rrl.tests.support.scenarios.judge import CurrentIncarnations
-from rrl.tests.support.scenarios.rhythms import Loads, roles_of
 
 _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _MAX_TICKS_BETWEEN_CHECKS = 8

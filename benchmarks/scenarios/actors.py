@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
+from rrl.benchmarks.scenarios.format import RhythmPhase, RoleTable
+from rrl.benchmarks.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
+from rrl.benchmarks.scenarios.values import fixed
 from rrl.core.phases import WAIT_DATA
 from rrl.core.types import AGENT, Incarnation, NodeName, ReplicaId, member_id, rank_of, replica_id
 from rrl.health.detection.records import StackSample
-from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable
-from rrl.tests.support.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
-from rrl.tests.support.scenarios.values import fixed
 
 STORE = ReplicaId("trajectories/0")
 STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+from rrl.benchmarks.scenarios.judge import CurrentIncarnations
+from rrl.benchmarks.scenarios.rhythms import Loads
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -29,8 +31,6 @@ from rrl.core.types import (
 )
 from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import Reading
-from rrl.tests.support.scenarios.judge import CurrentIncarnations
-from rrl.tests.support.scenarios.rhythms import Loads
 
 TIMEOUT_S = 600.0
 """Default timeout (s) of process groups in torch.distributed and NCCL."""

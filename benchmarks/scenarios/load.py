@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.validation import mistakes
 from rrl.config.toml_positions import lines_of, nearest_line
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.validation import mistakes
 
 
 class ScenarioError(Exception):

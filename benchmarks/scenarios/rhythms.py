@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from rrl.benchmarks.scenarios.format import RhythmPhase, RoleTable, Scenario
+from rrl.benchmarks.scenarios.values import Drawn, fixed
 from rrl.core.phases import STANDBY
-from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable, Scenario
-from rrl.tests.support.scenarios.values import Drawn, fixed
 
 
 class Loads(NamedTuple):

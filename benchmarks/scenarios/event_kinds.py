@@ -1,4 +1,4 @@
-"""The kinds of events in a scenario: their names, targets and keys. docs/scenarios.md describes them."""
+"""The kinds of events in a scenario: their names, targets and keys. scenarios.md describes them."""
 
 from __future__ import annotations
 

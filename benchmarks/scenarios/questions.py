@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
+from rrl.benchmarks.scenarios.actors import Member
+from rrl.benchmarks.scenarios.judge import Judge
 from rrl.core.types import Incarnation, ProbeResult
-from rrl.tests.support.scenarios.actors import Member
-from rrl.tests.support.scenarios.judge import Judge
 
 
 class ProbeExchange:

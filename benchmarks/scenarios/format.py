@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from rrl.config.health_rules import Expect
-from rrl.config.job.schema import HealthTable, LimitsTable, PhaseTable
-from rrl.tests.support.scenarios.event_kinds import (
+from rrl.benchmarks.scenarios.event_kinds import (
     CHANGES,
     KEYS,
     MANAGER_EVENTS,
@@ -19,7 +17,9 @@ from rrl.tests.support.scenarios.event_kinds import (
     PROCESS_STATES,
     target_of,
 )
-from rrl.tests.support.scenarios.values import Lasting, Length, fixed
+from rrl.benchmarks.scenarios.values import Lasting, Length, fixed
+from rrl.config.health_rules import Expect
+from rrl.config.job.schema import HealthTable, LimitsTable, PhaseTable
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Cpu = Annotated[float, Field(ge=0)]

@@ -13,11 +13,11 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from rrl.benchmarks.scenarios.format import Event, Scenario
+from rrl.benchmarks.scenarios.rhythms import roles_of
 from rrl.core.types import NodeName
 from rrl.health.readers import samples as r
 from rrl.health.readers.kernel_log import recognise
-from rrl.tests.support.scenarios.format import Event, Scenario
-from rrl.tests.support.scenarios.rhythms import roles_of
 
 PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
 """Seconds between two reads of each reader at its normal rate."""

@@ -9,14 +9,14 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rrl.benchmarks.scenarios import repairs
+from rrl.benchmarks.scenarios.event_effects import ScenarioEvent, shifted
+from rrl.benchmarks.scenarios.format import Scenario, Truth
+from rrl.benchmarks.scenarios.hardware import Machines, uuid_of
+from rrl.benchmarks.scenarios.judge import Judge
+from rrl.benchmarks.scenarios.values import fixed, with_draws
+from rrl.benchmarks.scenarios.world import World
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
-from rrl.tests.support.scenarios import repairs
-from rrl.tests.support.scenarios.event_effects import ScenarioEvent, shifted
-from rrl.tests.support.scenarios.format import Scenario, Truth
-from rrl.tests.support.scenarios.hardware import Machines, uuid_of
-from rrl.tests.support.scenarios.judge import Judge
-from rrl.tests.support.scenarios.values import fixed, with_draws
-from rrl.tests.support.scenarios.world import World
 
 
 class Alarm(Struct, frozen=True):

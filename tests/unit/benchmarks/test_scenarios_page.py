@@ -1,4 +1,4 @@
-"""The examples in docs/scenarios.md work, and the page has every key, every word and the default phases."""
+"""The examples in scenarios.md work, and the page has every key, every word and the default phases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from rrl.tests.support.scenarios.event_kinds import KEYS
-from rrl.tests.support.scenarios.format import (
+from rrl.benchmarks.scenarios.event_kinds import KEYS
+from rrl.benchmarks.scenarios.format import (
     ClusterTable,
     Event,
     KernelKind,
@@ -19,13 +19,13 @@ from rrl.tests.support.scenarios.format import (
     Scenario,
     Truth,
 )
-from rrl.tests.support.scenarios.load import load
-from rrl.tests.support.scenarios.methods import OURS, judge_of
-from rrl.tests.support.scenarios.play import play
-from rrl.tests.support.scenarios.rhythms import DEFAULT_ROLES, loads_of, roles_of
-from rrl.tests.support.scenarios.validation import ALLOWED_VALUES
+from rrl.benchmarks.scenarios.load import load
+from rrl.benchmarks.scenarios.methods import OURS, judge_of
+from rrl.benchmarks.scenarios.play import play
+from rrl.benchmarks.scenarios.rhythms import DEFAULT_ROLES, loads_of, roles_of
+from rrl.benchmarks.scenarios.validation import ALLOWED_VALUES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "scenarios.md").read_text()
+PAGE = (Path(__file__).parents[3] / "benchmarks" / "scenarios" / "scenarios.md").read_text()
 EXAMPLES = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 DEFAULTS = next(text for text in EXAMPLES if "[roles.trajectories]" in text)
 

@@ -11,19 +11,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from rrl.benchmarks.scenarios.actors import STORE_PHASES
+from rrl.benchmarks.scenarios.event_kinds import target_of
+from rrl.benchmarks.scenarios.format import Event, KernelKind, RoleTable, Scenario, Truth
+from rrl.benchmarks.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
+from rrl.benchmarks.scenarios.places import placed
+from rrl.benchmarks.scenarios.rhythms import KNOWN_ROLES, roles_of
+from rrl.benchmarks.scenarios.values import draws_in, with_draws
 from rrl.core.phases import PHASES
 from rrl.core.types import ReplicaId, gang_of, rank_of
 from rrl.health.readers.dcgm.parsing import code_by_number
 from rrl.health.readers.kernel_log import recognise
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
 from rrl.health.readers.samples import FabricPort, Gpu, Mount, NvLink
-from rrl.tests.support.scenarios.actors import STORE_PHASES
-from rrl.tests.support.scenarios.event_kinds import target_of
-from rrl.tests.support.scenarios.format import Event, KernelKind, RoleTable, Scenario, Truth
-from rrl.tests.support.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
-from rrl.tests.support.scenarios.places import placed
-from rrl.tests.support.scenarios.rhythms import KNOWN_ROLES, roles_of
-from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from rrl.benchmarks.scenarios.rhythms import Loads
 from rrl.core.types import DataReport, Finding, Incarnation, NodeName, ProbeResult, ReplicaId
 from rrl.health.detection.records import StackSample
 from rrl.health.readers.samples import Reading
-from rrl.tests.support.scenarios.rhythms import Loads
 
 CurrentIncarnations = Sequence[tuple[Incarnation, NodeName]]
 

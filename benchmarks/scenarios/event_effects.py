@@ -6,15 +6,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from math import inf
 
+from rrl.benchmarks.scenarios import repairs
+from rrl.benchmarks.scenarios.actors import Member, Node
+from rrl.benchmarks.scenarios.event_kinds import HARDWARE, PROCESS_STATES, target_of
+from rrl.benchmarks.scenarios.format import Event
+from rrl.benchmarks.scenarios.hardware import Machines
+from rrl.benchmarks.scenarios.rhythms import IDLE, Loads, loads_of
+from rrl.benchmarks.scenarios.values import fixed
+from rrl.benchmarks.scenarios.world import World
 from rrl.core.types import NodeName
-from rrl.tests.support.scenarios import repairs
-from rrl.tests.support.scenarios.actors import Member, Node
-from rrl.tests.support.scenarios.event_kinds import HARDWARE, PROCESS_STATES, target_of
-from rrl.tests.support.scenarios.format import Event
-from rrl.tests.support.scenarios.hardware import Machines
-from rrl.tests.support.scenarios.rhythms import IDLE, Loads, loads_of
-from rrl.tests.support.scenarios.values import fixed
-from rrl.tests.support.scenarios.world import World
 
 
 def shifted(at: float, shift: float) -> float:

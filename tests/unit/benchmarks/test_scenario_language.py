@@ -1,4 +1,4 @@
-"""Scenarios agree with docs/scenarios.md in draws, rounds, barriers, queues, and failures that need not be found."""
+"""Scenarios agree with scenarios.md in draws, rounds, barriers, queues, and failures that need not be found."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import fmean, median
 
 import pytest
 
+from rrl.benchmarks.scenarios.baselines import Baseline, FixedTimeout
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.judge import CurrentIncarnations
+from rrl.benchmarks.scenarios.load import ScenarioError, load
+from rrl.benchmarks.scenarios.methods import OURS, judge_of
+from rrl.benchmarks.scenarios.play import Played, play
+from rrl.benchmarks.scenarios.rhythms import Loads
+from rrl.benchmarks.scenarios.values import Drawn
 from rrl.core.types import DataReport, Incarnation, ReplicaId
-from rrl.tests.support.scenarios.baselines import Baseline, FixedTimeout
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.judge import CurrentIncarnations
-from rrl.tests.support.scenarios.load import ScenarioError, load
-from rrl.tests.support.scenarios.methods import OURS, judge_of
-from rrl.tests.support.scenarios.play import Played, play
-from rrl.tests.support.scenarios.rhythms import Loads
-from rrl.tests.support.scenarios.values import Drawn
 
 QUICK = """
 [roles.rollout]

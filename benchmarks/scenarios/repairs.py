@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
+from rrl.benchmarks.scenarios.actors import Gang, Member, Node, members_of, node_named
+from rrl.benchmarks.scenarios.world import World
 from rrl.core.types import STANDBY_ROLE, NodeName, standby_id
-from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, node_named
-from rrl.tests.support.scenarios.world import World
 
 _PER_NODE = 2
 """After this number of restarts in place on one node within the window, the replica moves (recovery.per_node)."""

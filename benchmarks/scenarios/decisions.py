@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rrl.benchmarks.scenarios.format import Scenario
+from rrl.benchmarks.scenarios.ours import RrlDetectors
 from rrl.core.types import AGENT, Finding, ReplicaId, Verdict, replica_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, RestartAll
@@ -12,8 +14,6 @@ from rrl.manager.reporting.decisions.explanations import Explanation
 from rrl.tests.support.cli.explained import assert_explained
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job
 from rrl.tests.support.manager.world import World
-from rrl.tests.support.scenarios.format import Scenario
-from rrl.tests.support.scenarios.ours import RrlDetectors
 
 REPAIR_TIMEOUT_S = 300.0
 """Virtual time (s) within which a failure must be repaired."""
