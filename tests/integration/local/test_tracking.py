@@ -26,13 +26,12 @@ from rrl.tests.support.trackers.killed_run import (
 )
 from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_resume(
-    tmp_path: Path, kills: int
-) -> None:
-    run = play(tmp_path, kills)
+def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_resume(tmp_path: Path) -> None:
+    run = play(tmp_path, kills=3)
     steps = run.state().step
     for tracker in TRACKERS:
         check_once_each(sent(run.run, tracker, "reward"), steps)

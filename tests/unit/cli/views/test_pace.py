@@ -112,12 +112,11 @@ def test_a_run_that_has_finished_no_episode_yet_shows_those_at_work() -> None:
     assert agent_figures(EpisodeFigures(), False) == []
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_status_of_a_run_with_agents_equals_the_snapshot(width: int) -> None:
+def test_status_of_a_run_with_agents_equals_the_snapshot() -> None:
     story = Story().works()
     reported = {"loss": 0.5, "token_drift": 0.0, **EPISODES}
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, reported))
-    matches_stored(f"status_agents_{width}", drawn(status_view(story.recorded(), story.now, width), width))
+    matches_stored("status_agents_80", drawn(status_view(story.recorded(), story.now, 80), 80))
 
 
 def test_figures_of_lengths_have_a_row_of_their_own_and_are_not_repeated_among_the_metrics() -> None:

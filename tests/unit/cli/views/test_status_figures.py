@@ -174,52 +174,37 @@ def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:
 
 
 # ── terminals ──────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("width", [80, 200])
-@pytest.mark.parametrize("scene", SCENES)
-def test_no_internal_word_is_shown(scene: str, width: int) -> None:
-    story = SCENES[scene]()
-    assert not INSIDE_WORDS.findall(drawn(status_view(story.recorded(), story.now + 4, width), width))
-
-
 READABLE_COLOURS = {"red", "green", "yellow", "blue", "magenta", "cyan", "bright_black"}
 """Colours of the terminal's own palette that are readable on a light and on a dark background."""
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_colours_can_be_read_on_light_and_dark_backgrounds(scene: str) -> None:
+def test_a_status_has_no_internal_word_and_is_readable_in_every_colour_and_without(scene: str) -> None:
     story = SCENES[scene]()
-    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="truecolor", _environ={})
-    view = status_view(story.recorded(), story.now + 4, 200)
+    view, text = status_view(story.recorded(), story.now + 4, 80), io.StringIO()
+    assert not INSIDE_WORDS.findall(plain := drawn(view, 80))
+    console = Console(file=text, width=80, force_terminal=True, color_system="truecolor", _environ={}, highlight=False)
     styles = [style for _, style, _ in console.render(view) if style is not None]
     assert {style.color.name for style in styles if style.color is not None and not style.color.is_default} <= (
         READABLE_COLOURS
     )
     assert not [style for style in styles if style.bgcolor is not None and not style.bgcolor.is_default]
-
-
-@pytest.mark.parametrize("scene", SCENES)
-def test_text_is_the_same_without_colour(scene: str) -> None:
-    story = SCENES[scene]()
-    view = status_view(story.recorded(), story.now + 4, 80)
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, no_color=True, _environ={}, highlight=False)
-    with console.capture() as captured:
-        console.print(view)
-    sequences = set(re.findall(r"\x1b\[([0-9;]*)m", captured.get()))
+    Console(file=text, width=80, force_terminal=True, no_color=True, _environ={}, highlight=False).print(view)
+    sequences = set(re.findall(r"\x1b\[([0-9;]*)m", text.getvalue()))
     assert sequences <= {"0", "1", "2"}, "a sequence sets more than bold and dim, which are not colours"
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
-    assert [line.rstrip() for line in plain.splitlines()] == drawn(view, 80).splitlines()
+    uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue())
+    assert [line.rstrip() for line in uncoloured.splitlines()] == plain.splitlines()
 
 
-@pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("scene", ["lost", "512"])
 def test_output_to_a_pipe_is_plain_lines_without_trailing_blanks(
-    scene: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scene: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     SCENES[scene]().written(tmp_path)
     monkeypatch.setenv("RRL_RUNS_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("COLUMNS", "80")
     assert run(["status"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert re.search(r"^rollout/\d+ +#1  n3    dead", out, re.MULTILINE)
-    assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > width]
+    assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > 80]

@@ -30,6 +30,7 @@ from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.trackers.forked_process import PARENT, fork_server, start
 from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent, tensorboard_scalars
 
+pytestmark = pytest.mark.long
 TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
 TIMEOUT_S = 120.0
 STEPS = 12
@@ -113,17 +114,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "killed_after",
-    [(OPENING, MIDDLE, FLUSH), pytest.param((OPENING, FIRST, MIDDLE, LAST, FLUSH), marks=pytest.mark.long)],
-)
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_kind(
-    recorded: Recorded, tracker: TrackerName, killed_after: tuple[int, ...]
+    recorded: Recorded, tracker: TrackerName
 ) -> None:
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
     recorded.write()
-    for calls in killed_after:
+    for calls in (OPENING, FIRST, MIDDLE, LAST, FLUSH):
         code = recorded.track(tracker, ONCE, KILL_AFTER_CALLS.format(calls))
         assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # code 0 if earlier processes had sent all steps
     assert recorded.track(tracker) == 0, recorded.output(tracker)

@@ -165,7 +165,7 @@ def test_copy_in_the_only_buffer_is_published_without_waiting_for_a_newer_one(sc
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4, None])
+@pytest.mark.parametrize("staleness", [0, *(pytest.param(one, marks=pytest.mark.long) for one in (1, 2, 4, None))])
 def test_hung_publication_stops_training_in_phase_publish_and_never_for_lack_of_data(
     scenes: Callable[..., Scene], staleness: int | None, buffers: int
 ) -> None:
@@ -295,8 +295,13 @@ def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it
     assert first["right"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        (2, "bfloat16"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, "float32"), (1, "bfloat16"), (2, "float32"))),
+    ],
+)
 def test_published_bits_are_those_of_the_models_cast_weights_after_each_step(
     tmp_path: Path, processes: ForkServerContext, world: int, dtype: str
 ) -> None:

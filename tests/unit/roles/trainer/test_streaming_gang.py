@@ -50,7 +50,11 @@ def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batc
 
 @pytest.mark.parametrize(
     ("world", "rank", "moment"),
-    [(1, 0, AFTER_A_PART), (2, 1, AFTER_A_PART), pytest.param(2, 0, SHARED, marks=pytest.mark.long)],
+    [
+        (2, 1, AFTER_A_PART),
+        pytest.param(1, 0, AFTER_A_PART, marks=pytest.mark.long),
+        pytest.param(2, 0, SHARED, marks=pytest.mark.long),
+    ],
 )
 def test_trainer_killed_after_a_part_ends_bit_equal_to_one_that_was_not(
     tmp_path: Path, processes: ForkServerContext, world: int, rank: int, moment: str

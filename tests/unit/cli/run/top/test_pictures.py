@@ -1,4 +1,4 @@
-"""The screens of ``rrl top`` equal stored pictures, on small and large terminals, dark and light.
+"""The screens of ``rrl top`` equal stored pictures, on a small terminal.
 
 ``RRL_SNAPSHOTS=write pytest tests/unit/cli/run/top/test_pictures.py`` writes these pictures and docs/top.svg.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,11 @@ import pytest
 from rrl.core.run_dir import RunDir
 from rrl.core.types import GpuUse, NodeName
 from rrl.manager.model import events as ev
-from rrl.tests.support.cli.status_scenes import node_lost
-from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import FOLDER, equals_file
 from rrl.tests.support.cli.top import Top, allowing, managed, play
 
 DOCS = Path(__file__).parents[5] / "docs"
-SIZES = [(80, 24), (200, 60)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +57,6 @@ def written(story: Story, root: Path) -> RunDir:
     return run
 
 
-async def runs(top: Top) -> None:
-    await top.shows("small-1120-064114", "quick-7", "done-1")
-    await top.press("s")
-
-
 async def run(top: Top) -> None:
     await top.shows("trajectories/0", "Restart", "Quit")
 
@@ -74,54 +67,16 @@ async def replica(top: Top) -> None:
     await top.shows("rollout/1  #1", "batch 40")
 
 
-async def node(top: Top) -> None:
-    await run(top)
-    await top.press("n", "down", "down", "down", "enter")
-    await top.shows("n4  ●")
-
-
-async def restart(top: Top) -> None:
-    await run(top)
-    await top.press("r")
-    await top.shows("Restart trajectories/0?")
-
-
-async def explanation(top: Top) -> None:
-    await run(top)
-    await top.press("down", "down", "down", "e")
-    await top.shows("replace rollout/0#1")
-
-
-SCENES = {scene.__name__: scene for scene in (runs, run, replica, node, restart, explanation)}
-
-
-@pytest.mark.parametrize("size", SIZES, ids=["80", "200"])
-@pytest.mark.parametrize("name", SCENES)
-def test_screen_equals_its_picture(root: Path, name: str, size: tuple[int, int]) -> None:
-    story = with_gpus(allowing())
-    lost = node_lost()
-    opened = written(lost if name == "node" else story, root)
-    if name == "runs":
-        written(lost, root)
-        written(completed("done-1"), root)
-
-    async def scene(top: Top) -> None:
-        await SCENES[name](top)
-        equals_file(FOLDER / f"top_{name}_{size[0]}.svg", await top.settled_picture())
-
-    play(scene, (lost if name == "node" else story).now, size, None if name == "runs" else opened)
-
-
-def test_light_screen_equals_its_picture(root: Path) -> None:
+@pytest.mark.parametrize("scene", [run, replica], ids=["run", "replica"])
+def test_screen_equals_its_picture(root: Path, scene: Callable[[Top], Awaitable[None]]) -> None:
     story = with_gpus(allowing())
     opened = written(story, root)
 
-    async def scene(top: Top) -> None:
-        await run(top)
-        await top.press("t")
-        equals_file(FOLDER / "top_light_80.svg", await top.settled_picture())
+    async def played(top: Top) -> None:
+        await scene(top)
+        equals_file(FOLDER / f"top_{scene.__name__}_80.svg", await top.settled_picture())
 
-    play(scene, story.now, (80, 24), opened)
+    play(played, story.now, (80, 24), opened)
 
 
 def test_picture_of_the_docs_is_that_of_the_program(root: Path) -> None:

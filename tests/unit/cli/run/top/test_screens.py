@@ -16,7 +16,7 @@ from rrl.core.types import Version
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.status_scenes import crowded, gang, node_lost
+from rrl.tests.support.cli.status_scenes import crowded, gang
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.top import Top, allowing, managed, play
 
@@ -88,46 +88,6 @@ def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
     play(scene, now)
 
 
-@pytest.mark.parametrize(
-    "run", ["quickstart-1128-143413-f227", f"{'long' * 12}-1128-143413-f227"], ids=["usual", "long"]
-)
-def test_columns_fit_a_terminal_of_80_columns_and_use_a_wider_one(root: Path, run: str) -> None:
-    managed(completed(run).written(root))
-
-    async def scene(top: Top) -> None:
-        shown = await top.shows("started", "49s ago", run[:12])
-        assert max(map(len, shown.splitlines())) <= 80
-        await top.pilot.resize_terminal(120, 24)
-        await top.shows("recoveries", "started", run)
-
-    play(scene, completed(run).now + 1)
-
-
-def test_click_on_a_heading_sorts_and_a_second_one_reverses(root: Path) -> None:
-    now = three_runs(root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("ccc-1")
-        await top.pilot.click(DataTable, offset=(2, 0))
-        await top.until(lambda: names(top) == ["aaa-1", "bbb-1", "ccc-1"])
-        await top.pilot.click(DataTable, offset=(2, 0))
-        await top.until(lambda: names(top) == ["ccc-1", "bbb-1", "aaa-1"])
-
-    play(scene, now)
-
-
-def test_click_on_the_row_of_the_cursor_opens_it(root: Path) -> None:
-    now = three_runs(root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("ccc-1")
-        await top.pilot.click(DataTable, offset=(2, 2))
-        await top.pilot.click(DataTable, offset=(2, 2))
-        await top.shows("bbb-1  ● unattended", "Replicas")
-
-    play(scene, now)
-
-
 def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
     now = three_runs(root)
 
@@ -141,26 +101,6 @@ def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
         assert "bbb-1" not in top.text()
 
     play(scene, now)
-
-
-def test_cursor_stays_on_its_run_while_the_order_changes(root: Path) -> None:
-    now = three_runs(root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("ccc-1")
-        await top.press("down", "s", "enter")
-        await top.shows("bbb-1  ● unattended", "Replicas")
-
-    play(scene, now)
-
-
-def test_without_runs_the_table_is_empty(root: Path) -> None:
-    async def scene(top: Top) -> None:
-        await top.shows("0 runs in ~/rrl-runs")
-        await top.press("enter", "e", "s", "S")
-        assert "0 runs in ~/rrl-runs" in top.text()
-
-    play(scene, 0.0)
 
 
 # ── runs that cannot be read ───────────────────────────────────────────────────────────────────────────────────────
@@ -196,19 +136,6 @@ def test_run_screen_reports_a_folder_that_vanished(root: Path) -> None:
         await top.shows("0 runs in ~/rrl-runs")
 
     play(scene, story.now)
-
-
-def test_run_that_has_not_begun_says_what_it_waits_for(root: Path) -> None:
-    run = RunDir(root / "fresh-1")
-    run.create()
-    run.resolved.touch()
-
-    async def scene(top: Top) -> None:
-        await top.shows("fresh-1", "submitted")
-        await top.press("enter")
-        await top.shows("fresh-1: its manager is starting")
-
-    play(scene, 0.0)
 
 
 def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_asked(
@@ -300,20 +227,6 @@ def test_enter_opens_a_replica_and_escape_goes_back(root: Path) -> None:
     play(scene, story.now, opened=run)
 
 
-def test_enter_opens_a_node_with_the_evidence_against_it(root: Path) -> None:
-    story = node_lost()
-    run = opened(story, root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("trajectories/0")
-        await top.press("n", "down", "down", "down", "enter")
-        await top.shows("n4  ● excluded", "FAIL node lost", "manager: agent and all replicas silent for 10 s")
-        await top.press("e")
-        await top.shows("decisions about n4", "stop using n4", "node lost: silent")
-
-    play(scene, story.now, (100, 30), run)
-
-
 def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
     story = allowing()
     run = opened(story, root)
@@ -330,20 +243,6 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
         assert "\\x1b]0;owned" in shown, "a control sequence of a role has reached the terminal"
 
     play(scene, story.now, (100, 30), run)
-
-
-def test_screen_of_a_replica_shows_a_log_that_begins_later(root: Path) -> None:
-    story = allowing()
-    run = opened(story, root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("trajectories/0")
-        await top.press("enter")
-        await top.shows("trajectories/0  #1  ● serve")
-        (run.logs / f"{run.id}.trajectories-0.1.log").write_text("2026-11-20T09:00:00.000000Z begins late\n")
-        await top.shows("begins late")
-
-    play(scene, story.now, opened=run)
 
 
 def test_explanation_is_that_of_rrl_explain(root: Path) -> None:
@@ -490,34 +389,6 @@ def test_rank_of_a_gang_is_restarted_with_all_its_ranks(root: Path) -> None:
 
 
 # ── whole sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_help_lists_the_keys_of_the_screen_from_which_it_is_called(root: Path) -> None:
-    story = allowing()
-    run = opened(story, root)
-
-    async def scene(top: Top) -> None:
-        await top.shows("trajectories/0")
-        await top.press("question_mark")
-        await top.shows("Restart the replica that has the cursor", "Show only rows that contain a text")
-        await top.press("escape", "escape")
-        await top.shows("1 runs in")
-        await top.press("question_mark")
-        assert "Restart the replica" not in await top.shows("Explain the decisions of the run that has the cursor")
-
-    play(scene, story.now, opened=run)
-
-
-def test_key_switches_between_dark_and_light(root: Path) -> None:
-    async def scene(top: Top) -> None:
-        await top.shows("0 runs")
-        before = top.app.current_theme.dark
-        await top.press("t")
-        assert top.app.current_theme.dark is not before
-        await top.press("t")
-        assert top.app.current_theme.dark is before
-
-    play(scene, 0.0)
-
-
 def test_many_replicas_are_all_listed_and_can_be_filtered(root: Path) -> None:
     story = crowded()
     run = opened(story, root)
