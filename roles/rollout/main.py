@@ -1,7 +1,6 @@
 """The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``.
 
-A standby process builds its engine before it waits for its promotion. A preloaded process, which shares the node with
-the rollout that it may replace, only imports modules before it waits.
+A standby process builds its engine before it waits for its promotion.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def main() -> None:
     """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
     build = _builder(me)  # first, so that an invalid configuration is found before the rollout joins
-    engine = build() if me.launch.standby and not me.launch.shares_node else None
+    engine = build() if me.launch.standby else None
     with me:
         engine = engine or build()  # built while the first weights are being received
         run(me, engine)
