@@ -225,10 +225,10 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = None if me.launch.shares_node else assigned_device(me.launch)  # a standby gets its GPU later
+    device = assigned_device(me.launch)
 
     def build() -> Engine:
-        materialise(model, device or assigned_device(me.launch))
+        materialise(model, device)
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
             model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.job.rollout.lease
