@@ -58,9 +58,6 @@ class Arm(Struct, frozen=True):
     policy: str = "role"
     protected: bool = True
     """Whether the trainer has a standby process and snapshots."""
-    preload: bool = False
-    """Whether rollouts are preloaded. A rollout with a ``command``, such as the paced one, is preloaded only if the job
-    requests it."""
     spares: int = 1
     full_restarts: int = 2
     checkpoint_every: int = 1
@@ -70,8 +67,8 @@ ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm("clean", faults=False, protected=False, spares=0, checkpoint_every=10**6),
-        Arm("clean_ft", faults=False, preload=True),
-        Arm("role", faults=True, preload=True),
+        Arm("clean_ft", faults=False),
+        Arm("role", faults=True),
         Arm("role_cold", faults=True, protected=False),
         Arm("job", faults=True, policy="job", full_restarts=1000),
     )
@@ -115,8 +112,6 @@ def job(
         settings["trainer"] += "warm = false\nsnapshots = false\n"
     if arm.checkpoint_every > 1:
         settings["trainer"] += f"checkpoint_every = {min(arm.checkpoint_every, steps)}\n"
-    if arm.preload:
-        settings["rollout"] += "preload = true\n"
     changes = (
         ("steps = 300", f"steps = {steps}"),
         ("seed = 0", f"seed = {seed}"),

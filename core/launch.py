@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from .run_spec import RunSpec
-from .types import TRAINER, Incarnation, NodeName, RaisedException, is_preloaded, role_of, standby_role_of
+from .types import TRAINER, Incarnation, NodeName, RaisedException, role_of, standby_role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
@@ -109,7 +109,7 @@ class Launch(Struct, frozen=True):
 
         Other standby processes have a node's resources for themselves.
         """
-        return self.standby and (self.role == role_of(TRAINER) or is_preloaded(self.incarnation.replica))
+        return self.standby and self.role == role_of(TRAINER)
 
 
 class InvalidConfig(Struct, frozen=True, tag=True):

@@ -53,8 +53,6 @@ class RoleSpec(Struct, frozen=True):
     """Largest number of members of a replica that share a node."""
     warm: bool = False
     """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
-    preload: bool = False
-    """True if each node of the role keeps a process that has imported its packages, for the next restart on it."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
     built_in: bool = False

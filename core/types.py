@@ -89,24 +89,6 @@ def standby_role_of(standby: ReplicaId) -> str:
     return role_of(TRAINER) if not mark or mark.isdigit() else mark
 
 
-_PRELOADED = "preloaded"
-
-
-def preloaded_id(role: str, node: NodeName) -> ReplicaId:
-    """Return the id of the preloaded process of ``role`` on ``node``: ``standby/<node>:rollout.preloaded``.
-
-    A preloaded process is a standby process that has only imported its packages. It shares the node with replicas of
-    its role, and uses no GPU until it is promoted.
-    """
-    return replica_id(STANDBY_ROLE, f"{node}:{role}.{_PRELOADED}")
-
-
-@lru_cache(maxsize=_NAME_CACHE_SIZE)
-def is_preloaded(replica: ReplicaId) -> bool:
-    """Return whether the replica is a preloaded process (:func:`preloaded_id`)."""
-    return role_of(replica) == STANDBY_ROLE and index_of(replica).endswith(f".{_PRELOADED}")
-
-
 def index_of(replica: ReplicaId) -> str:
     """Return the part of a replica id after the slash: an index, ``index.rank``, or a node name."""
     return replica.partition("/")[2]

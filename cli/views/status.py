@@ -25,7 +25,6 @@ from ...core.types import (
     Outcome,
     OutsideKind,
     Verdict,
-    is_preloaded,
     natural_sort_key,
     standby_role_of,
 )
@@ -376,17 +375,16 @@ def _nodes(state: State) -> Text:
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
-    for role in (role for role in state.job.roles if role.warm or role.preload):
+    for role in (role for role in state.job.roles if role.warm):
         ready = [
             r
             for r in state.replicas.values()
             if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name and r.phase == STANDBY and r.is_current
         ]
-        warm_name = f"warm {'standby' if role.standby_shares_node else role.name}"
-        for name, preloaded in ((warm_name, False), (f"preloaded {role.name}", True)):
-            nodes = {r.node for r in ready if is_preloaded(r.id) is preloaded}
-            if waiting := [n.name for n in good if n.name in nodes]:
-                text.append(f"  {name} on {folded(waiting)}", "green")
+        nodes = {r.node for r in ready}
+        if waiting := [n.name for n in good if n.name in nodes]:
+            name = "standby" if role.standby_shares_node else role.name
+            text.append(f"  warm {name} on {folded(waiting)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     troubles: dict[str, list[str]] = {}

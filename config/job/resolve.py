@@ -193,15 +193,6 @@ def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
     )
 
 
-def _preload(role: RolloutRole) -> bool:
-    """Return whether the nodes of the rollouts keep preloaded processes.
-
-    By default only nodes of rollouts that run rrl's own program with ``engine = "torch"`` keep them. A program of the
-    job may use a GPU before its promotion, and vLLM reads the GPUs of the node when it is configured.
-    """
-    return (role.program is None and role.engine == "torch") if role.preload is None else role.preload
-
-
 def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
     is_command = isinstance(role, CommandRole)
     return RoleSpec(
@@ -220,7 +211,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         ranks=role.ranks,
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
-        preload=isinstance(role, RolloutRole) and _preload(role),
         donor_rollouts=donor_rollouts,
         built_in=role.program is None,
         options=role.options if isinstance(role, CommandRole) else {},

@@ -151,11 +151,6 @@ class RolloutRole(Role):
     """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
     rollout that has lost its node continues at once in a standby rollout. Only with [recovery] policy = "role" and
     [cluster] form = "pool"."""
-    preload: bool | None = None
-    """Keep a process without an engine, which has already imported its packages, on each node of the rollouts. A
-    rollout that fails continues in the process on its node. A node with less than 400 MiB beside the mem of its roles
-    has no such process. Default: true for the built-in program with engine = "torch", else false. Only with [recovery]
-    policy = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease

@@ -357,26 +357,22 @@ def _donor_rollouts(job: Job) -> None:
 
 
 def _standby_rollouts(job: Job) -> None:
-    """Reject ``warm`` and ``preload`` for rollouts where they would have no effect."""
-    rollout = job.roles.rollout
-    for key, kind in (("warm", "standby"), ("preload", "preloaded")):
-        at = ("roles", "rollout", key)
-        if getattr(rollout, key) and job.recovery.policy != "role":
-            problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
-            raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
-        if getattr(rollout, key) and rollout.ranks > 1:
-            raise mistake(at, f"a {kind} rollout has one process, but ranks = {rollout.ranks}; remove this key")
-    at = ("roles", "rollout", "warm")
-    if rollout.warm and job.cluster.form != "pool":
+    """Reject ``warm`` for rollouts where it would have no effect."""
+    rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
+    if not rollout.warm:
+        return
+    if job.recovery.policy != "role":
+        problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
+        raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
+    if rollout.ranks > 1:
+        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove this key")
+    if job.cluster.form != "pool":
         problem = f'form = "{job.cluster.form}" has no spare nodes for standby rollouts'
         raise mistake(at, f'{problem}; remove this key, or write form = "pool"')
-    if rollout.warm and not job.cluster.spares:
+    if not job.cluster.spares:
         raise mistake(
             at, "there are no spare nodes for standby rollouts; remove this key, or set [cluster] spares = 1 or more"
         )
-    if rollout.preload and rollout.program is None and rollout.engine == "vllm":
-        problem = 'engine = "vllm" cannot wait without its GPUs'
-        raise mistake(("roles", "rollout", "preload"), f'{problem}; remove this key, or write engine = "torch"')
 
 
 def _one_gpu(job: Job) -> None:

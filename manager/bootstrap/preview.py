@@ -11,7 +11,6 @@ from ...cluster.slurm.requests import batch_script
 from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..planner.capacity.allocation_requests import initial_requests
-from ..planner.capacity.standbys import SHARED_STANDBY_BYTES
 from ..planner.recovery.node_exclusion import exclusions_allowed
 from . import manager_job
 
@@ -107,7 +106,7 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
 
 def max_standbys(spec: RunSpec) -> int:
     """Return the maximum number of standby processes that a run has at the same time."""
-    return sum(max_standbys_of(spec, role) + max_preloaded_of(spec, role) for role in spec.roles)
+    return sum(max_standbys_of(spec, role) for role in spec.roles)
 
 
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
@@ -122,18 +121,6 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     if not role.standby_shares_node:
         return sum(standby_nodes(spec, role)) * role.replicas_fitting(spec.node_group_of(role.name).node)
     return role.replicas * role.ranks + sum(standby_nodes(spec, role)) * min(role.ranks, role.per_node)
-
-
-def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
-    """Return the maximum number of preloaded processes of a role.
-
-    There is one process on each node that the role's replicas occupy, if the node has memory left for the process.
-    """
-    if not role.preload or spec.recovery.policy != "role":
-        return 0
-    group = spec.node_group_of(role.name)
-    too_small = group.node.mem and group.node.mem < role.members_on_node.mem + SHARED_STANDBY_BYTES
-    return 0 if too_small else min(role.replicas, group.nodes)
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
@@ -180,8 +167,6 @@ def _steps(role: RoleSpec) -> str:
 def _standby_lines(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each role with standby processes, which says how many there are and on which nodes."""
     for role in spec.roles:
-        if count := max_preloaded_of(spec, role):
-            yield f"{'preloaded':13} at most {count}: one on each node of the {role.name}s, after the first commit"
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)

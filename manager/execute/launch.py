@@ -179,8 +179,8 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch file and the step of a standby process, which runs the command of the role that it may join.
 
     A standby process of a rollout runs its engine and takes the resources of the rollout that it will become. A standby
-    process of the trainer and a preloaded process share their node with other steps. Their steps request all GPUs of
-    the node, and the Promote message names the GPUs that the promoted process must use.
+    process of the trainer shares its node with other steps. Its step requests all GPUs of the node, and the Promote
+    message names the GPUs that the promoted process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)

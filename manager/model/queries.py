@@ -16,7 +16,6 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     gang_of,
-    is_preloaded,
     is_support,
     member_id,
     role_of,
@@ -204,7 +203,7 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
 
 def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
     """Return whether a standby process waits on a node where replicas work, without resources of its own."""
-    return is_preloaded(standby) or job.role(standby_role_of(standby)).standby_shares_node
+    return job.role(standby_role_of(standby)).standby_shares_node
 
 
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:

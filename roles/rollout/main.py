@@ -1,7 +1,6 @@
 """The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``.
 
-A standby process builds its engine before it waits for its promotion. A preloaded process, which shares the node with
-the rollout that it may replace, only imports modules before it waits.
+A standby process builds its engine before it waits for its promotion.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def main() -> None:
     """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
     build = _builder(me)  # first, so that an invalid configuration is found before the rollout joins
-    engine = build() if me.launch.standby and not me.launch.shares_node else None
+    engine = build() if me.launch.standby else None
     with me:
         engine = engine or build()  # built while the first weights are being received
         run(me, engine)
@@ -226,10 +225,10 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = None if me.launch.shares_node else assigned_device(me.launch)  # a standby gets its GPU later
+    device = assigned_device(me.launch)
 
     def build() -> Engine:
-        materialise(model, device or assigned_device(me.launch))
+        materialise(model, device)
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
             model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.job.rollout.lease

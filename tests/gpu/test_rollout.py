@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,29 +133,3 @@ def _log_probabilities(
         logits = student.model(input_ids=whole[:, :-1], use_cache=False).logits[0, len(prefix) - 1 :]
     found: torch.Tensor = logits.log_softmax(-1).gather(1, whole[0, len(prefix) :, None])[:, 0].cpu()
     return found
-
-
-_PRELOADS = """
-import json, sys
-from pathlib import Path
-import torch
-from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.models.policy import skeleton
-from rrl.roles.models.tokenizer import open_tokenizer
-from rrl.roles.rollout import main
-spec = ModelSpec(tokenizer=TokenizerSpec(tuple("0123456789")), max_length=64)
-torch.set_num_threads(1)
-skeleton(spec, open_tokenizer(spec).size)
-opened = [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() and str(fd.resolve()).startswith("/dev/nvidia")]
-print(json.dumps([torch.cuda.is_initialized(), len(opened)]))
-"""
-
-
-def test_preloaded_rollout_has_neither_a_context_nor_an_open_gpu(device: torch.device) -> None:
-    """A preloaded process opens no GPU before its promotion.
-
-    Until then it imports packages, loads the tokenizer, and builds the model without memory.
-    """
-    done = subprocess.run([sys.executable, "-c", _PRELOADS], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [False, 0]

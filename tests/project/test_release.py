@@ -146,12 +146,7 @@ def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) 
 @pytest.mark.torch
 def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl, folder: Path) -> None:
     rrl("init", "--force")
-    smallest = (
-        "cluster.spares=0",
-        "roles.trainer.warm=false",
-        "roles.rollout.replicas=1",
-        "roles.rollout.preload=false",
-    )
+    smallest = ("cluster.spares=0", "roles.trainer.warm=false", "roles.rollout.replicas=1")
     sets = [word for setting in ("run.steps=3", "faults.planned=[]", *smallest) for word in ("--set", setting)]
     ended = rrl("submit", "job.toml", *sets, "--wait")
     assert ended.returncode == 0, ended.stderr + ended.stdout

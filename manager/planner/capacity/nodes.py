@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ....cluster.base import NodeState
 from ....core.run_spec import RoleSpec
-from ....core.types import NodeName, ReplicaId, gang_of, is_preloaded, is_support, natural_sort_key, standby_role_of
+from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
 from ...model.actions import Shrink
 from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
@@ -280,10 +280,9 @@ class NodeInventory:
 
     # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Return the standby processes on the node that can be promoted to the role now, preloaded processes last."""
+        """Return the standby processes on the node that can be promoted to the role now."""
         ready = self._ready_standbys.get(node, ()) if node is not None else ()
-        of_role = [standby for standby in ready if standby_role_of(standby.id) == role]
-        return sorted(of_role, key=lambda standby: is_preloaded(standby.id))
+        return [standby for standby in ready if standby_role_of(standby.id) == role]
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
         """Return a node other than the member's own that could host the member and has a standby process for it."""
@@ -373,14 +372,13 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """Return whether the node has more ready standby processes than the other replicas on the node may need.
 
-        Preloaded processes do not count, because they are no reason to choose a node. Which other replicas may need a
-        standby process depends on the standby processes of the role:
+        Which other replicas may need a standby process depends on the standby processes of the role:
 
         * If they share nodes with working replicas, each other member of the gang on the node may need one.
         * If they have resources of their own, each other replica of the role that is to run on the node, but does not
           run there yet, may need one.
         """
-        ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
+        ready = self.ready_standbys(node, member.role)
         others = [other for other in occupancy.get(node, ()) if other.id != member.id]
         if not ready or self._state.job.role(member.role).standby_shares_node:
             return len(ready) > sum(gang_of(other.id) == gang_of(member.id) for other in others)

@@ -193,7 +193,7 @@ def _launches(
     newest = max(member.incarnation_number for member in members)
     number = next((member.incarnation_number for member in members if member.is_current), newest + 1)
     standbys: dict[ReplicaId, Replica] = {}
-    for member in wanted if role.warm or role.preload else ():
+    for member in wanted if role.warm else ():
         free = (
             ready for ready in inventory.ready_standbys(targets[member.id].node, role.name) if ready.step not in used
         )

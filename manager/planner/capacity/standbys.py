@@ -1,15 +1,13 @@
 """Plan on which nodes standby processes wait to be promoted to a trainer member or a rollout.
 
 No standby process counts as a replica. Standby processes are started after the current trainer has finished a training
-step, so that they take no resources from its recovery. There are three kinds:
+step, so that they take no resources from its recovery. There are two kinds:
 
 * Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped only
   while the trainer works.
 * A standby process of a rollout has its engine running and takes a rollout's whole resources, on a spare node. It is
   started once all rollouts that have a node have started. It is stopped as soon as another replica is to use the node;
   this replica is launched once the standby process has ended (``standbys_released_at``).
-* Preloaded processes wait beside the rollouts of a node for the next restart of one of these rollouts. They, too, are
-  started once all rollouts that have a node have started, on nodes that have memory left for them.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from ....core.types import (
     NodeName,
     ReplicaId,
     gang_of,
-    is_preloaded,
-    preloaded_id,
     replica_id,
     role_of,
     standby_id,
@@ -41,10 +37,6 @@ from .warm_pool import Occupancy
 
 _StandbyNodes = dict[ReplicaId, NodeName]
 
-SHARED_STANDBY_BYTES = 400 * 2**20
-"""Memory (bytes) that a node must have left for each standby process that shares it. A standby process of the trainer
-takes 367 MB, with the shared pages of its libraries; a preloaded process of a rollout takes less (docs/restart.md)."""
-
 
 def plan_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, placed: Sequence[Action], now: float
@@ -53,7 +45,7 @@ def plan_standbys(
 
     ``placed`` are the actions of this plan that launch replicas.
     """
-    roles = [role for role in state.job.roles if role.warm or role.preload]
+    roles = [role for role in state.job.roles if role.warm]
     stable = _trainers_stable(state, inventory)
     if state.job.recovery.policy != "role":  # the other policies promote no standby process
         return [], NEVER
@@ -69,11 +61,8 @@ def plan_standbys(
             actions += _unneeded(inventory, role, wanted)
         elif not role.standby_shares_node:
             actions += _blocking_standbys(inventory, assigned, occupancy, placed, role)
-            preloaded = _preloaded(state, inventory, occupancy, role) if stable and role.preload else {}
-            actions += _unneeded_preloaded(inventory, placed, role, preloaded) if stable else []
             if stable and not _is_starting(inventory, assigned, role):
-                warm = _spare_node_standbys(state, inventory, assigned, occupancy, role) if role.warm else {}
-                wanted = warm | preloaded
+                wanted = _spare_node_standbys(state, inventory, assigned, occupancy, role)
         starts, retry_at = _launches(state, inventory, wanted, now)
         actions, wake = [*actions, *starts], min(wake, retry_at)
     return actions, wake
@@ -189,55 +178,6 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
     for candidates in (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves):
         for id, candidate in candidates.items():
             yield candidate.node, id
-
-
-# ── preloaded processes, beside the rollouts of a node ───────────────────────────────────────────────────────────────
-def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
-    """Return the wanted preloaded processes: one on each node that replicas of the role occupy, if memory is left.
-
-    A role that uses GPUs and whose replicas share nodes gets none, because Slurm does not know which GPUs a promoted
-    process uses, and would give them to the next step on the node.
-    """
-    wanted: _StandbyNodes = {}
-    if role.per_member.gpus and not role.exclusive:
-        return wanted
-    standbys = Counter(standby.node for standby in inventory.standby_processes)
-    existing = {standby.id for standby in inventory.standby_processes}
-    for candidate in inventory.candidates(state.job.node_group_of(role.name).name):
-        occupants = occupancy.get(candidate.node, ())
-        if any(occupant.role == role.name for occupant in occupants) and not candidate.expiring:
-            id = preloaded_id(role.name, candidate.node)
-            others = standbys[candidate.node] - (id in existing)
-            if _memory_left(state, candidate, occupants, others) >= SHARED_STANDBY_BYTES:
-                wanted[id] = candidate.node
-    return wanted
-
-
-def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
-    """Return the memory (bytes) of a node that is left beside its replicas and its other standby processes.
-
-    ``others`` is the number of these standby processes. The result is inf if the job does not state the memory of the
-    node.
-    """
-    memory = state.allocations[candidate.allocation].request.node.mem
-    taken = sum(state.job.role(occupant.role).per_member.mem for occupant in occupants)
-    return memory - taken - others * SHARED_STANDBY_BYTES if memory else NEVER
-
-
-def _unneeded_preloaded(
-    inventory: NodeInventory, placed: Sequence[Action], role: RoleSpec, wanted: _StandbyNodes
-) -> list[StopStep]:
-    """Return a stop for each preloaded process of the role that is neither wanted nor being promoted."""
-    promoted = {action.standby for action in placed if isinstance(action, Launch)}
-    return [
-        _stop_standby(standby, f"{role.name} no longer needs a preloaded process on {standby.node}")
-        for standby in inventory.standby_processes
-        if is_preloaded(standby.id)
-        and standby_role_of(standby.id) == role.name
-        and standby.step is not None
-        and standby.id not in wanted
-        and standby.incarnation not in promoted
-    ]
 
 
 # ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────

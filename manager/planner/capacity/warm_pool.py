@@ -29,10 +29,9 @@ def waits_for_release(role: RoleSpec) -> bool:
     """Return whether members of the role start only after earlier occupants have released their memory.
 
     Earlier occupants are the role's own earlier incarnations and preempted rollouts; their steps are stopped without a
-    grace. Rollouts that may continue in a preloaded process wait for the memory of their GPUs, because the launcher of
-    the preloaded process did not wait for this memory.
+    grace.
     """
-    return (role.warm and role.standby_shares_node) or (role.preload and role.per_member.gpus > 0) or role.ranks > 1
+    return (role.warm and role.standby_shares_node) or role.ranks > 1
 
 
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:

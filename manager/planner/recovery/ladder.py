@@ -174,7 +174,7 @@ def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
     if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
         return False
     role = case.state.job.role(case.failed.role)
-    return not (role.warm or (role.preload and _STANDBY_HERE in spec.needs))
+    return not role.warm
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:

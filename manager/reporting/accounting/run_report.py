@@ -370,5 +370,5 @@ _COMPARED: dict[str, Callable[[RunSpec], Any]] = {
 def _protections(job: RunSpec) -> Iterator[str]:
     if job.trainer.snapshots:
         yield "snapshots"
-    if any(role.warm or role.preload for role in job.roles):
+    if any(role.warm for role in job.roles):
         yield "standby processes"

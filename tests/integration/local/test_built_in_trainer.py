@@ -34,7 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
         ('at = "step=60"', 'at = "step=4"'),
         ("spares = 1", "spares = 0"),
         ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
-        ("[roles.rollout]\n", "[roles.rollout]\npreload = false\n"),
         ("[roles.trainer]\n", "[roles.trainer]\nwarm = false\nexport = 10\nkeep_checkpoints = 10\n"),
     ):
         assert toml.count(old) == 1, old

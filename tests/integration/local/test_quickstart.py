@@ -47,7 +47,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
         ('at = "step=60"', 'at = "step=5"'),
         ("[limits]\n", f"[limits]\n{IMPATIENT}"),
         ("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]"),
-        ("segment_tokens = 3", "preload = false\nsegment_tokens = 3"),  # test_preloaded.py restarts in such processes
     ):
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)

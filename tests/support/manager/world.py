@@ -42,7 +42,6 @@ from rrl.core.types import (
     ReplicaId,
     Verdict,
     Version,
-    is_preloaded,
     rank_of,
     role_of,
     standby_role_of,
@@ -550,8 +549,7 @@ class World:
 
 def _memory_claim(incarnation: Incarnation) -> bool:
     replica = incarnation.replica
-    is_rollout = role_of(replica) == STANDBY_ROLE and standby_role_of(replica) == "rollout"
-    return is_rollout and not is_preloaded(replica)
+    return role_of(replica) == STANDBY_ROLE and standby_role_of(replica) == "rollout"
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:

@@ -887,51 +887,6 @@ def test_warm_rollout_needs_spare_nodes(tmp_path: Path, old: str, new: str, expe
     }
 
 
-@pytest.mark.parametrize(
-    ("keys", "preloaded"),
-    [
-        ("", True),
-        ("preload = false", False),
-        ('engine = "vllm"', False),
-        ('command = ["mine"]', False),
-        ('command = ["mine"]\npreload = true', True),
-    ],
-)
-def test_rollouts_are_preloaded_by_default_only_in_rrls_program_with_torch(
-    tmp_path: Path, keys: str, preloaded: bool
-) -> None:
-    (tmp_path / "job.toml").write_text(JOB.replace("replicas = 2", f"replicas = 2\n{keys}"))
-    roles = resolve(load_job(tmp_path / "job.toml"), "python").roles
-    assert [role.name for role in roles if role.preload] == (["rollout"] if preloaded else [])
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (
-            "[[faults",
-            '[recovery]\npolicy = "job"\n[[faults',
-            '[recovery] policy = "job" does not use standby processes; remove this key, or write policy = "role"',
-        ),
-        (
-            "preload = true",
-            'preload = true\nengine = "vllm"',
-            'engine = "vllm" cannot wait without its GPUs; remove this key, or write engine = "torch"',
-        ),
-        (
-            "preload = true",
-            'preload = true\nranks = 2\ncommand = ["x"]',
-            "a preloaded rollout has one process, but ranks = 2; remove this key",
-        ),
-    ],
-)
-def test_rollouts_are_preloaded_only_where_they_can_be_promoted(
-    tmp_path: Path, old: str, new: str, expected: str
-) -> None:
-    error = error_text(tmp_path, JOB.replace("replicas = 2", "preload = true").replace(old, new, 1))
-    assert error == f"job.toml:17: roles.rollout.preload: {expected}"
-
-
 _ROLLOUTS = "job.toml:18: roles.rollout"
 
 

@@ -6,13 +6,12 @@ import msgspec
 
 from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleSpec, RunSpec
 from rrl.core.types import Resources
-from rrl.manager.bootstrap.preview import demand, max_standbys, preview, worst_case
+from rrl.manager.bootstrap.preview import demand, max_standbys, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.reducer import fold
 from rrl.manager.planner import plan
 from rrl.manager.planner.capacity.allocation_requests import initial_requests
-from rrl.manager.planner.capacity.standbys import SHARED_STANDBY_BYTES
 
 NODE = Resources(cpus=2, mem=2**30)
 
@@ -72,23 +71,6 @@ def test_each_spare_hosts_as_many_rollout_standbys_as_fit() -> None:
     shared = msgspec.structs.replace(warm, exclusive=False, per_member=Resources(1, 0, 2**28))  # two CPUs on a node
     assert max_standbys(msgspec.structs.replace(pool, roles=(*ROLES[:2], shared))) == 2 * 2
     assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # not more than rollouts
-    assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
-
-
-def test_preloaded_processes_count_once_for_each_node_of_the_rollouts_that_has_the_memory() -> None:
-    rollout = msgspec.structs.replace(ROLES[2], preload=True)
-    pool = msgspec.structs.replace(run_spec("pool"), roles=(*ROLES[:2], rollout))
-    [group] = pool.node_groups
-    assert max_standbys(pool) == rollout.replicas
-    assert (
-        "preloaded     at most 3: one on each node of the rollouts, after the first commit"
-        in dict(preview(pool))["steps"]
-    )
-    needed = rollout.per_member.mem + SHARED_STANDBY_BYTES
-    for mem, count in ((needed, rollout.replicas), (needed - 1, 0)):
-        node = msgspec.structs.replace(group.node, mem=mem)
-        groups = (msgspec.structs.replace(group, node=node),)
-        assert max_standbys(msgspec.structs.replace(pool, node_groups=groups)) == count
     assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 

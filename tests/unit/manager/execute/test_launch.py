@@ -16,7 +16,7 @@ from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackerName, TrackSpec, TransportSpec
-from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, preloaded_id
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, standby_id
 from rrl.manager.execute.launch import (
     apptainer,
     environment,
@@ -255,35 +255,24 @@ def test_role_inherits_the_folders_of_caches_except_in_a_container(
         assert {name: env[name] for name in folders if name in env} == inherited
 
 
-# ── preloaded processes ──────────────────────────────────────────────────────────────────────────────────────────────
-PRELOADED = Incarnation(preloaded_id("rollout", NodeName("n1")), 1)
+# ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────────
+STANDBY = Incarnation(standby_id("rollout", NodeName("n1")), 1)
 
 
-def promotion_of_preloaded(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
-    """Write the launch file of a preloaded process. Return the state and the action that promotes the process."""
+def promotion_of_standby(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
+    """Write the launch file of a standby process. Return the state and the action that promotes the process."""
     allocation = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
     state = State(run.id, spec, allocations={"pool": allocation})
-    tag, why = tag_of(run.id, PRELOADED), Why(("wanted",))
-    write_launch(run, state, LaunchAction(PRELOADED, tag, "pool", NodeName("n1"), why), "/job")
+    tag, why = tag_of(run.id, STANDBY), Why(("wanted",))
+    write_launch(run, state, LaunchAction(STANDBY, tag, "pool", NodeName("n1"), why), "/job")
     rollout = Incarnation(ReplicaId("rollout/0"), 2)
-    return state, LaunchAction(rollout, tag, "pool", NodeName("n1"), why, PRELOADED)
+    return state, LaunchAction(rollout, tag, "pool", NodeName("n1"), why, STANDBY)
 
 
-def test_step_of_a_preloaded_process_overlaps_with_the_whole_node_and_may_not_use_gpus_yet(run: RunDir) -> None:
-    spec = run_spec_with("direct", roles=(msgspec.structs.replace(role("direct"), preload=True),))
-    save_passed_env(run, spec)
-    prepared = Prepared(run, spec, PRELOADED.replica)
-    assert (prepared.step.overlap, prepared.step.resources.cpus, prepared.step.resources.gpus) == (True, 8, 4)
-    assert (prepared.launch.standby, prepared.launch.shares_node, prepared.launch.role) == (True, True, "rollout")
-    engine = Prepared(run, spec, "standby/n1:rollout")
-    assert (engine.step.overlap, engine.step.resources.gpus, engine.launch.shares_node) == (False, 1, False)
-    assert not Prepared(run, spec).launch.shares_node
-
-
-def test_preloaded_process_with_the_environment_of_a_new_step_lacks_nothing(run: RunDir) -> None:
+def test_standby_with_the_environment_of_a_new_step_lacks_nothing(run: RunDir) -> None:
     spec = run_spec_with("direct")
     save_passed_env(run, spec)
-    state, promotion = promotion_of_preloaded(run, spec)
+    state, promotion = promotion_of_standby(run, spec)
     assert outdated_parts(run, state, promotion, "/job") == ()
 
 
@@ -292,7 +281,7 @@ def test_outdated_parts_of_a_standby_are_named_without_their_values(
 ) -> None:
     spec = run_spec_with("direct")
     save_passed_env(run, spec)
-    state, promotion = promotion_of_preloaded(run, spec)
+    state, promotion = promotion_of_standby(run, spec)
     monkeypatch.setenv("PATH", "/other/bin")  # as with a manager that was started in another environment
     monkeypatch.setenv("TZ", "UTC")
     assert outdated_parts(run, state, promotion, "/job") == ("PATH", "TZ")

@@ -349,40 +349,14 @@ def test_an_engine_that_fails_ends_the_rollout() -> None:
         _roll(_Worker(_items(9)), _Engine(1, on_step=fail))
 
 
-# ── preloaded processes ──────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("shares_node", [True, False])
-def test_preloaded_process_opens_its_device_only_when_it_builds_the_engine(
-    shares_node: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened_by: list[str] = []
-
-    def device(launch: Any) -> str:
-        opened_by.append(str(launch.incarnation))
-        return "cpu"
-
-    monkeypatch.setattr(rollout_main, "assigned_device", device)
-    monkeypatch.setattr(rollout_main, "materialise", lambda model, device: None)
-    monkeypatch.setattr(rollout_main, "TorchEngine", lambda model, **_: model)
-    monkeypatch.setattr(rollout_main, "_sampling", lambda me: None)
-    job = SimpleNamespace(seed=1, rollout=SimpleNamespace(lease=4))
-    me = SimpleNamespace(launch=SimpleNamespace(shares_node=shares_node, incarnation="before"), job=job)
-    tokenizer = SimpleNamespace(stop_tokens=frozenset())
-    build = rollout_main._torch(cast(Any, me), cast(Any, None), cast(Any, "model"), cast(Any, tokenizer))
-    me.launch = SimpleNamespace(shares_node=False, incarnation="promoted")
-    build()
-    assert opened_by == (["promoted"] if shares_node else ["before"])
-
-
-@pytest.mark.parametrize(
-    ("replica", "standby", "built_first"),
-    [("rollout/1", False, False), ("standby/n1:rollout", True, True), ("standby/n1:rollout.preloaded", True, False)],
-)
+# ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("replica", "built_first"), [("rollout/1", False), ("standby/n1:rollout", True)])
 def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
-    replica: str, standby: bool, built_first: bool, monkeypatch: pytest.MonkeyPatch
+    replica: str, built_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
     launch = Launch(
-        "t", "r", Incarnation(ReplicaId(replica), 1), NodeName("n1"), (), {}, "/", 0.0, False, standby=standby
+        "t", "r", Incarnation(ReplicaId(replica), 1), NodeName("n1"), (), {}, "/", 0.0, False, standby=built_first
     )
 
     class Joining:

@@ -235,26 +235,6 @@ def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
     play(story)
 
 
-def test_preloaded_rollout_opens_its_weight_transport_after_its_promotion(scene: Scene) -> None:
-    waiting = Incarnation(ReplicaId("standby/local1:rollout.preloaded"), 1)
-
-    async def story() -> None:
-        launch = scene.at.launch(replica=waiting.replica, number=1, env=dict(os.environ))
-        me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
-        async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-            hello = await manager.wait_for(Hello)
-            assert (hello.incarnation, hello.phase, hello.weight_address) == (waiting, "standby", None)
-            rollout = Incarnation(ReplicaId("rollout/1"), 2)
-            await manager.send(waiting, Promote(waiting, rollout, launch.tag))
-            await manager.wait_for(Hello, lambda hello: hello.incarnation == rollout and bool(hello.weight_address))
-            await eventually(lambda: follows(me))
-            await manager.stop(rollout)
-            await role.end()
-
-    play(story)
-
-
 def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, Resources, member_id, replica_id
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep, Why
 from rrl.manager.model.queries import owner_of, workers
+from rrl.manager.model.reduce_replicas import on_launch_intended, on_launch_rejected
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import AdmittedProcess, Status
 from rrl.manager.planner import plan
@@ -224,6 +226,20 @@ def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted() ->
     assert (state.orphan_steps[step].incarnation, state.replica(M1).status) == (Incarnation(M1, 2), Status.WANTED)
     assert state.replica(M1).failures[-1].refused
     assert step not in state.intents
+
+
+def test_outdated_standby_is_stopped_and_the_member_starts_uncharged() -> None:
+    world = World(SMALL).steady().warmed()
+    before, waiting = world.state.replica(M1), standby(N3)
+    launch = Launch(
+        Incarnation(M1, 2), tag_of(RUN, waiting), before.allocation or "", N3, Why(("trainer/0.1 is wanted",)), waiting
+    )
+    settled = ev.IntentSettled(launch.tag, False, "other PATH", reason=RejectReason.STANDBY_OUTDATED)
+    after = on_launch_rejected(on_launch_intended(world.state, world.now, launch), world.now, launch, settled)
+    member = after.replica(M1)
+    assert (member.status, member.preferred_node, member.failures) == (Status.WANTED, N3, before.failures)
+    assert member.not_before <= world.now
+    assert launch.tag in after.orphan_steps
 
 
 def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
