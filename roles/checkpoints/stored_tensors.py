@@ -21,7 +21,7 @@ INDEX = "rrl_tensors.json"
 """Name of the index. A checkpoint of the built-in trainer has it, one of a user's own trainer does not."""
 TORCH_FILES = frozenset({".metadata", "about.json"})
 """Files of each checkpoint that an older rrl wrote, with torch.distributed.checkpoint."""
-OLDER_RRL = "an older rrl wrote it in torch's format: export it with rrl at commit 7bd4b420"
+OLDER_RRL = "an older rrl wrote it in torch's format; export it with rrl at commit 7bd4b420"
 """What a user can do with such a checkpoint. The commit is one of the last that read it; there was no release yet."""
 WEIGHTS_PREFIX = "model."
 """Prefix of the weights among the tensors of a checkpoint; the other tensors are the optimizer's moments."""

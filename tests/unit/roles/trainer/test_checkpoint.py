@@ -85,7 +85,7 @@ def test_missing_or_truncated_file_is_detected(run_dir: RunDir) -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ([".metadata", "about.json", "__0_0.distcp"], "an older rrl wrote it in torch's format: export it with rrl at"),
+        ([".metadata", "about.json", "__0_0.distcp"], "an older rrl wrote it in torch's format; export it with rrl at"),
         (["other.bin"], "resume the run with the trainer that wrote it"),
     ],
 )
