@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.utils.rnn import pad_sequence
 
 from rrl.benchmarks import _recorded
@@ -27,8 +25,10 @@ from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Outcome
+from rrl.roles.checkpoints.stored_tensors import WEIGHTS_PREFIX
 from rrl.roles.models.policy import build_model, log_probs
 from rrl.roles.models.tokenizer import open_tokenizer
+from rrl.roles.trainer.checkpoint import read_tensors
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import StepCommitted, TurnCreated, decode
 from rrl.tests.support.runs import TestRun, check_sound, submit_here
@@ -135,12 +135,12 @@ def _trained_steps(samples: Sequence[Trained]) -> set[int]:
 
 def _errors(run: RunDir, spec: RunSpec, samples: Sequence[Trained]) -> Iterator[float]:
     """Yield the largest error of a log-probability (nats) for each sample and each version in it."""
-    folders = {each.number: run.path / each.manifest["folder"] for each in _log(run) if isinstance(each, StepCommitted)}
+    manifests = {each.number: each.manifest for each in _log(run) if isinstance(each, StepCommitted)}
     model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)
     for step in sorted(_trained_steps(samples)):
         if step:  # version 0 is the model's folder
-            state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-            load(state, storage_reader=FileSystemReader(folders[step]), no_dist=True)
+            state = {f"{WEIGHTS_PREFIX}{name}": parameter for name, parameter in model.named_parameters()}
+            read_tensors(state, run.path / manifests[step]["folder"], manifests[step]["files"])
         chosen = [each for each in samples if step in _trained_steps([each])]
         for start in range(0, len(chosen), _AT_ONCE):
             yield from _errors_under(model, chosen[start : start + _AT_ONCE], step, spec.sampling.temperature)

@@ -3,7 +3,7 @@
 There are two results. One is the time that a step waits for the copy of the state, compared with a memcpy of the same
 bytes. The other is how much longer whole steps with a fixed batch take with checkpoints than without. The state is
 copied into memory of an agent (snapshots on, the default) or into the trainer's own memory (snapshots off), and is then
-written by torch.distributed.checkpoint in the background, with fsync and digests, while the next step computes. A step
+written as safetensors in the background, with fsync and digests, while the next step computes. A step
 waits until the checkpoint of the previous step is committed (``uncommitted = 1``). The two ways to copy take turns.
 
 With ``--every N``, only each Nth step gets a checkpoint (``[roles.trainer] checkpoint_every``). Other steps only copy

@@ -25,6 +25,7 @@ from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
+from ...roles.checkpoints.stored_tensors import INDEX
 from ..common.output import print_json, print_warnings, program, show
 from ..views.summary import next_steps_view, summary_view
 from .follow import follow
@@ -182,7 +183,7 @@ def _weights(run: RunDir) -> str:
     For checkpoints of the built-in trainer, the text is the command that exports them. For other checkpoints it only
     names their folder, because a trainer of the user's own has a file format of its own.
     """
-    if any(run.checkpoints.glob("step-*/.metadata")):
+    if any(run.checkpoints.glob(f"step-*/{INDEX}")):
         return f"{program()} export {run.id} FOLDER"
     return "checkpoints/ in this folder" if any(run.checkpoints.glob("*")) else ""
 

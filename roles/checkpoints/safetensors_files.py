@@ -1,76 +1,27 @@
-"""Write tensors of a checkpoint as the safetensors files of a Hugging Face folder, block by block.
-
-The safetensors library needs all tensors of a file in memory. This module writes each tensor while it is read, which
-the simple format permits. A file has eight bytes with the length of the header, the header (JSON), and the bytes of the
-tensors one after another.
-"""
+"""Write the weights of a checkpoint as the safetensors files of a Hugging Face folder, block by block."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct
-
-from .stored_tensors import StoredTensor, UnreadableTensors
+from .stored_tensors import DTYPES, StoredTensor, UnreadableTensors, write_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a file in bytes above which the next tensor begins another file. It is the default of save_pretrained in
 version 4 of transformers; version 5 has 50 GB."""
-_FORMAT_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-_ITEMSIZES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-_ALIGNMENT_BYTES = 8
-"""Alignment of the first tensor in bytes, as in the safetensors library."""
-
-
-class _Output(Struct, frozen=True):
-    """A stored tensor, and the dtype in which it is written."""
-
-    stored: StoredTensor
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.stored.shape) * _ITEMSIZES[self.dtype]
-
-    def blocks(self, source: Path) -> Iterable[bytes]:
-        for block in self.stored.blocks(source, _ITEMSIZES[self.stored.dtype]):
-            yield block if self.dtype == self.stored.dtype else _to_bfloat16(block)
 
 
 def write_weights(
-    tensors: Iterable[StoredTensor], source: Path, folder: Path, dtype: str, max_file_bytes: int = MAX_FILE_BYTES
+    tensors: Mapping[str, StoredTensor], source: Path, folder: Path, dtype: str, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[Path]:
     """Write tensors into the existing, empty ``folder``; return the files, which are not synced.
 
     Args:
-        tensors: The tensors, in the order in which they are distributed to files.
+        tensors: The tensors by name, in the order in which they are distributed to files.
         source: The folder of the checkpoint's files.
         folder: The folder to write into.
         dtype: The dtype of floating-point tensors in the files; other tensors keep their dtype.
@@ -80,58 +31,37 @@ def write_weights(
         UnreadableTensors: A tensor cannot be read, or cannot be converted to ``dtype``.
         OSError: A file could not be read or written.
     """
-    files = _files(_outputs(tensors, dtype), max_file_bytes)
-    count = len(files)
-    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    written = [_write(folder / name, outputs, source) for name, outputs in zip(names, files, strict=True)]
-    if count > 1:
-        weight_map = {one.stored.name: name for name, outputs in zip(names, files, strict=True) for one in outputs}
-        total = sum(one.nbytes for outputs in files for one in outputs)
-        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        written.append(folder / INDEX)
-    return written
-
-
-def _outputs(tensors: Iterable[StoredTensor], dtype: str) -> list[_Output]:
-    outputs = [_Output(one, dtype if "float" in one.dtype else one.dtype) for one in tensors]
-    for one in outputs:
-        if one.dtype != one.stored.dtype and (one.stored.dtype, one.dtype) != ("float32", "bfloat16"):
-            raise UnreadableTensors(
-                f"{one.stored.name} is stored as {one.stored.dtype}, which rrl cannot convert to {one.dtype}"
-            )
-    return outputs
-
-
-def _files(outputs: Sequence[_Output], max_file_bytes: int) -> list[list[_Output]]:
-    """Return the tensors of each file, ordered from large to small elements, so that all tensors are aligned."""
-    files, size = [list[_Output]()], 0
-    for one in outputs:
-        if files[-1] and size + one.nbytes > max_file_bytes:
+    dtypes = {name: dtype if "float" in one.dtype else one.dtype for name, one in tensors.items()}
+    files, sizes = [list[str]()], [0]
+    for name, one in tensors.items():
+        if dtypes[name] != one.dtype and (one.dtype, dtype) != ("float32", "bfloat16"):
+            raise UnreadableTensors(f"{name} is stored as {one.dtype}, which rrl cannot convert to {dtype}")
+        nbytes = math.prod(one.shape) * DTYPES[dtypes[name]][1]
+        if files[-1] and sizes[-1] + nbytes > max_file_bytes:
             files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.nbytes
-    return [sorted(file, key=lambda one: -_ITEMSIZES[one.dtype]) for file in files]
+            sizes.append(0)
+        files[-1].append(name)
+        sizes[-1] += nbytes
+    count = len(files)
+    paths = [
+        folder / (SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors") for i in range(1, count + 1)
+    ]
+    for path, names in zip(paths, files, strict=True):
+        write_file(
+            path,
+            [(name, dtypes[name], tensors[name].shape, _blocks(tensors[name], source, dtypes[name])) for name in names],
+        )
+    if count > 1:
+        weight_map = {name: path.name for path, names in zip(paths, files, strict=True) for name in names}
+        document = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        paths.append(folder / INDEX)
+    return paths
 
 
-def _write(path: Path, outputs: Sequence[_Output], source: Path) -> Path:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for one in outputs:
-        begin, end = end, end + one.nbytes
-        header[one.stored.name] = {
-            "dtype": _FORMAT_DTYPES[one.dtype],
-            "shape": list(one.stored.shape),
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for one in outputs:
-            file.writelines(one.blocks(source))
-    return path
+def _blocks(tensor: StoredTensor, source: Path, dtype: str) -> Iterator[bytes]:
+    for block in tensor.blocks(source, 0, tensor.rows):
+        yield block if dtype == tensor.dtype else _to_bfloat16(block)
 
 
 def _to_bfloat16(block: bytes) -> bytes:

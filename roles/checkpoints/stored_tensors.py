@@ -1,186 +1,178 @@
-"""Read the tensors of a sharded checkpoint block by block, without torch and in little memory.
+"""The tensors of a checkpoint as safetensors files with one index, written and read block by block without torch.
 
-The files are those of torch.distributed.checkpoint. ``.metadata`` is a pickle that lists where each shard of each
-tensor is stored. A shard is stored as torch.save writes it, as a ZIP archive inside of a data file. The archive's
-member ``data/0`` has the elements, uncompressed. torch's own reader loads a tensor as a whole, and needs torch, whose
-import takes 300 MB of memory. Exports also run where rrl is installed without torch, and in the manager's Slurm job,
-which has 1 GB of memory. The unpickling here creates only :class:`_Recorded` objects, so it cannot run code from the
-file.
+Each member of a trainer writes its own rows of each tensor, and the index says which file has which rows. The
+safetensors library needs all tensors of a file in memory. Here a tensor is written while it is read, which the simple
+format permits: eight bytes with the length of the header, the header (JSON), and the bytes of the tensors one after
+another. Exports also run where rrl is installed without torch, and in the manager's Slurm job, with 1 GB of memory.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import math
-import pickle
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-METADATA = ".metadata"
-"""Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
-verified first."""
+INDEX = "rrl_tensors.json"
+"""Name of the index. A checkpoint of the built-in trainer has it, one of a user's own trainer does not."""
+TORCH_FILES = frozenset({".metadata", "about.json"})
+"""Files of each checkpoint that an older rrl wrote, with torch.distributed.checkpoint."""
+OLDER_RRL = "an older rrl wrote it in torch's format; export it with rrl at commit 7bd4b420"
+"""What a user can do with such a checkpoint. The commit is one of the last that read it; there was no release yet."""
+WEIGHTS_PREFIX = "model."
+"""Prefix of the weights among the tensors of a checkpoint; the other tensors are the optimizer's moments."""
 BLOCK_BYTES = 4 * 2**20
-"""Maximum number of bytes of a tensor that are in memory at a time."""
+"""Maximum number of bytes of a tensor that are in memory at a time, unless a single row is larger."""
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+"""Name in safetensors files, and size of an element in bytes, of each dtype of torch."""
+_ALIGNMENT_BYTES = 8
+"""Alignment of the first tensor in bytes, as in the safetensors library."""
 
 
 class UnreadableTensors(Exception):
     """This version of rrl cannot read the files as a checkpoint. The exception's text is the reason."""
 
 
-class Shard(Struct, frozen=True):
-    """Some consecutive rows of a tensor, and where they are stored."""
+class Rows(Struct, frozen=True, array_like=True):
+    """Consecutive rows of a tensor in one file; ``end`` is the row after the last one."""
 
+    begin: int
+    end: int
     file: str
-    at: int
-    """Offset (bytes) of the shard's archive in the file."""
-    nbytes: int
-    """Size (bytes) of the shard's archive."""
-    elements: int
+    offset: int
+    """Position of the first row in bytes from the beginning of the file."""
 
 
 class StoredTensor(Struct, frozen=True):
-    """A tensor in the files of a folder."""
+    """A tensor in the files of a folder. A tensor without dimensions is one row."""
 
-    name: str
     dtype: str
     """Name of the dtype as in torch, for example ``bfloat16``."""
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
-    """The shards that have elements, in the order of their rows."""
+    """Shape of the whole tensor."""
+    parts: list[Rows]
+    """All rows in their order; in the report of one member, only the rows that this member wrote."""
 
-    def blocks(self, folder: Path, itemsize: int) -> Iterator[bytes]:
-        """Yield blocks of whole elements of ``itemsize`` bytes, in order; each has at most ``BLOCK_BYTES``.
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return self.shape[0] if self.shape else 1
+
+    def blocks(self, folder: Path, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the elements of the rows from ``begin`` up to ``end``, in blocks of whole rows.
 
         Raises:
-            UnreadableTensors: A shard does not have the elements that ``.metadata`` promises.
+            UnreadableTensors: A file is too short.
             OSError: A file could not be read.
         """
-        for shard in self.shards:
-            with (folder / shard.file).open("rb") as file:
-                yield from _blocks(file, shard, shard.elements * itemsize, f"{folder / shard.file}: {self.name}")
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype][1]
+        rows_at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for part in self.parts:
+            first, last = max(begin, part.begin), min(end, part.end)
+            if first >= last or not row_bytes:
+                continue
+            with (folder / part.file).open("rb") as file:
+                file.seek(part.offset + (first - part.begin) * row_bytes)
+                for row in range(first, last, rows_at_once):
+                    block = file.read(nbytes := (min(row + rows_at_once, last) - row) * row_bytes)
+                    if len(block) < nbytes:
+                        raise UnreadableTensors(f"{folder / part.file} ends before row {last} of a tensor")
+                    yield block
 
 
-def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the checkpoint files of ``folder`` by name.
+class Index(Struct, frozen=True):
+    """The content of the file :data:`INDEX`.
 
     Raises:
-        UnreadableTensors: torch has not written ``.metadata``, or the shards of a tensor are not its consecutive rows.
-        OSError: ``.metadata`` could not be read.
+        ValueError: A tensor has an unknown dtype, or its parts are not all of its rows in their order.
     """
-    path = folder / METADATA
+
+    world: int
+    """Number of members that have written the checkpoint."""
+    tensors: dict[str, StoredTensor]
+
+    def __post_init__(self) -> None:
+        for name, one in self.tensors.items():
+            if one.dtype not in DTYPES:
+                raise ValueError(f"{name} has the unknown dtype {one.dtype}")
+            following = 0
+            for part in one.parts:
+                if part.begin != following or part.end < part.begin:
+                    raise ValueError(f"the parts of {name} are not its consecutive rows")
+                following = part.end
+            if following != one.rows:
+                raise ValueError(f"{name} has {one.rows} rows, of which {following} are stored")
+
+
+def write_index(folder: Path, members: Sequence[Mapping[str, StoredTensor]]) -> Path:
+    """Write the index of the tensors that the members have written, in the order of their ranks; return its path.
+
+    Raises:
+        OSError: The file could not be written.
+        ValueError: The reports do not belong together.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for reported in members:
+        for name, one in reported.items():
+            tensors.setdefault(name, StoredTensor(one.dtype, one.shape, [])).parts.extend(one.parts)
+    content = msgspec.json.encode(Index(len(members), tensors))
+    with (folder / INDEX).open("xb") as file:
+        file.write(content)
+    return folder / INDEX
+
+
+def read_index(folder: Path, files: Collection[str]) -> Index:
+    """Return the index of a checkpoint. ``files`` are the names of the checkpoint's files.
+
+    Raises:
+        UnreadableTensors: The index is not valid, or names a file that is not in ``files``.
+        OSError: The index could not be read.
+    """
+    path = folder / INDEX
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        positions = {(one.fqn, tuple(one.offset)): stored for one, stored in metadata.storage_data.items()}
-        return {name: _stored_tensor(name, tensor, positions) for name, tensor in metadata.state_dict_metadata.items()}
-    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UnreadableTensors(f"{path} cannot be read as torch's list of tensors: {error!r}") from None
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UnreadableTensors(f"{path}: {error}") from None
+    named = {part.file for one in index.tensors.values() for part in one.parts}
+    if unknown := min(named.difference(files), default=None):
+        raise UnreadableTensors(f"{path} names {unknown}, which was not committed")
+    return index
 
 
-def _stored_tensor(name: str, tensor: Any, positions: dict[tuple[str, tuple[int, ...]], Any]) -> StoredTensor:
-    shape, shards, following = tuple(tensor.size), list[Shard](), 0
-    rows = shape[0] if shape else 1
-    for chunk in sorted(tensor.chunks, key=lambda chunk: tuple(chunk.offsets)):
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        if not (elements := math.prod(sizes)):
-            continue
-        if any(offsets[1:]) or sizes[1:] != shape[1:] or (offsets or (0,))[0] != following:
-            raise UnreadableTensors(f"{name} is stored in parts that are not consecutive rows, which rrl cannot read")
-        following += sizes[0] if sizes else 1
-        stored = positions[name, offsets]
-        shards.append(Shard(stored.relative_path, stored.offset, stored.length, elements))
-    if math.prod(shape) and following != rows:
-        raise UnreadableTensors(f"{name} has {rows} rows, of which {following} are stored")
-    return StoredTensor(name, tensor.properties.dtype, shape, tuple(shards))
+def write_file(
+    path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...], Iterable[bytes | memoryview]]]
+) -> dict[str, int]:
+    """Write a new safetensors file, which is not synced; return the position of each tensor in it, in bytes.
 
-
-# ── torch's pickle ─────────────────────────────────────────────────────────────────────────────────────────────────
-class _Recorded:
-    """Replaces an object of any class in torch's pickle. The object's state becomes attributes."""
-
-    def __new__(cls, *_: Any) -> Any:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class _TensorProperties(_Recorded):
-    """The properties of a tensor. Their pickled state is a tuple that begins with the dtype."""
-
-    dtype = ""
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0]
-
-
-def _size(dimensions: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(dimensions)
-
-
-_CLASSES = {"TensorProperties": _TensorProperties, "Size": _size}
-_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
-
-
-class _Unpickler(pickle.Unpickler):
-    """Creates only :class:`_Recorded` objects, numbers, texts and containers."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a class or of a dtype of torch."""
-        if module == "torch" and name in _DTYPES:
-            return name
-        return _CLASSES.get(name, _Recorded)
-
-
-# ── the elements of a shard ────────────────────────────────────────────────────────────────────────────────────────
-def _blocks(file: BinaryIO, shard: Shard, expected_bytes: int, where: str) -> Iterator[bytes]:
-    try:
-        with zipfile.ZipFile(_Part(file, shard.at, shard.nbytes)) as archive:
-            (member,) = (one for one in archive.infolist() if one.filename.endswith("/data/0"))
-            if member.file_size != expected_bytes:
-                raise UnreadableTensors(f"{where}: has {member.file_size} bytes, not {expected_bytes}")
-            with archive.open(member) as stored:
-                for _ in range(math.ceil(expected_bytes / BLOCK_BYTES)):
-                    yield stored.read(BLOCK_BYTES)
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
-        raise UnreadableTensors(f"{where}: cannot be read as a tensor that torch saved: {error}") from None
-
-
-class _Part(io.RawIOBase):
-    """A part of a file that can be read like a whole file."""
-
-    def __init__(self, file: BinaryIO, at: int, nbytes: int) -> None:
-        self._file, self._at, self._nbytes, self._position = file, at, nbytes, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position of the part."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position in the part."""
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Read bytes from the position on, and return their number; 0 at the end of the part."""
-        view = memoryview(buffer)[: max(0, self._nbytes - self._position)]
-        self._file.seek(self._at + self._position)
-        count: int = self._file.readinto(view) if view else 0  # type: ignore[attr-defined]
-        self._position += count
-        return count
+    ``tensors`` are the name, dtype (as in torch), shape and elements (in blocks) of each tensor. Raises OSError.
+    """
+    ordered = sorted(tensors, key=lambda one: -DTYPES[one[1]][1])  # large elements first, so that all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, end = dict[str, int](), 0
+    for name, dtype, shape, _ in ordered:
+        code, itemsize = DTYPES[dtype]
+        begins[name], end = end, end + math.prod(shape) * itemsize
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begins[name], end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
+    prologue = len(encoded).to_bytes(8, "little") + encoded
+    with path.open("xb") as file:
+        file.write(prologue)
+        for *_, blocks in ordered:
+            file.writelines(blocks)
+    return {name: len(prologue) + begin for name, begin in begins.items()}

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...config.model_folder import INDEX, WEIGHTS, read_json, weight_files
+from .tensors import first_row
 
 _MAX_NAMES_SHOWN = 4
 """Maximum number of tensor names in a message."""
@@ -78,10 +78,9 @@ def _fill(tensor: Tensor, stored: Any, location: str) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
         return
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if local.numel():
-        local.copy_(stored[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
+        local.copy_(stored[first_row(tensor) : first_row(tensor) + len(local)])
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...core.launch import Launch
 from ...core.text import exit_invalid_config
@@ -73,6 +75,17 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         aligned = torch.frombuffer(content_view, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0
         return torch.frombuffer(content_view if aligned else bytearray(content_view), dtype=dtype).view(spec.shape)
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the row of the whole tensor at which this process's shard begins; 0 if the tensor is not sharded.
+
+    The shards are consecutive rows, as FSDP makes them.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0]
 
 
 def assigned_device(launch: Launch) -> torch.device:

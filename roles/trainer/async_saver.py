@@ -3,8 +3,8 @@
 Each step is copied to the host. Each ``checkpoint_every``-th copy becomes a checkpoint, whose commit also commits the
 steps before it. The copy of the last step also becomes a checkpoint, even if the training is stopped early. The thread
 works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving threads of a
-gang's members use a separate process group, because two concurrent saves on one group would deadlock (docs/sources.md,
-torch). An error in this thread ends the process, because a trainer that cannot save must not continue.
+gang's members use a separate process group, because collectives of two threads on one group could be mixed up. An
+error in this thread ends the process, because a trainer that cannot save must not continue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
+"""Checkpoints on shared storage: each member writes its rows of the tensors as safetensors files, rank 0 their index.
 
 A checkpoint becomes valid when the store has committed it. Only the files in the manifest of its commit record are
 read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
@@ -7,43 +7,38 @@ read. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.c
 
 from __future__ import annotations
 
-import itertools
-import logging
 import shutil
-import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir, attempt_of, full_storage_error
 from ..checkpoints.folders import DamagedCheckpoint, Digest, StoredFiles, digest_of, make_durable, verified
-from ..checkpoints.stored_tensors import METADATA
+from ..checkpoints.stored_tensors import (
+    INDEX,
+    OLDER_RRL,
+    TORCH_FILES,
+    WEIGHTS_PREFIX,
+    Index,
+    Rows,
+    StoredTensor,
+    UnreadableTensors,
+    read_index,
+    write_file,
+    write_index,
+)
+from ..launcher.end_report import Unrepairable
 from ..models.policy import weights
+from ..models.tensors import first_row, pack
 from . import exchange
 from .host_buffers import shard_of
 from .learner import Learner
 from .process_group import Gang
-from .shards import Piece, read_shards, write_metadata, write_shards
-
-_log = logging.getLogger("rrl.trainer")
-
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # a single process saves without a group on purpose
-_ABOUT = "about.json"
-
-
-class _About(Struct, frozen=True):
-    """Description of a checkpoint, stored among its files."""
-
-    world: int
 
 
 class Written(Struct, frozen=True):
@@ -80,98 +75,86 @@ class Checkpoints:
         Raises:
             RuntimeError: Another member is gone.
         """
-        gang, paths = self._gang, []
-        state = {name: self._as_sharded(tensor, like[name]) for name, tensor in tensors.items()}
-        trouble: BaseException | None = None
         try:
-            paths.append(_new_file(folder / _rank_file(gang.rank), extra_state))
-            if gang.rank == 0:
-                paths.append(_new_file(folder / _ABOUT, msgspec.json.encode(_About(gang.world))))
+            paths = self._save(tensors, like, folder, extra_state)
+            make_durable(paths)
+            return Written({path.name: digest_of(path) for path in paths})
         except OSError as error:
-            trouble = error
-        try:  # also after an error, because all members must call _save
-            paths += self._save(state, folder)
-            if trouble is None:
-                make_durable(paths)
-                return Written({path.name: digest_of(path) for path in paths})
-        except (OSError, CheckpointException) as error:
-            trouble = trouble or error
-        assert trouble is not None
-        return not_written(trouble, f"{folder}: ")
+            return not_written(error, f"{folder}: ")
 
-    def _save(self, state: dict[str, Tensor], folder: Path) -> list[Path]:
+    def _save(
+        self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], folder: Path, extra_state: bytes | None = None
+    ) -> list[Path]:
         """Write this member's files and return their paths; all members must call it.
+
+        Rank 0 writes all tensors that are not sharded.
 
         Raises:
             OSError: This member could not write; raised once all members are done.
-            CheckpointException: torch's wrapper of another error.
         """
-        rank, pieces = self._gang.rank, list[Piece]()
-        failed: OSError | CheckpointException | None = None
+        rank, files = self._gang.rank, dict[Path, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            if rank == 0 or isinstance(like[name], DTensor):
+                kind = "weights" if name.startswith(WEIGHTS_PREFIX) else "moments"
+                files.setdefault(folder / f"{kind}-{rank}.safetensors", {})[name] = tensor
+        paths, written = [*files], dict[str, StoredTensor]()
+        failed: OSError | None = None
         try:
-            pieces = write_shards(state, folder, rank)
-        except (OSError, CheckpointException) as error:
-            failed = full_storage_error(error) or error
-        all_pieces = exchange.gather(self._gang.file_group, None if failed else pieces, list[Piece] | None)
+            if extra_state is not None:
+                paths.append(path := folder / _rank_file(rank))
+                with path.open("xb") as file:
+                    file.write(extra_state)
+            for path, own in files.items():
+                written |= _write_rows(path, own, like)
+        except OSError as error:
+            failed = error
+        reports = exchange.gather(self._gang.file_group, None if failed else written, dict[str, StoredTensor] | None)
         if failed:
             raise failed
-        paths = list(folder.glob(f"__{rank}_*.distcp"))
-        if rank == 0 and None not in all_pieces:
-            paths.append(write_metadata(folder, itertools.chain.from_iterable(filter(None, all_pieces))))
+        if rank == 0 and None not in reports:
+            paths.append(write_index(folder, [report for report in reports if report is not None]))
         return paths
 
-    def _load(self, tensors: dict[str, Tensor], folder: Path, damage: str) -> None:
-        """Read this member's part of ``tensors``; all members must call this method.
+    def _load(self, tensors: Mapping[str, Tensor], folder: Path, files: Mapping[str, Digest]) -> Index:
+        """Read this member's rows of ``tensors`` from ``files`` in place; return their index. All members must call it.
 
-        ``damage`` says what damage this member has found in the files before the call; empty for none.
+        Any number of members may have written the files. Each member verifies a part of them.
 
         Raises:
-            DamagedCheckpoint: Raised in all members if one of them has found damage. No tensor has been changed.
+            DamagedCheckpoint: Raised in all members if the files do not match their digests. No tensor has been
+                changed.
             RuntimeError: Raised in all members if one of them could not read.
         """
-        gang, failure = self._gang, ""
+        gang, damage, failure, index = self._gang, "", "", Index(0, {})
+        try:
+            mine = {*sorted(files)[gang.rank :: gang.world], INDEX, _rank_file(gang.rank)}
+            verified(self._run_dir.path, {"folder": folder, "files": files}, only=mine)
+        except DamagedCheckpoint as error:
+            damage = str(error)
         if damage := next(filter(None, gang.gather(damage, str)), ""):
             raise DamagedCheckpoint(damage)
         try:
-            read_shards(tensors, folder)
-        except (OSError, CheckpointException) as error:
-            failure = f"rank {gang.rank} could not read {folder}: {_error_text(error)}"
+            index = read_tensors(tensors, folder, files)
+        except (OSError, UnreadableTensors) as error:
+            failure = f"rank {gang.rank} could not read {folder}: {error}"
         if failures := list(filter(None, gang.gather(failure, str))):
             raise RuntimeError("; ".join(failures))
-
-    def _as_sharded(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return ``local`` as a DTensor of the whole tensor if ``like`` is sharded, else ``local`` itself.
-
-        ``local`` is the host copy of this member's shard of ``like``.
-        """
-        if not isinstance(like, DTensor):
-            return local
-        mesh, shape, stride = self._gang.file_mesh, like.shape, like.stride()
-        assert mesh is not None
-        whole: Tensor = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=shape, stride=stride)
-        return whole
+        return index
 
     def read(self, manifest: dict[str, Any], learner: Learner) -> None:
         """Load the checkpoint of ``manifest`` into ``learner``; any number of members may have written it.
 
         Raises:
             DamagedCheckpoint: Raised in all members if the files do not match the manifest. The learner is unchanged.
+            Unrepairable: An older rrl, or a trainer of the user's own, wrote the checkpoint.
         """
-        gang, damage, about = self._gang, "", _About(0)
-        names = sorted(manifest["files"])
-        mine = {*names[gang.rank :: gang.world], _ABOUT, METADATA, _rank_file(gang.rank)}
-        folder = self._run_dir.path / manifest["folder"]
-        try:
-            if missing := {_ABOUT, METADATA, _rank_file(0)}.difference(names):
-                raise DamagedCheckpoint(
-                    f"{manifest['folder']}: the committed checkpoint lacks the file {min(missing)}; it contains {names}"
-                )
-            verified(self._run_dir.path, manifest, only=mine)
-            about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
-        except (OSError, DamagedCheckpoint) as error:
-            damage = str(error)
-        self._load(learner.tensors(), folder, damage)
-        same = about.world == gang.world
+        gang, files, folder = self._gang, manifest["files"], self._run_dir.path / manifest["folder"]
+        if INDEX not in files:
+            raise Unrepairable(
+                f"{manifest['folder']} lacks {INDEX}: the built-in trainer of this rrl did not write it",
+                OLDER_RRL if files.keys() >= TORCH_FILES else "resume the run with the trainer that wrote it",
+            )
+        same = self._load(learner.tensors(), folder, files).world == gang.world
         learner.resume(
             (folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0
         )
@@ -188,10 +171,8 @@ class Checkpoints:
         gang = self._gang
         if gang.rank == 0:
             self._delete_references_before(folder)
-        state = {
-            name: self._as_sharded(shard_of(tensor).to("cpu", dtype), tensor) for name, tensor in weights(model).items()
-        }
-        paths = self._save(state, folder)
+        like = {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in weights(model).items()}
+        paths = self._save({name: shard_of(tensor).to("cpu", dtype) for name, tensor in like.items()}, like, folder)
         make_durable(paths)
         mine = {path.name: digest_of(path) for path in paths}
         files = {name: digest for digests in gang.gather(mine, dict[str, Digest]) for name, digest in digests.items()}
@@ -210,25 +191,50 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: Raised in all members if the files do not match their digests.
         """
-        gang, damage = self._gang, ""
+        tensors = {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in weights(model).items()}
         try:
-            names = sorted(files.files)
-            mine = {*names[gang.rank :: gang.world], METADATA}
-            verified(self._run_dir.path, {"folder": files.folder, "files": files.files}, only=mine)
+            self._load(tensors, self._run_dir.path / files.folder, files.files)
         except DamagedCheckpoint as error:
-            damage = f"the reference model for `kl` is damaged: {error}"
-        folder = self._run_dir.path / files.folder
-        self._load(weights(model), folder, damage)
+            raise DamagedCheckpoint(f"the reference model for `kl` is damaged: {error}") from None
 
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank}.msgpack"
 
 
-def _new_file(path: Path, content: bytes) -> Path:
-    with path.open("xb") as file:
-        file.write(content)
-    return path
+def _write_rows(path: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Write this member's rows ``tensors`` of the whole tensors ``like``; return where they are."""
+    packed = pack(tensors)
+    offsets = write_file(path, [(name, dtype, shape, (content,)) for name, dtype, shape, content in packed])
+    stored = {}
+    for name, dtype, shape, _ in packed:
+        begin = first_row(like[name])
+        rows = Rows(begin, begin + (shape[0] if shape else 1), path.name, offsets[name])
+        stored[name] = StoredTensor(dtype, tuple(like[name].shape), [rows])
+    return stored
+
+
+@torch.no_grad()
+def read_tensors(tensors: Mapping[str, Tensor], folder: Path, files: Collection[str]) -> Index:
+    """Read this member's rows of ``tensors`` from the ``files`` of a checkpoint, in place; return the files' index.
+
+    Raises:
+        UnreadableTensors: The files lack a tensor, or have it in another shape.
+        OSError: A file could not be read.
+    """
+    index = read_index(folder, files)
+    for name, tensor in tensors.items():
+        stored = index.tensors.get(name)
+        if stored is None or stored.shape != tuple(tensor.shape):
+            found = "no such tensor" if stored is None else f"the shape {stored.shape}"
+            raise UnreadableTensors(f"{name} has the shape {tuple(tensor.shape)} in the model; the files have {found}")
+        local, begin, done = shard_of(tensor), first_row(tensor), 0
+        rows, dtype = local if local.dim() else local.view(1), getattr(torch, stored.dtype)
+        for block in stored.blocks(folder, begin, begin + len(rows)):
+            values = torch.frombuffer(block, dtype=dtype).view(-1, *rows.shape[1:])
+            rows[done : done + len(values)].copy_(values)
+            done += len(values)
+    return index
 
 
 def not_written(error: BaseException, where: str = "") -> Written:
@@ -236,12 +242,4 @@ def not_written(error: BaseException, where: str = "") -> Written:
 
     ``where`` is a text that is put before the error's text.
     """
-    return Written({}, f"{where}{_error_text(error)}", full_storage_error(error) is not None)
-
-
-def _error_text(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(
-            f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()
-        )
-    return str(error)
+    return Written({}, f"{where}{error}", full_storage_error(error) is not None)

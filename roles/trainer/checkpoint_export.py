@@ -36,7 +36,7 @@ from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
 from ..checkpoints.folders import DamagedCheckpoint, verified
 from ..checkpoints.safetensors_files import write_weights
-from ..checkpoints.stored_tensors import METADATA, UnreadableTensors, read_index
+from ..checkpoints.stored_tensors import INDEX, OLDER_RRL, TORCH_FILES, WEIGHTS_PREFIX, UnreadableTensors, read_index
 from ..models.hf_folder import write_model_files
 from ..trajectories.durable.commits import read_commits
 from ..trajectories.durable.log import LogDamaged
@@ -44,8 +44,6 @@ from ..trajectories.durable.records import LogFormatError, StepCommitted
 
 NOTE = "rrl_export.json"
 """Name of the file that says from which run, step and files the folder was made."""
-WEIGHTS_PREFIX = "model."
-"""Prefix of the weights among the tensors of a checkpoint (:meth:`.learner.Learner.tensors`)."""
 OPEN_ATTEMPTS = 5
 """Number of attempts to open a checkpoint before a missing file counts as an error. The store may be deleting the
 checkpoint; so each attempt opens the requested checkpoint, or the one that is the newest at the time of the attempt."""
@@ -153,21 +151,20 @@ def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, own
 
 def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path) -> None:
     source, committed, files = run.path / manifest["folder"], run.path / commit.manifest["folder"], manifest["files"]
-    if METADATA not in files:
+    if files.keys() >= TORCH_FILES:
+        raise ExportRefused(f"step {commit.number} of {run.id} cannot be exported: {OLDER_RRL}")
+    if INDEX not in files:
         raise ExportRefused(
             f"a trainer of your own wrote the checkpoint of step {commit.number}, and rrl exports only checkpoints of"
             f" its built-in trainer; the files are in {committed}"
         )
     try:
         verified(run.path, manifest)
-        tensors = read_index(source)
-        if unknown := sorted({shard.file for one in tensors.values() for shard in one.shards} - files.keys()):
-            raise ExportFailed(f"{METADATA} of step {commit.number} names {unknown[0]}, which was not committed")
-        weights = [
-            msgspec.structs.replace(one, name=name.removeprefix(WEIGHTS_PREFIX))
-            for name, one in tensors.items()
+        weights = {
+            name.removeprefix(WEIGHTS_PREFIX): one
+            for name, one in read_index(source, files).tensors.items()
             if name.startswith(WEIGHTS_PREFIX)
-        ]
+        }
         write_weights(weights, source, folder, spec.model.dtype)
         note = {
             "run": run.id,

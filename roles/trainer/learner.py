@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
+from ..checkpoints.stored_tensors import WEIGHTS_PREFIX
 from ..launcher.end_report import Unrepairable
 from ..models.policy import weights
 from ..trajectories.types import Part, Trajectory
@@ -380,7 +381,7 @@ class Learner:
             for kind in ("exp_avg", "exp_avg_sq")
             for name, parameter in self.model.named_parameters()
         }
-        return {f"model.{name}": tensor for name, tensor in self.weights().items()} | moments
+        return {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in self.weights().items()} | moments
 
     def extra_state(self) -> bytes:
         """Return the state of this member, besides :meth:`tensors`, that the next step depends on."""

@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # imported now, so that the first checkpoint need not wait for the import
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.device_mesh import init_device_mesh

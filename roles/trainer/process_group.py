@@ -100,8 +100,6 @@ class Gang:
         self.device = device or torch.device("cpu")
         self.control_group, self.file_group, self.publish_group = control_group, file_group, publish_group
         self._mesh = mesh
-        self.file_mesh = DeviceMesh.from_group(file_group, "cpu") if file_group is not None else None
-        """Device mesh for host copies of shards; None for a single process."""
 
     def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the parameters over the members (FSDP2), layer by layer.

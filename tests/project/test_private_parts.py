@@ -83,10 +83,7 @@ PARTS = (
         "transport/weights/ucx.py",
         takes("event_loop", "worker", "q"),
     ),
-    Part(
-        "torch.distributed.checkpoint.filesystem:_StorageInfo", "roles/trainer/shards.py", names("__dataclass_fields__")
-    ),
-    Part("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "roles/models/safetensors.py"),
+    Part("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "roles/models/tensors.py"),
     Part("transformers.models.qwen3.modeling_qwen3:Qwen3ForCausalLM._from_config", "roles/models/policy.py"),
     Part(
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry",

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rrl.core.types import Outcome, ReplicaId
 from rrl.manager.model import events as ev
+from rrl.roles.checkpoints.stored_tensors import INDEX
 from rrl.tests.support.runs import TestRun, check_sound, submit_here, with_light_task
 
 pytestmark = pytest.mark.torch
@@ -73,7 +74,7 @@ def test_run_exports_the_requested_checkpoints_before_it_ends(run: TestRun, tmp_
 def test_summary_and_status_name_the_newest_checkpoint_and_export(run: TestRun) -> None:
     summary = run.summary()
     assert summary["checkpoint"]["step"] == STEPS
-    assert (Path(summary["checkpoint"]["path"]) / ".metadata").exists()
+    assert (Path(summary["checkpoint"]["path"]) / INDEX).exists()
     assert summary["export"] == {"step": STEPS, "path": str(run.run.export_of(STEPS))}
     assert summary["export_failure"] == ""
     with run.call("status", run.run.id, "--json", stdout=subprocess.PIPE) as process:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.utils.rnn import pad_sequence
 
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Version
+from rrl.roles.checkpoints.stored_tensors import WEIGHTS_PREFIX
+from rrl.roles.trainer.checkpoint import read_tensors
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import (
     GroupCreated,
@@ -54,7 +53,8 @@ class Recorded:
 
     def __init__(self, run: RunDir) -> None:
         self.grew: dict[int, list[Grew]] = defaultdict(list)
-        self._checkpoints: dict[int, Path] = {}
+        self._checkpoints: dict[int, dict[str, Any]] = {}
+        self._run = run
         prompts: dict[int, tuple[int, ...]] = {}
         grew: dict[int, dict[Version, Grew]] = defaultdict(dict)
         for payload in read_frames(max(run.store.glob("log.*"), key=lambda path: int(path.suffix[1:]))):
@@ -72,7 +72,7 @@ class Recorded:
                         assert version == next(reversed(so_far)), "tokens of an older version follow newer ones"
                         so_far[version] = so_far[version].on(segment)
                 case StepCommitted(number=number, manifest=manifest):
-                    self._checkpoints[number] = run.path / manifest["folder"]
+                    self._checkpoints[number] = manifest
         for so_far in grew.values():
             for version, each in so_far.items():
                 self.grew[version.step].append(each)
@@ -87,8 +87,9 @@ class Recorded:
 
     def load(self, step: int, model: nn.Module) -> None:
         """Load the checkpoint of ``step`` into the model."""
-        state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}  # a tied one once
-        load(state, storage_reader=FileSystemReader(self._checkpoints[step]), no_dist=True)
+        state = {f"{WEIGHTS_PREFIX}{name}": parameter for name, parameter in model.named_parameters()}
+        manifest = self._checkpoints[step]
+        read_tensors(state, self._run.path / manifest["folder"], manifest["files"])
 
     def worst(self, step: int, model: nn.Module, temperature: float) -> float:
         """Return the largest difference (nats) between the version's recorded log-probabilities and the model's."""

@@ -82,7 +82,7 @@ def test_invalid_request_is_one_line_and_exit_code_2(
 def test_damaged_checkpoint_is_exit_code_1(
     made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (made.folders[2] / "about.json").write_text("{}")
+    (made.folders[2] / "rank-0.msgpack").write_text("{}")
     assert main.run(["export", "quick", str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rrl: step 2 of quick-1 cannot be exported: ")

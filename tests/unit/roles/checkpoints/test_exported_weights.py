@@ -1,12 +1,8 @@
-"""rrl reads torch's files as torch does.
-
-The tensors that rrl writes as safetensors are those that safetensors' own library reads.
-"""
+"""The tensors that rrl writes as safetensors are those that safetensors' own library and rrl read."""
 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -17,22 +13,48 @@ from torch import Tensor
 
 from rrl.roles.checkpoints import stored_tensors
 from rrl.roles.checkpoints.safetensors_files import INDEX, SINGLE, write_weights
-from rrl.roles.checkpoints.stored_tensors import METADATA, UnreadableTensors, read_index
-from rrl.roles.trainer.shards import Piece, write_metadata, write_shards
+from rrl.roles.checkpoints.stored_tensors import (
+    Index,
+    Rows,
+    StoredTensor,
+    UnreadableTensors,
+    read_index,
+    write_file,
+    write_index,
+)
+from rrl.roles.models.tensors import pack
 
 pytestmark = pytest.mark.torch
 
 
+def _member(path: Path, tensors: dict[str, Tensor], rows: int = 0, begin: int = 0) -> dict[str, StoredTensor]:
+    """Write the file of a member: all rows of the tensors, or those from ``begin`` on of tensors with ``rows`` rows."""
+    packed = pack(tensors)
+    offsets = write_file(path, [(name, dtype, shape, (content,)) for name, dtype, shape, content in packed])
+    return {
+        name: StoredTensor(
+            dtype,
+            (rows, *shape[1:]) if rows else shape,
+            [Rows(begin, begin + (shape[0] if shape else 1), path.name, offsets[name])],
+        )
+        for name, dtype, shape, _ in packed
+    }
+
+
 def _saved(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     folder.mkdir()
-    write_metadata(folder, write_shards(tensors, folder, 0))
+    write_index(folder, [_member(folder / "weights-0.safetensors", tensors)])
     return tensors
 
 
+def _index(folder: Path) -> Index:
+    return read_index(folder, {path.name for path in folder.iterdir()})
+
+
 def _written(tmp_path: Path, dtype: str, max_file_bytes: int = 10**9) -> list[Path]:
-    target = tmp_path / "written"
+    source, target = tmp_path / "saved", tmp_path / "written"
     target.mkdir()
-    return write_weights(read_index(tmp_path / "saved").values(), tmp_path / "saved", target, dtype, max_file_bytes)
+    return write_weights(_index(source).tensors, source, target, dtype, max_file_bytes)
 
 
 def test_tensors_of_every_shape_and_dtype_are_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +72,11 @@ def test_tensors_of_every_shape_and_dtype_are_read_as_written(tmp_path: Path, mo
             "mask": torch.tensor([True, False]),
         },
     )
-    assert {name: (one.dtype, one.shape) for name, one in read_index(tmp_path / "saved").items()} == {
+    assert {name: (one.dtype, one.shape) for name, one in _index(tmp_path / "saved").tensors.items()} == {
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in saved.items()
     }
+    own = load_file(tmp_path / "saved" / "weights-0.safetensors")
+    assert all(torch.equal(own[name], tensor) for name, tensor in saved.items())
     assert _written(tmp_path, "bfloat16") == [tmp_path / "written" / SINGLE]
     read = load_file(tmp_path / "written" / SINGLE)
     assert read.keys() == saved.keys()
@@ -87,53 +111,50 @@ def test_weights_are_distributed_to_files_with_an_index(tmp_path: Path) -> None:
 
 
 def test_rows_of_several_members_are_one_tensor(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
+    folder, whole = tmp_path / "saved", torch.randn(5, 3)
     folder.mkdir()
-    whole, pieces = torch.randn(5, 3), list[Piece]()
-    for rank, rows in enumerate((slice(0, 3), slice(3, 5), slice(5, 5))):
-        (own,) = write_shards({"w": whole[rows].clone()}, folder, 0)
-        renamed = (folder / own.file).rename(folder / f"__{rank + 1}_0.distcp")
-        part = Piece("w", own.dtype, (5, 3), (rows.start, 0), own.sizes, renamed.name, own.at, own.nbytes)
-        pieces.append(part)
-    write_metadata(folder, reversed(pieces))
+    members = [
+        _member(folder / f"weights-{rank}.safetensors", {"w": whole[begin:end].clone()}, 5, begin)
+        for rank, (begin, end) in enumerate([(0, 3), (3, 5), (5, 5)])
+    ]
+    write_index(folder, members)
+    assert _index(folder).world == 3
     _written(tmp_path, "float32")
     assert torch.equal(load_file(tmp_path / "written" / SINGLE)["w"], whole)
 
 
 @pytest.mark.parametrize(
-    ("offsets", "sizes", "message"),
+    ("dtype", "rows", "message"),
     [
-        ((0, 1), (5, 2), "consecutive rows"),
-        ((1, 0), (4, 3), "consecutive rows"),
-        ((0, 0), (4, 3), "5 rows, of which 4"),
+        ("float32", [(1, 5)], "not its consecutive rows"),
+        ("float32", [(0, 3), (2, 5)], "not its consecutive rows"),
+        ("float32", [(0, 3), (3, 2), (2, 5)], "not its consecutive rows"),
+        ("float32", [(0, 4)], "w has 5 rows, of which 4 are stored"),
+        ("load", [(0, 5)], "w has the unknown dtype load"),
     ],
 )
-def test_a_tensor_that_is_not_stored_by_rows_is_refused(
-    tmp_path: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], message: str
+def test_reports_that_do_not_make_a_whole_tensor_are_refused_before_a_file_is_written(
+    tmp_path: Path, dtype: str, rows: list[tuple[int, int]], message: str
 ) -> None:
-    write_metadata(tmp_path, [Piece("w", "float32", (5, 3), offsets, sizes, "__0_0.distcp", 0, 60)])
-    with pytest.raises(UnreadableTensors, match=message):
-        read_index(tmp_path)
+    parts = [Rows(begin, end, "weights-0.safetensors", 0) for begin, end in rows]
+    with pytest.raises(ValueError, match=message):
+        write_index(tmp_path, [{"w": StoredTensor(dtype, (5, 3), [part])} for part in parts])
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_pickled_metadata_cannot_run_code(tmp_path: Path) -> None:
-    class Harmful:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return Path.touch, (tmp_path / "harm",)  # type: ignore[return-value]
-
-    for content in (pickle.dumps(Harmful()), b"", b"text", pickle.dumps({"state_dict_metadata": 1})):
-        (tmp_path / METADATA).write_bytes(content)
-        with pytest.raises(UnreadableTensors, match=r"cannot be read as torch's list"):
-            read_index(tmp_path)
-    assert not (tmp_path / "harm").exists()
+def test_index_that_is_damaged_or_names_a_file_outside_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = write_index(tmp_path, [{"w": StoredTensor("float32", (5, 3), [Rows(0, 5, "../keys.json", 0)])}])
+    with pytest.raises(UnreadableTensors, match=r"names \.\./keys\.json, which was not committed"):
+        _index(tmp_path)
+    for content in (b"", b"\xff", b"{}", path.read_bytes().replace(b"[0,5", b"[0,6")):
+        path.write_bytes(content)
+        with pytest.raises(UnreadableTensors, match=r"rrl_tensors\.json: "):
+            _index(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["an element differs", "the end is missing"])
-def test_a_damaged_shard_is_refused(tmp_path: Path, how: str) -> None:
+def test_a_file_that_is_too_short_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path / "saved", {"w": torch.randn(500)})
-    file = tmp_path / "saved" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0xFF if how == "an element differs" else 0
-    file.write_bytes(content if how == "an element differs" else content[:-100])
-    with pytest.raises(UnreadableTensors, match="w: cannot be read as a tensor that torch saved"):
+    file = tmp_path / "saved" / "weights-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UnreadableTensors, match=r"weights-0\.safetensors ends before row 500 of a tensor"):
         _written(tmp_path, "float32")

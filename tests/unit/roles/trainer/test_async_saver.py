@@ -18,6 +18,7 @@ from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder
+from rrl.roles.checkpoints.stored_tensors import INDEX
 from rrl.roles.trainer import async_saver as saver_module
 from rrl.roles.trainer.async_saver import COMMITS_CAUSE, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
@@ -152,7 +153,7 @@ def test_steps_are_saved_concurrently_up_to_the_uncommitted_limit(scene: Scene, 
     scene.saver.finish()
     assert scene.me.idle_causes == []
     assert [number for number, _ in scene.me.commits] == list(range(1, most + 2))
-    assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
+    assert all({INDEX, "weights-0.safetensors", "rank-0.msgpack"} < files for _, files in scene.me.commits)
 
 
 @pytest.mark.parametrize("most", [1, 2])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 from pathlib import Path
@@ -9,25 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from rrl.core.run_dir import RunDir
 from rrl.roles.checkpoints.folders import DamagedCheckpoint, describe, fresh_folder, verified
-from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.checkpoints.stored_tensors import INDEX, UnreadableTensors
+from rrl.roles.launcher.end_report import Unrepairable
+from rrl.roles.trainer.checkpoint import Checkpoints, read_tensors
 from rrl.roles.trainer.learner import Learner
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
-
-
-class _AlmostFull(io.FileIO):
-    """A file on a disk with 700 free bytes."""
-
-    def write(self, data: Any) -> int:
-        self.written = getattr(self, "written", 0) + len(data)
-        if self.written > 700:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(data)
 
 
 @pytest.fixture
@@ -57,10 +47,6 @@ def _read(checkpoints: Checkpoints, manifest: dict[str, Any]) -> Learner:
     return student
 
 
-def _data(files: list[Path]) -> Path:
-    return next(path for path in files if path.suffix == ".distcp")
-
-
 def test_files_of_the_manifest_are_restored_although_newer_files_exist(run_dir: RunDir) -> None:
     manifest = describe(run_dir.path, _write(Checkpoints(run_dir), run_dir, 4))
     _write(Checkpoints(run_dir), run_dir, 5)
@@ -70,11 +56,11 @@ def test_files_of_the_manifest_are_restored_although_newer_files_exist(run_dir: 
     assert student.extra_state() == expected.extra_state()
 
 
-@pytest.mark.parametrize("suffix", [".distcp", ".metadata", ".msgpack", ".json"])
-def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir, suffix: str) -> None:
+@pytest.mark.parametrize("name", ["weights-0.safetensors", "moments-0.safetensors", INDEX, "rank-0.msgpack"])
+def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir, name: str) -> None:
     files = _write(Checkpoints(run_dir), run_dir, 1)
     manifest = describe(run_dir.path, files)
-    damaged = next(path for path in files if path.name.endswith(suffix))
+    damaged = next(path for path in files if path.name == name)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -87,7 +73,7 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir, su
 
 def test_missing_or_truncated_file_is_detected(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir), run_dir, 1)
-    manifest, data = describe(run_dir.path, files), _data(files)
+    manifest, data = describe(run_dir.path, files), files[0].with_name("weights-0.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint):
         verified(run_dir.path, manifest)
@@ -96,11 +82,45 @@ def test_missing_or_truncated_file_is_detected(run_dir: RunDir) -> None:
         verified(run_dir.path, manifest)
 
 
-def test_manifest_without_torchs_metadata_is_refused(run_dir: RunDir) -> None:
-    other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
-    other.write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint, match=r"lacks the file \.metadata; it contains \['other\.bin'\]"):
-        _read(Checkpoints(run_dir), describe(run_dir.path, [other]))
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([".metadata", "about.json", "__0_0.distcp"], "an older rrl wrote it in torch's format; export it with rrl at"),
+        (["other.bin"], "resume the run with the trainer that wrote it"),
+    ],
+)
+def test_checkpoint_that_this_trainer_did_not_write_ends_the_run(run_dir: RunDir, names: list[str], why: str) -> None:
+    folder = fresh_folder(run_dir.checkpoints, 1, 1)
+    for name in names:
+        (folder / name).write_bytes(b"x")
+    with pytest.raises(Unrepairable, match=r"step-1\.1\.0 lacks rrl_tensors\.json") as caught:
+        _read(Checkpoints(run_dir), describe(run_dir.path, list(folder.iterdir())))
+    assert caught.value.why.startswith(why)
+
+
+@pytest.mark.parametrize(("shape", "found"), [((3,), r"the shape \(32,\)"), (None, "no such tensor")])
+def test_tensor_that_does_not_fit_the_model_is_named(
+    run_dir: RunDir, shape: tuple[int, ...] | None, found: str
+) -> None:
+    files = _write(Checkpoints(run_dir), run_dir, 1)
+    name = "model.model.norm.weight" if shape else "model.other"
+    with pytest.raises(UnreadableTensors, match=rf"{name} has the shape \(3,\) in the model; the files have {found}"):
+        read_tensors({name: torch.zeros(3)}, files[0].parent, {path.name for path in files})
+
+
+def test_checkpoint_is_written_in_less_memory_than_one_tensor_takes(run_dir: RunDir) -> None:
+    tensors = {f"{prefix}w": torch.ones(2**13, 2**10) for prefix in ("model.", "exp_avg.")}
+    folder = fresh_folder(run_dir.checkpoints, 1, 1)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _memory("VmRSS")
+    assert not Checkpoints(run_dir).write(folder, tensors, tensors, b"").trouble
+    assert _memory("VmHWM") - before < tensors["model.w"].nbytes / 2
+
+
+def _memory(line: str) -> int:
+    """Return a value of this process's memory in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(one for one in lines if one.startswith(line)).split()[1]) * 1024
 
 
 def test_write_error_is_returned_and_a_full_disk_is_distinguished(
@@ -119,17 +139,6 @@ def test_write_error_is_returned_and_a_full_disk_is_distinguished(
         assert (written.files, written.disk_full) == ({}, full)
         assert os.strerror(number) in written.trouble
         assert folder.name in written.trouble
-
-
-def test_full_disk_is_recognised_behind_the_error_of_torchs_archive_writer(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch replaces the error of the disk by "unexpected pos 704 vs 598"."""
-    monkeypatch.setattr(FileSystem, "create_stream", lambda *_: _AlmostFull("/dev/null", "wb"))
-    student, folder = _learner(1), fresh_folder(run_dir.checkpoints, 1, 1)
-    written = Checkpoints(run_dir).write(folder, student.tensors(), student.tensors(), student.extra_state())
-    assert (written.files, written.disk_full) == ({}, True)
-    assert "No space left on device" in written.trouble
 
 
 def test_checkpoint_never_overwrites_another_one(run_dir: RunDir) -> None:

@@ -29,6 +29,7 @@ from rrl.config.input_files import check_inputs
 from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
 from rrl.roles.checkpoints.folders import verified
+from rrl.roles.checkpoints.stored_tensors import INDEX
 from rrl.roles.models.policy import compute_dtype, load_weights, materialise, skeleton
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer import checkpoint_export as exporting
@@ -199,9 +200,9 @@ def test_a_run_without_commits_is_refused(tmp_path: Path) -> None:
         export_checkpoint(made.run, None, tmp_path / "out")
 
 
-@pytest.mark.parametrize("suffix", [".distcp", ".metadata", ".msgpack", ".json"])
-def test_files_that_differ_from_those_committed_are_refused(made: CommittedRun, tmp_path: Path, suffix: str) -> None:
-    damaged = next(path for path in made.folders[2].iterdir() if path.name.endswith(suffix))
+@pytest.mark.parametrize("name", ["weights-0.safetensors", "moments-0.safetensors", INDEX, "rank-0.msgpack"])
+def test_files_that_differ_from_those_committed_are_refused(made: CommittedRun, tmp_path: Path, name: str) -> None:
+    damaged = made.folders[2] / name
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -213,8 +214,8 @@ def test_files_that_differ_from_those_committed_are_refused(made: CommittedRun, 
 
 
 def test_a_checkpoint_that_lacks_a_file_is_refused(made: CommittedRun, tmp_path: Path) -> None:
-    (made.folders[2] / ".metadata").unlink()
-    with pytest.raises(ExportFailed, match=r"step-2\.1\.0: lacks \.metadata, which was committed"):
+    (made.folders[2] / INDEX).unlink()
+    with pytest.raises(ExportFailed, match=r"step-2\.1\.0: lacks rrl_tensors\.json, which was committed"):
         export_checkpoint(made.run, None, tmp_path / "out")
 
 
@@ -224,6 +225,18 @@ def test_a_checkpoint_of_another_trainer_is_refused(made: CommittedRun, tmp_path
     file.write_bytes(b"mine")
     made.commit_files(3, [file])
     with pytest.raises(ExportRefused, match=r"a trainer of your own wrote .* step 3.* are in .*step-3\.1\.0"):
+        export_checkpoint(made.run, None, tmp_path / "out")
+
+
+def test_a_checkpoint_of_an_older_rrl_is_refused_with_the_version_to_export_it(
+    made: CommittedRun, tmp_path: Path
+) -> None:
+    folder = made.run.checkpoints / "step-3.1.0"
+    folder.mkdir()
+    for name in (".metadata", "about.json", "__0_0.distcp"):
+        (folder / name).write_bytes(b"x")
+    made.commit_files(3, [*folder.iterdir()])
+    with pytest.raises(ExportRefused, match=r"step 3 of run .* an older rrl wrote it .* export it with rrl at commit "):
         export_checkpoint(made.run, None, tmp_path / "out")
 
 

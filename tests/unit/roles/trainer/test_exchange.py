@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import pickle
 from datetime import timedelta
@@ -14,21 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 import rrl
+from rrl.core.run_dir import RunDir
+from rrl.roles.checkpoints.stored_tensors import INDEX
 from rrl.roles.trainer import exchange
-from rrl.roles.trainer.shards import Piece, read_shards, write_metadata, write_shards
+from rrl.roles.trainer.checkpoint import Checkpoints, read_tensors
+from rrl.roles.trainer.host_buffers import shard_of
+from rrl.roles.trainer.process_group import Gang
 
 pytestmark = pytest.mark.torch
 WORLD = 3
 _MEETS_BY = timedelta(seconds=120)
+SAVED = "saved"
 _PACKAGE = Path(rrl.__file__).parent
 
 
@@ -51,7 +53,7 @@ def _member(rank: int, folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     _exchange(rank, group, folder)
-    _save_as_torch_would_and_as_we_do(rank, group, folder)
+    _save(rank, group, folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -101,72 +103,51 @@ def test_value_announced_too_large_is_refused_before_allocation() -> None:
 
 
 def _state(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return shards of equal and unequal lengths, some of them empty, with a scalar and a replicated tensor."""
-    sharded = {f"rows-{rows}": torch.arange(rows * 4.0).reshape(rows, 4) for rows in (1, 2, 7, 12)}
+    """Return shards of equal and unequal lengths, some of them empty, and two tensors that are not sharded."""
+    sharded = {f"model.rows-{rows}": torch.arange(rows * 4.0).reshape(rows, 4) for rows in (1, 2, 7, 12)}
+    sharded["exp_avg.half"] = torch.arange(9).to(torch.bfloat16)
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in sharded.items()}
-    half = distribute_tensor(torch.arange(9).to(torch.bfloat16), mesh, [Replicate()])
-    return {**state, "half": half, "step": torch.tensor(5.0), "columns": torch.ones(2, 3)}
+    return {**state, "model.step": torch.tensor(5.0), "model.columns": torch.ones(2, 3)}
 
 
-def _save_as_torch_would_and_as_we_do(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
+def _save(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
     state = _state(init_device_mesh("cpu", (WORLD,)))
-    save(dict(state), storage_writer=FileSystemWriter(folder / "torch"), process_group=group)
-    dist.barrier()
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("an object was unpickled")
 
     distributed_c10d._tensor_to_object = refused
-    pieces = exchange.gather(group, write_shards(state, folder / "ours", rank), list[Piece])
-    assert rank == 0 or all(piece.name not in ("step", "columns") for piece in pieces[rank])
-    if rank == 0:
-        write_metadata(folder / "ours", itertools.chain.from_iterable(pieces))
+    (folder / SAVED).mkdir(exist_ok=True)
+    gang = Gang(rank, WORLD, control_group=group, file_group=group)
+    rows = {name: shard_of(tensor) for name, tensor in state.items()}
+    written = Checkpoints(RunDir(folder), gang).write(folder / SAVED, rows, state, b"random states")
+    assert not written.trouble
     dist.barrier()
-    for written in ("torch", "ours"):
-        blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        read_shards(blank, folder / written)
-        for name, tensor in state.items():
-            assert torch.equal(_local(blank[name]), _local(tensor)), (written, name)
+    blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    assert read_tensors(blank, folder / SAVED, os.listdir(folder / SAVED)).world == WORLD
+    for name, tensor in state.items():
+        assert torch.equal(shard_of(blank[name]), shard_of(tensor)), name
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _described(metadata: Metadata) -> dict[str, Any]:
-    """Return each tensor's type, shape and non-empty pieces, without the places of the pieces in files."""
-    described = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks if chunk.sizes.numel()}
-        described[name] = (tensor.properties.dtype, tuple(tensor.size), chunks)
-    return described
-
-
-def test_checkpoint_written_without_pickled_messages_equals_that_of_torch(played: Path) -> None:
-    theirs, ours = (FileSystemReader(played / name).read_metadata() for name in ("torch", "ours"))
-    assert _described(ours) == _described(theirs)
-    assert (ours.planner_data, ours.version) == (theirs.planner_data, theirs.version)
-    alone = {"rows-7": torch.zeros(7, 4), "step": torch.tensor(0.0)}
-    read_shards(
-        alone
-        | {
-            name: torch.zeros(size, dtype=dtype)
-            for name, (dtype, size, _) in _described(ours).items()
-            if name not in alone
-        },
-        played / "ours",
-    )
-    assert torch.equal(alone["rows-7"], torch.arange(28.0).reshape(7, 4))
-    assert alone["step"] == 5.0
-
-
-@pytest.mark.parametrize(("dtype", "file"), [("load", "__0_0.distcp"), ("float32", "../../keys.json")])
-def test_invalid_shard_description_of_another_member_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
-    with pytest.raises(RuntimeError, match="another member of the gang reported a shard with an invalid"):
-        write_metadata(tmp_path, [Piece("weight", dtype, (2,), (0,), (2,), file, 0, 8)])
-    assert list(tmp_path.iterdir()) == []
+def test_checkpoint_of_three_members_is_read_by_each_of_them_and_by_one_alone(played: Path) -> None:
+    kinds = (f"{kind}-{rank}.safetensors" for kind in ("weights", "moments") for rank in range(WORLD))
+    ranks = (f"rank-{rank}.msgpack" for rank in range(WORLD))
+    assert sorted(os.listdir(played / SAVED)) == sorted([*kinds, *ranks, INDEX])
+    with safe_open(played / SAVED / "weights-1.safetensors", framework="pt") as of_second:
+        assert of_second.keys() == [f"model.rows-{rows}" for rows in (1, 12, 2, 7)]
+    alone = {
+        "model.rows-7": torch.zeros(7, 4),
+        "model.rows-1": torch.zeros(1, 4),
+        "exp_avg.half": torch.zeros(9),
+        "model.step": torch.tensor(0.0),
+        "model.columns": torch.zeros(2, 3),
+    }
+    read_tensors(alone, played / SAVED, os.listdir(played / SAVED))
+    assert torch.equal(alone["model.rows-7"], torch.arange(28.0).reshape(7, 4))
+    assert torch.equal(alone["model.rows-1"], torch.arange(4.0).reshape(1, 4))
+    assert torch.equal(alone["exp_avg.half"], torch.arange(9.0))
+    assert alone["model.step"] == 5.0
+    assert torch.equal(alone["model.columns"], torch.ones(2, 3))
 
 
 # ── no unpickling in the package ───────────────────────────────────────────────────────────────────────────────────
@@ -180,29 +161,19 @@ OBJECT_COLLECTIVES = {
 }
 """Functions of torch.distributed that unpickle the data that they receive."""
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-EXCHANGES_PLANS = {
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.checkpoint.state_dict_loader",
-}
-"""Modules whose save and load gather the members' plans by object collectives.
-
-They exchange nothing if ``no_dist`` tells them that there are no other members.
-"""
+DISTRIBUTED_CHECKPOINT = "torch.distributed.checkpoint"
+"""Package whose files and whose plans, which the members exchange, are pickles."""
 
 
 def unpickles(source: str) -> list[str]:
     """Return each place in a module that unpickles data from outside, as ``LINE: call``."""
     found: list[tuple[int, str]] = []
-    plans: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, one.name) for one in node.names if one.name.partition(".")[0] in PICKLES]
+            found += [(node.lineno, one.name) for one in node.names if _is_pickling(one.name)]
         elif isinstance(node, ast.ImportFrom):
-            if (node.module or "").partition(".")[0] in PICKLES:
+            if _is_pickling(node.module or ""):
                 found.append((node.lineno, node.module or ""))
-            if node.module in EXCHANGES_PLANS:
-                plans |= {one.asname or one.name for one in node.names if one.name in ("save", "load", "async_save")}
             found += [(node.lineno, one.name) for one in node.names if one.name in OBJECT_COLLECTIVES]
         elif isinstance(node, ast.Attribute) and node.attr in OBJECT_COLLECTIVES:
             found.append((node.lineno, node.attr))
@@ -211,16 +182,11 @@ def unpickles(source: str) -> list[str]:
             name, words = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
             if name == "torch.load" and words.get("weights_only") != "True":
                 found.append((node.lineno, "torch.load without weights_only=True"))
-            if name in plans and words.get("no_dist") != "True":
-                found.append((node.lineno, f"{name} of torch.distributed.checkpoint without no_dist=True"))
     return [f"{line}: {what}" for line, what in sorted(found)]
 
 
-_RESTRICTED_UNPICKLER = Path("roles/checkpoints/stored_tensors.py")
-"""The module that reads torch's list of tensors.
-
-Its unpickler creates no object of a class that a file names, as its own test shows.
-"""
+def _is_pickling(module: str) -> bool:
+    return module.partition(".")[0] in PICKLES or module.startswith(DISTRIBUTED_CHECKPOINT)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +196,7 @@ def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
         for path in sorted((_PACKAGE / package).rglob("*.py"))
-        if path.relative_to(_PACKAGE) != _RESTRICTED_UNPICKLER and (places := unpickles(path.read_text()))
+        if (places := unpickles(path.read_text()))
     }
     assert found == {}
 
@@ -245,8 +211,8 @@ def test_no_module_unpickles_data_from_outside(package: str) -> None:
         "from torch.distributed import broadcast_object_list",
         "torch.load(path)",
         "torch.load(p, weights_only=False)",
-        "from torch.distributed.checkpoint.state_dict_saver import save\nsave(a, process_group=g)",
-        "from torch.distributed.checkpoint.state_dict_loader import load as l\nl(a, no_dist=alone)",
+        "from torch.distributed.checkpoint.filesystem import FileSystemReader",
+        "import torch.distributed.checkpoint as dcp",
     ],
 )
 def test_every_form_of_unpickling_is_detected(line: str) -> None:
