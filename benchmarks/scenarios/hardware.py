@@ -307,22 +307,16 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
         recovery_action="none",
         ecc_volatile_corrected=0,
         ecc_volatile_uncorrected=0,
-        ecc_aggregate_corrected=3,
         ecc_aggregate_uncorrected=0,
-        remapped_corrected=0,
-        remapped_uncorrected=0,
         remap_pending=False,
         remap_failed=False,
         temperature=58,
         temperature_slowdown=90,
-        temperature_shutdown=95,
         temperature_memory=70,
         temperature_memory_max=95,
         clock_reasons=("sw_power_cap",),
         clock_sm=1755,
         clock_sm_max=1980,
-        power=650_000,
-        power_limit=700_000,
         utilization=95,
         memory_used=_IN_USE,
         memory_total=80 * _GIB,
@@ -342,13 +336,7 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
 def _idle(gpu: r.Gpu) -> r.Gpu:
     """Return the GPU with the values of an unused GPU."""
     return msgspec.structs.replace(
-        gpu,
-        memory_used=4 * 2**20,
-        utilization=0,
-        power=75_000,
-        temperature=32,
-        clock_sm=345,
-        clock_reasons=("gpu_idle",),
+        gpu, memory_used=4 * 2**20, utilization=0, temperature=32, clock_sm=345, clock_reasons=("gpu_idle",)
     )
 
 
@@ -377,13 +365,7 @@ def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
     device, port = name.split("/")
     counters = dict.fromkeys(COUNTERS, 0)
     usual = r.FabricPort(
-        device=device,
-        port=int(port),
-        state="ACTIVE",
-        physical="LinkUp",
-        rate=400.0,
-        link_layer="InfiniBand",
-        counters=counters,
+        device=device, port=int(port), state="ACTIVE", physical="LinkUp", rate=400.0, counters=counters
     )
     for change in machine.port_changes.get(name, ()):
         for counter, rate in change.grow.items():

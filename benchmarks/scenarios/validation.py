@@ -61,7 +61,7 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
         ("fabric_state", [fabric_state(number) for number in _FEW]),
     )
 } | {
-    # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str, link_layer_show
+    # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str
     (FabricPort, "state"): ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"),
     (FabricPort, "physical"): (
         "Sleep",
@@ -72,7 +72,6 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
         "LinkErrorRecovery",
         "Phy Test",
     ),
-    (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
 }
 """For each field, the values that readers report."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}

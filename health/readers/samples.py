@@ -65,11 +65,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     ``drain_and_reset``, ``recover_imex_domain``, ``bus_reset``, ``system_reboot`` or ``unknown (N)``."""
     ecc_volatile_corrected: int | None = None
     ecc_volatile_uncorrected: int | None = None
-    ecc_aggregate_corrected: int | None = None
     ecc_aggregate_uncorrected: int | None = None
-    remapped_corrected: int | None = None
-    """Number of memory rows that were remapped because of correctable errors."""
-    remapped_uncorrected: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     retired_corrected: int | None = None
@@ -81,7 +77,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """Temperature in degrees Celsius, like all temperatures in this class."""
     temperature_slowdown: int | None = None
     """Temperature at which the device reduces its clocks."""
-    temperature_shutdown: int | None = None
     temperature_memory: int | None = None
     temperature_memory_max: int | None = None
     clock_reasons: tuple[str, ...] | None = None
@@ -90,9 +85,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     clock_sm: int | None = None
     """Clock of the SMs in MHz."""
     clock_sm_max: int | None = None
-    power: int | None = None
-    """Power draw in mW; ``power_limit`` is in mW too."""
-    power_limit: int | None = None
     utilization: int | None = None
     """Percentage of the last sample period in which a kernel ran."""
     memory_used: int | None = None
@@ -231,8 +223,6 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     """Physical state: ``LinkUp``, ``Polling``, ``Disabled`` ..."""
     rate: float | None = None
     """Rate in Gbit/s."""
-    link_layer: str = ""
-    """Link layer: ``InfiniBand`` or ``Ethernet``."""
     counters: dict[str, int] = {}
     """Values of the files in ``counters`` and ``hw_counters`` by file name, and ``carrier_changes`` of the port's
     network interface."""

@@ -30,10 +30,7 @@ FIELDS: dict[str, Any] = {
     "recovery_action": "none",
     "ecc_volatile_corrected": 0,
     "ecc_volatile_uncorrected": 0,
-    "ecc_aggregate_corrected": 0,
     "ecc_aggregate_uncorrected": 0,
-    "remapped_corrected": 0,
-    "remapped_uncorrected": 0,
     "remap_pending": False,
     "remap_failed": False,
     "temperature": 50,
@@ -67,7 +64,7 @@ def gpu(index: int, **fields: Any) -> Gpu:
 
 
 def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
-    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand", **fields}
+    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", **fields}
     return FabricPort(device=device, port=1, **given)
 
 
