@@ -32,7 +32,7 @@ from rrl.core.types import (
     index_of,
     role_of,
 )
-from rrl.health.checks.evaluate import evaluate, pending
+from rrl.health.checks.evaluate import NodeChecks
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
 from rrl.health.detection.detect import detect
@@ -96,6 +96,7 @@ class RrlDetectors:
         self._baselines = BaselineRecorder(self._monitor, {}, self._record)
         self._memory = CorrelationState()
         self._node_states: dict[NodeName, NodeState] = {}
+        self._checks: dict[NodeName, NodeChecks] = {}
         self._past: dict[NodeName, HardwareInventory] = {}
         """Hardware inventory of each node whose agent ended."""
         self._boots: dict[NodeName, str] = {}
@@ -219,7 +220,7 @@ class RrlDetectors:
 
     def forget_node(self, node: NodeName, now: float) -> None:
         self._monitor.remove_node(node)
-        for known in (self._reported, self._node_states, self._agent_heartbeat_at, self._admitting_since):
+        for known in (self._reported, self._node_states, self._checks, self._agent_heartbeat_at, self._admitting_since):
             known.pop(node, None)
         self._has_new_input = True
 
@@ -251,6 +252,7 @@ class RrlDetectors:
     def reading(self, node: NodeName, reading: Reading, now: float) -> None:
         if (node_state := self._node_states.get(node)) is None:
             node_state = self._node_states[node] = NodeState(self._rules.xid.burst)
+            self._checks[node] = NodeChecks(node)
             node_state.boot_id = self._boots.get(node, "")
             if node in self._past:
                 restore_inventory(node_state, self._past[node])
@@ -288,13 +290,13 @@ class RrlDetectors:
             ahead = self._node_clock_ahead
             reported = [
                 _with_times(one, -ahead)
-                for one in evaluate(node_state, node, rules, now + ahead)
+                for one in self._checks[node].evaluate(node_state, rules, now + ahead)
                 if one.verdict in (Verdict.WARN, Verdict.FAIL)
             ]
             since = self._admitting_since.get(node)
             if since is not None and (
                 now - since >= _ADMISSION_TIMEOUT_S
-                or (len(node_state.newest) == len(READERS) and not pending(node_state))
+                or (len(node_state.newest) == len(READERS) and not self._checks[node].pending())
             ):
                 self._admitted(node)
             found = {one.key: one for one in reported}

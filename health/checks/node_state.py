@@ -197,8 +197,6 @@ class NodeState:
         """Whether the last sample of DCGM contained the Xid counts of dcgm-exporter."""
         self._health_at: float | None = None
         """Time of the newest run of ``dcgmi health``."""
-        self.memo: Any = None
-        """Memory of :func:`rrl.health.checks.evaluate.evaluate` between two calls."""
 
     # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def add(self, reading: Reading) -> None:

@@ -23,7 +23,7 @@ from ...config.health_rules_file import RulesError, load_rules
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
-from ...health.checks.evaluate import evaluate, is_uninformative, pending
+from ...health.checks.evaluate import NodeChecks, is_uninformative
 from ...health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from ...health.readers.base import ReaderOptions
 from ...health.readers.isolation.client import ReaderClient
@@ -81,6 +81,7 @@ class NodeMonitor:
         self._reader_client = ReaderClient(self._reader_names, options, env={LAUNCH_ENV: launch_file})
         self._node_state = NodeState(self._rules.xid.burst)
         self._node_state.own_uid = os.getuid()
+        self._checks = NodeChecks(launch.node)
         with contextlib.suppress(OSError):
             self._node_state.boot_id = boot_id()
         self._inventory_file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
@@ -195,7 +196,7 @@ class NodeMonitor:
         while True:
             self._node_state.add(await self._reader_client.next_reading())
             self._save_inventory()
-            results = evaluate(self._node_state, self._launch.node, self._effective_rules(), self.now())
+            results = self._checks.evaluate(self._node_state, self._effective_rules(), self.now())
             findings = {finding.key: finding for finding in (*self._rule_findings, *results) if _is_reported(finding)}
             if self._admitting or findings != self._findings:
                 self._findings = findings
@@ -216,7 +217,7 @@ class NodeMonitor:
             self._saving = asyncio.create_task(asyncio.to_thread(save_inventory, self._inventory_file, inventory))
 
     def _all_readers_reported(self) -> bool:
-        return all(name in self._node_state.newest for name in self._reader_names) and not pending(self._node_state)
+        return all(name in self._node_state.newest for name in self._reader_names) and not self._checks.pending()
 
     async def _report_loop(self) -> None:
         while True:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rrl.config.health_rules import Rules
 from rrl.core.types import Finding, NodeName, Verdict
-from rrl.health.checks.evaluate import evaluate
+from rrl.health.checks.evaluate import NodeChecks
 from rrl.health.checks.node_state import NodeState
 from rrl.health.readers.samples import (
     DcgmData,
@@ -85,6 +85,7 @@ class ObservedNode:
 
     def __init__(self, rules: Rules = Rules()) -> None:
         self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0
+        self.checks = NodeChecks(NODE)
         self.found: list[Finding] = []
 
     def reads(self, *data: Any, times: int = 1, every: float = 1.0) -> ObservedNode:
@@ -123,7 +124,7 @@ class ObservedNode:
         return self
 
     def check_again(self) -> ObservedNode:
-        self.found = evaluate(self.node_state, NODE, self.rules, self.now)
+        self.found = self.checks.evaluate(self.node_state, self.rules, self.now)
         return self
 
     def of(self, detector: str) -> list[Finding]:
