@@ -35,7 +35,7 @@ from rrl.core.types import (
 from rrl.health.checks.evaluate import NodeChecks
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.detectors.base import expects_heartbeats
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
@@ -90,6 +90,7 @@ class RrlDetectors:
         self._tensor = "dcgm" in scenario.cluster.readers
         self._tensors: dict[Incarnation, tuple[float, float]] = {}
         self._monitor = HealthMonitor()
+        self._detection = Detection(self._monitor)
         self._monitor.set_limits(self._limits)
         self._journal = BaselinesLearned({})
         """The baselines as last recorded in the journal."""
@@ -227,6 +228,7 @@ class RrlDetectors:
     def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
         self._node_clock_ahead = UPTIME - clock_ahead
         before, self._monitor, self._memory = self._monitor.replicas, HealthMonitor(), CorrelationState()
+        self._detection = Detection(self._monitor)
         self._monitor.set_limits(self._limits)
         self._monitor.restore_baselines(self._journal.baselines)
         self._baselines = BaselineRecorder(self._monitor, self._journal.baselines, self._record)
@@ -330,7 +332,7 @@ class RrlDetectors:
         if not self._checked_now:
             return self._found
         self._has_new_input = False
-        self._raw, self._next_check = detect(self._monitor, self._limits, now)
+        self._raw, self._next_check = self._detection.detect(self._limits, now)
         self._baselines.record_if_due(now)
         reported = [one for found in self._reported.values() for one in found.values()]
         context = PublicationContext(now, self._view, {}, self._context(now), self._memory)
