@@ -16,9 +16,9 @@ from ..config.health_rules import Rules
 from ..core.types import WORST_FIRST, Finding, NodeName, Verdict
 from .checks.evaluate import CHECKS, NodeChecks, is_uninformative
 from .checks.node_state import NodeState
-from .readers.base import ReaderOptions
+from .readers.base import READERS, ReaderOptions
 from .readers.isolation.client import read_all
-from .readers.samples import READERS, Reading
+from .readers.samples import Reading
 
 RECHECK_INTERVAL_S = 1.0
 """Seconds between two samples that confirm or refute a failure without proof."""

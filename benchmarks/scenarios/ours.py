@@ -44,7 +44,8 @@ from rrl.health.detection.detectors.stack_samples import due_stack_samples
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, publish
 from rrl.health.detection.records import StackSample
-from rrl.health.readers.samples import READERS, Reading
+from rrl.health.readers.base import READERS
+from rrl.health.readers.samples import Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder
 from rrl.manager.model.events import BaselinesLearned
 

@@ -30,7 +30,8 @@ from msgspec import structs
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
-from ..readers.samples import READERS, HostData
+from ..readers.base import ACCELERATOR_READERS, READERS
+from ..readers.samples import HostData
 from . import dcgm, fabric, gpu, gpu_links, host, kernel_log, xid
 from .base import Check, CheckResult, Passed, Problem, Unknown, fail, warn
 from .node_state import NodeState
@@ -53,10 +54,14 @@ def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
     A reader should work in three cases: the rules require it; its state is hung or broken, which shows that its source
-    exists; or it is NVML's reader and has returned data before. The caller has checked that the newest read failed.
+    exists; or it reads accelerators and has returned data before. The caller has checked that the newest read failed.
     """
-    gone = reader == "nvml" and reader in state.last_data
-    return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
+    gone = reader in ACCELERATOR_READERS and reader in state.last_data
+    return state.newest[reader].state in _FAILED_STATES or _is_required(reader, state, rules) or gone
+
+
+def _is_required(reader: str, state: NodeState, rules: Rules) -> bool:
+    return reader in rules.required_readers(state.accelerator_reader)
 
 
 def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -79,7 +84,7 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
             problem = "does not answer" if newest.state == "hung" else "fails"
             yield Unknown(f"{name} {problem}: {newest.why or newest.state}", makes_node_unknown=True)
         elif newest.state != "read" and _is_missing(name, state, rules):
-            problem = "expected here" if name in rules.required_readers else "read before"
+            problem = "expected here" if _is_required(name, state, rules) else "read before"
             yield Unknown(f"{name}, which is {problem}: {newest.why or newest.state}", makes_node_unknown=True)
 
 
@@ -258,17 +263,17 @@ def _run_check(check: Check, state: NodeState, checks: NodeChecks, now: float) -
     if blind is None:
         _update_hysteresis(results, hysteresis, checks.rules, at)
     fresh = [
-        _with_gpu_label(_finding(check, checks, problem.verdict, standing.since, problem, component), state)
+        _with_gpu_label(_finding(check, checks, state, problem.verdict, standing.since, problem, component), state)
         for component, standing in hysteresis.items()
         if (problem := standing.reported) is not None
     ]
     unknown = [result for result in results if isinstance(result, Unknown)]
     # a problem without a component replaces UNKNOWN, which has the same key
     if unknown and all(finding.component for finding in fresh):
-        fresh.append(_unknown_finding(check, unknown, at, checks))
+        fresh.append(_unknown_finding(check, unknown, at, checks, state))
     elif not fresh:
         text = next((result.text for result in results if isinstance(result, Passed)), "nothing wrong")
-        fresh.append(_finding(check, checks, Verdict.OK, at, _plain_problem(text)))
+        fresh.append(_finding(check, checks, state, Verdict.OK, at, _plain_problem(text)))
     old = {(finding.component, finding.verdict): finding for finding in checks.findings.get(check.name, ())}
     return (_keep_unchanged(finding, old.get((finding.component, finding.verdict))) for finding in fresh)
 
@@ -331,7 +336,13 @@ def _plain_problem(*text: str) -> Problem:
 
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _finding(
-    check: Check, checks: NodeChecks, verdict: Verdict, since: float, problem: Problem, component: str = ""
+    check: Check,
+    checks: NodeChecks,
+    state: NodeState,
+    verdict: Verdict,
+    since: float,
+    problem: Problem,
+    component: str = "",
 ) -> Finding:
     text, proof, remedy, flags = (
         problem.text[:_MAX_EVIDENCE_LINES],
@@ -342,7 +353,9 @@ def _finding(
     if verdict is Verdict.FAIL and checks.rules.checks.get(check.name) == "observe":
         verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
         text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: no action is taken")
-    evidence = tuple(Evidence(problem.source or check.readers[0], line, since) for line in text)
+    of_gpus = check.readers[0] in ACCELERATOR_READERS
+    source = problem.source or (state.accelerator_reader if of_gpus else check.readers[0])
+    evidence = tuple(Evidence(source, line, since) for line in text)
     return Finding(
         check.name,
         verdict,
@@ -362,17 +375,21 @@ def _with_gpu_label(finding: Finding, state: NodeState) -> Finding:
     if finding.verdict is not Verdict.FAIL or not (label := state.gpu_labels.get(finding.component)):
         return finding
     return structs.replace(
-        finding, evidence=(*finding.evidence[: _MAX_EVIDENCE_LINES - 1], Evidence("nvml", label, finding.since))
+        finding,
+        evidence=(
+            *finding.evidence[: _MAX_EVIDENCE_LINES - 1],
+            Evidence(state.accelerator_reader, label, finding.since),
+        ),
     )
 
 
-def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, checks: NodeChecks) -> Finding:
+def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, checks: NodeChecks, state: NodeState) -> Finding:
     reasons = tuple(dict.fromkeys(unknown.reason for unknown in unknowns))
     if any(unknown.makes_node_unknown for unknown in unknowns):
-        return _finding(check, checks, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
+        return _finding(check, checks, state, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
     # the rules do not require this hardware, and the node lacks it or this user may not read it
     why = structs.replace(_plain_problem("cannot be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
-    return _finding(check, checks, Verdict.UNKNOWN, at, why, "")
+    return _finding(check, checks, state, Verdict.UNKNOWN, at, why, "")
 
 
 def _keep_unchanged(finding: Finding, old: Finding | None) -> Finding:

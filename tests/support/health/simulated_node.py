@@ -12,12 +12,12 @@ from rrl.health.readers.samples import (
     DcgmData,
     FabricData,
     FabricPort,
-    Gpu,
     GpuXid,
     HostData,
     KernelData,
     KernelEvent,
     Mount,
+    NvidiaGpu,
     NvLink,
     NvmlData,
     Reading,
@@ -58,9 +58,9 @@ FIELDS: dict[str, Any] = {
 LINKS = tuple(NvLink(link=i, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for i in range(4))
 
 
-def gpu(index: int, **fields: Any) -> Gpu:
+def gpu(index: int, **fields: Any) -> NvidiaGpu:
     named = {"uuid": f"GPU-{index}", "pci": f"0000:{index:02x}:00", "nvlinks": LINKS}
-    return Gpu(index=index, **{**named, **FIELDS, **fields})
+    return NvidiaGpu(index=index, **{**named, **FIELDS, **fields})
 
 
 def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
@@ -102,7 +102,7 @@ class ObservedNode:
         self.now += 1
         return self
 
-    def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
+    def gpus(self, *gpus: NvidiaGpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
         """Add ``times`` NVML samples, ``every`` s apart.
 
         A sample has ``gpus``, and a healthy GPU 0 and GPU 1 if ``gpus`` lacks these indices.

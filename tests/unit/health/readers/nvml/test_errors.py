@@ -13,7 +13,7 @@ from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOption
 from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml import reader as nvml_reader
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.samples import Gpu, GpuXid
+from rrl.health.readers.samples import GpuXid, NvidiaGpu
 from rrl.tests.support.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
 from rrl.tests.support.nvml.reading import SECONDS, reading_error, result_of_child, start
 
@@ -40,7 +40,7 @@ CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvml
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 
-def read_fresh() -> tuple[Gpu, ...]:
+def read_fresh() -> tuple[NvidiaGpu, ...]:
     reader = NvmlReader(ReaderOptions())
     try:
         return reader.read().gpus

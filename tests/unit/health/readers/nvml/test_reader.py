@@ -14,7 +14,7 @@ import pytest
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.queries import MEDIUM_EVERY, SLOW_EVERY
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.samples import Gpu, GpuProcess, NvLink
+from rrl.health.readers.samples import GpuProcess, NvidiaGpu, NvLink
 from rrl.tests.support.nvml.driver import FakeDriver, Value
 from rrl.tests.support.nvml.reading import read_in_child
 
@@ -53,7 +53,7 @@ VALUES: dict[str, Value] = {
 """Fields of one GPU, with different values in all fields that could be confused."""
 
 
-def after(reader: NvmlReader, reads: int) -> Gpu:
+def after(reader: NvmlReader, reads: int) -> NvidiaGpu:
     """Read ``reads`` times, and return the first GPU of the last reading."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
@@ -75,7 +75,7 @@ def test_each_field_has_the_value_that_the_driver_reports(driver: FakeDriver, re
     ]
     assert gpu.unread == {}
     checked = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
-    assert checked == set(Gpu.__struct_fields__), "this test does not check all fields of a GPU"
+    assert checked == set(NvidiaGpu.__struct_fields__), "this test does not check all fields of a GPU"
 
 
 def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlReader) -> None:
