@@ -28,7 +28,7 @@ from msgspec import Struct
 from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.health.readers.samples import READERS
+from rrl.health.readers.base import READERS
 from rrl.tests.support.listening_manager import Lab, lab
 from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import AgentHeartbeat

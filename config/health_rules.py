@@ -262,12 +262,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     readers: ReaderRules = ReaderRules()
     hooks: HookRules = HookRules()
 
-    @property
-    def required_readers(self) -> frozenset[str]:
-        """Return the readers that must work on this node."""
+    def required_readers(self, of_gpus: str) -> frozenset[str]:
+        """Return the readers that must work on this node, of whose GPUs the reader is ``of_gpus``."""
         readers = set(self.expect.readers)
         if self.expect.gpus:
-            readers.add("nvml")
+            readers.add(of_gpus)
         if self.expect.hcas or self.expect.ports:
             readers.add("fabric")
         return frozenset(readers)

@@ -6,10 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from ..core.run_spec import ModelSpec
-from .model_folder import MAX_HEADER_BYTES, SHAPE_KEYS, weight_files
+from .model_folder import MAX_HEADER_BYTES, weight_files
 
 _SPECIAL_TOKENS = 2
 """Tokens of ``[model.tokenizer]`` besides its pieces: padding and end of sequence."""
@@ -35,14 +33,6 @@ def weight_count(model: ModelSpec) -> int:
         + 2 * width  # norms before attention and MLP
     )
     return 2 * vocabulary * width + width + model.layers * layer  # input and output embedding, the last norm
-
-
-def largest_key(model: ModelSpec) -> str:
-    """Return the key of ``[model]`` that contributes most to the model's size, and should be lowered first."""
-    if model.path is not None:
-        return "path"
-    default = ModelSpec()
-    return min(SHAPE_KEYS, key=lambda key: weight_count(replace(model, **{key: getattr(default, key)})))
 
 
 def _in_file(path: Path) -> int:

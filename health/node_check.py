@@ -14,11 +14,11 @@ from msgspec import structs
 
 from ..config.health_rules import Rules
 from ..core.types import WORST_FIRST, Finding, NodeName, Verdict
-from .checks.evaluate import CHECKS, evaluate, is_uninformative, pending
+from .checks.evaluate import CHECKS, NodeChecks, is_uninformative
 from .checks.node_state import NodeState
-from .readers.base import ReaderOptions
+from .readers.base import READERS, ReaderOptions
 from .readers.isolation.client import read_all
-from .readers.samples import READERS, Reading
+from .readers.samples import Reading
 
 RECHECK_INTERVAL_S = 1.0
 """Seconds between two samples that confirm or refute a failure without proof."""
@@ -76,14 +76,19 @@ def check_node(
     wanted, deadline = _readers(rules), time.monotonic() + timeout_s
     state = NodeState(rules.xid.burst) if state is None else state
     state.set_expected_free(expected_free)
-    findings = _read_and_evaluate(state, wanted, timeout_s, node, rules, options, read)
-    again, pause = (set(wanted), RATE_INTERVAL_S) if rates else (pending(state), RECHECK_INTERVAL_S)
+    checks = NodeChecks(node)
+
+    def read_and_evaluate(readers: Sequence[str], within_s: float) -> list[Finding]:
+        for reading in read(readers, within_s, options):
+            state.add(reading)
+        return checks.evaluate(state, rules, time.monotonic())
+
+    findings = read_and_evaluate(wanted, timeout_s)
+    again, pause = (set(wanted), RATE_INTERVAL_S) if rates else (checks.pending(), RECHECK_INTERVAL_S)
     while again and (left := deadline - time.monotonic() - pause) > 0:
         time.sleep(pause)
-        findings = _read_and_evaluate(
-            state, [name for name in wanted if name in again], left, node, rules, options, read
-        )
-        again, pause = pending(state), RECHECK_INTERVAL_S
+        findings = read_and_evaluate([name for name in wanted if name in again], left)
+        again, pause = checks.pending(), RECHECK_INTERVAL_S
     return findings
 
 
@@ -103,20 +108,6 @@ def overall(findings: Collection[Finding]) -> Verdict:
     """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)
-
-
-def _read_and_evaluate(
-    state: NodeState,
-    readers: Sequence[str],
-    timeout_s: float,
-    node: NodeName,
-    rules: Rules,
-    options: ReaderOptions,
-    read: ReadFunction,
-) -> list[Finding]:
-    for reading in read(readers, timeout_s, options):
-        state.add(reading)
-    return evaluate(state, node, rules, time.monotonic())
 
 
 def _narrowed(rules: Rules, only: Collection[str]) -> Rules:

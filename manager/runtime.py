@@ -24,7 +24,7 @@ from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
 from ..core.types import TRAINER, NodeName, Outcome
-from ..health.detection.detect import detect
+from ..health.detection.detect import Detection
 from ..health.detection.detectors.liveness import missing_heartbeats
 from ..health.detection.detectors.node_liveness import silent_nodes
 from ..health.detection.health_monitor import HealthMonitor
@@ -86,6 +86,7 @@ class Manager:
     def __init__(self, run: RunDir, cluster: Cluster, spec: RunSpec, source: str, host: str) -> None:
         self._run_dir, self._cluster, self._spec, self._source, self._host = run, cluster, spec, source, host
         self._monitor = HealthMonitor()
+        self._detection = Detection(self._monitor)
         self._tokens = TokenCounter(self._monitor)
         self._wake = asyncio.Event()
         self.leave_reason: str | None = None
@@ -290,7 +291,7 @@ class Manager:
         Return the time (s) of the next necessary check. :mod:`rrl.health.detection.pipeline` lists the stages.
         """
         limits, now = self.state.job.limits, self.now()
-        findings, next_check = detect(self._monitor, limits, now)
+        findings, next_check = self._detection.detect(limits, now)
         self._baseline_recorder.record_if_due(now)
         stacks, next_investigation = self._message_handler.hang_investigator.investigate(findings)
         token_age = token_ages.token_age_finding(self.state.token_ages, self.state.job.sampling)

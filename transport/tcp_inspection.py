@@ -70,8 +70,8 @@ def bytes_received(fd: int) -> int | None:
         return None
 
 
-def shut_down(fd: int, port: int) -> bool:
-    """Shut down a connection, so that its library notices and closes it. Return False if the connection is gone.
+def shut_down(fd: int, port: int) -> None:
+    """Shut down a connection that may be gone, so that its library notices and closes it.
 
     Only a connection at this process's ``port`` is shut down, since the descriptor may have been reused.
     """
@@ -79,8 +79,6 @@ def shut_down(fd: int, port: int) -> bool:
         with _borrow(fd) as connection:
             if connection.getsockname()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
-                return True
-    return False
 
 
 def _tcp_sockets() -> list[tuple[int, int, bool]]:

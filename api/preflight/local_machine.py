@@ -11,7 +11,7 @@ import os
 from msgspec import Struct
 
 from ...config.job.schema import Job
-from ...config.model_size import largest_key, weight_count
+from ...config.model_size import weight_count
 from ...core.run_spec import RoleSpec, RunSpec
 from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem
@@ -53,9 +53,8 @@ def size_problem(job: Job, spec: RunSpec, machine: Machine) -> Problem | None:
         text = f"{count}: the processes of the run need at least {_gib(needed)}, and {has}; lower it"
         return Problem((*job.table_of(role.name), key), text)
     if job.model is not None and (needed := _model_bytes(spec)) > machine.memory:
-        key, weights = largest_key(spec.model), weight_count(spec.model)
-        text = f"a model of {weights:.3g} weights needs at least {_gib(needed)}, and {has}; use a smaller model"
-        return Problem(("model", key), text)
+        weights = f"a model of {weight_count(spec.model):.3g} weights"
+        return Problem(("model",), f"{weights} needs at least {_gib(needed)}, and {has}; use a smaller model")
     return None
 
 

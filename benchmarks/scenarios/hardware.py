@@ -17,6 +17,7 @@ from rrl.benchmarks.scenarios.format import Event, Scenario
 from rrl.benchmarks.scenarios.rhythms import roles_of
 from rrl.core.types import NodeName
 from rrl.health.readers import samples as r
+from rrl.health.readers.base import READERS
 from rrl.health.readers.kernel_log import recognise
 
 PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
@@ -91,7 +92,7 @@ class _Change:
 
 @dataclass(slots=True)
 class _Machine:
-    gpus: tuple[r.Gpu, ...]
+    gpus: tuple[r.NvidiaGpu, ...]
     busy_from: float
     """Time (s) from which the node is read at the normal rate."""
     offset: float
@@ -192,7 +193,7 @@ class Machines:
         """Return the samples that are due at ``now``; their times ``at`` are ``UPTIME + now``, by the node's clock."""
         machine = self._machine(node)
         found: list[r.Reading] = []
-        for reader in r.READERS:
+        for reader in READERS:
             if now < machine.due.get(reader, machine.offset):
                 continue
             busy = machine.busy_from <= now < machine.busy_until
@@ -229,7 +230,7 @@ class Machines:
                 if not _is_gone(machine.gone.get(gpu.index), now)
             )
             xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and last_read <= when < now)
-            data = r.NvmlData("570.124.06", gpus, xids, xid_events="")
+            data = r.NvmlData(driver="570.124.06", gpus=gpus, xids=xids)
         elif reader == "kernel":
             new = [each for each in machine.kernel if machine.read_at <= each[0] < now]
             machine.read_at = now
@@ -251,7 +252,7 @@ class Machines:
         return r.Reading(reader, at, data)
 
 
-def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) -> None:
+def _xid(machine: _Machine, event: Event, gpu: r.NvidiaGpu, times: Iterable[float]) -> None:
     """Report Xids by the kernel log, NVML's events and DCGM's counts, if these sources can be read.
 
     Only the log reports Xids from before the beginning.
@@ -282,7 +283,7 @@ def _is_gone(times: tuple[float, float] | None, now: float) -> bool:
     return times is not None and times[0] <= now < times[1]
 
 
-def _dcgm_gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.DcgmGpu:
+def _dcgm_gpu(machine: _Machine, gpu: r.NvidiaGpu, now: float) -> r.DcgmGpu:
     counted_xids = [
         xid.xid for at, xid, by in machine.xids if xid.uuid == gpu.uuid and "dcgm" in by and now - _COUNTED < at < now
     ]
@@ -296,10 +297,10 @@ def _healthy_mount(path: str) -> r.Mount:
     return r.Mount(path=path, answers=True, filesystem="xfs" if path == "/" else kind, used=0.4, inodes_used=0.1)
 
 
-def healthy_gpu(node: str, index: int) -> r.Gpu:
+def healthy_gpu(node: str, index: int) -> r.NvidiaGpu:
     """Return a healthy H100 that works."""
     links = tuple(r.NvLink(link=n, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for n in range(LINKS))
-    return r.Gpu(
+    return r.NvidiaGpu(
         index=index,
         uuid=uuid_of(node, index),
         pci=f"0000:{0x1B + 16 * index:02x}:00",
@@ -307,22 +308,16 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
         recovery_action="none",
         ecc_volatile_corrected=0,
         ecc_volatile_uncorrected=0,
-        ecc_aggregate_corrected=3,
         ecc_aggregate_uncorrected=0,
-        remapped_corrected=0,
-        remapped_uncorrected=0,
         remap_pending=False,
         remap_failed=False,
         temperature=58,
         temperature_slowdown=90,
-        temperature_shutdown=95,
         temperature_memory=70,
         temperature_memory_max=95,
         clock_reasons=("sw_power_cap",),
         clock_sm=1755,
         clock_sm_max=1980,
-        power=650_000,
-        power_limit=700_000,
         utilization=95,
         memory_used=_IN_USE,
         memory_total=80 * _GIB,
@@ -339,16 +334,10 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
     )
 
 
-def _idle(gpu: r.Gpu) -> r.Gpu:
+def _idle(gpu: r.NvidiaGpu) -> r.NvidiaGpu:
     """Return the GPU with the values of an unused GPU."""
     return msgspec.structs.replace(
-        gpu,
-        memory_used=4 * 2**20,
-        utilization=0,
-        power=75_000,
-        temperature=32,
-        clock_sm=345,
-        clock_reasons=("gpu_idle",),
+        gpu, memory_used=4 * 2**20, utilization=0, temperature=32, clock_sm=345, clock_reasons=("gpu_idle",)
     )
 
 
@@ -365,11 +354,11 @@ def _healthy_host(mounts: tuple[r.Mount, ...]) -> r.HostData:
     )
 
 
-def _gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.Gpu:
+def _gpu(machine: _Machine, gpu: r.NvidiaGpu, now: float) -> r.NvidiaGpu:
     since, words = machine.lost.get(gpu.index, (inf, ""))
     if now >= since:
-        return r.Gpu(index=gpu.index, uuid=gpu.uuid, pci=gpu.pci, lost=words)
-    changed: r.Gpu = _changed(gpu, machine.gpu_changes.get(gpu.index, ()), now)
+        return r.NvidiaGpu(index=gpu.index, uuid=gpu.uuid, pci=gpu.pci, lost=words)
+    changed: r.NvidiaGpu = _changed(gpu, machine.gpu_changes.get(gpu.index, ()), now)
     return changed
 
 
@@ -377,13 +366,7 @@ def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
     device, port = name.split("/")
     counters = dict.fromkeys(COUNTERS, 0)
     usual = r.FabricPort(
-        device=device,
-        port=int(port),
-        state="ACTIVE",
-        physical="LinkUp",
-        rate=400.0,
-        link_layer="InfiniBand",
-        counters=counters,
+        device=device, port=int(port), state="ACTIVE", physical="LinkUp", rate=400.0, counters=counters
     )
     for change in machine.port_changes.get(name, ()):
         for counter, rate in change.grow.items():
@@ -422,7 +405,12 @@ def _changed(healthy: Any, changes: Any, now: float) -> Any:
     return healthy
 
 
-STRUCTS: dict[str, type[msgspec.Struct]] = {"gpu": r.Gpu, "port": r.FabricPort, "mount": r.Mount, "host": r.HostData}
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "gpu": r.NvidiaGpu,
+    "port": r.FabricPort,
+    "mount": r.Mount,
+    "host": r.HostData,
+}
 
 
 def values_of(struct: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from rrl.core.types import (
     index_of,
     role_of,
 )
-from rrl.health.checks.evaluate import evaluate, pending
+from rrl.health.checks.evaluate import NodeChecks
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.detectors.base import expects_heartbeats
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
@@ -44,7 +44,8 @@ from rrl.health.detection.detectors.stack_samples import due_stack_samples
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, publish
 from rrl.health.detection.records import StackSample
-from rrl.health.readers.samples import READERS, Reading
+from rrl.health.readers.base import READERS
+from rrl.health.readers.samples import Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder
 from rrl.manager.model.events import BaselinesLearned
 
@@ -90,12 +91,14 @@ class RrlDetectors:
         self._tensor = "dcgm" in scenario.cluster.readers
         self._tensors: dict[Incarnation, tuple[float, float]] = {}
         self._monitor = HealthMonitor()
+        self._detection = Detection(self._monitor)
         self._monitor.set_limits(self._limits)
         self._journal = BaselinesLearned({})
         """The baselines as last recorded in the journal."""
         self._baselines = BaselineRecorder(self._monitor, {}, self._record)
         self._memory = CorrelationState()
         self._node_states: dict[NodeName, NodeState] = {}
+        self._checks: dict[NodeName, NodeChecks] = {}
         self._past: dict[NodeName, HardwareInventory] = {}
         """Hardware inventory of each node whose agent ended."""
         self._boots: dict[NodeName, str] = {}
@@ -219,13 +222,14 @@ class RrlDetectors:
 
     def forget_node(self, node: NodeName, now: float) -> None:
         self._monitor.remove_node(node)
-        for known in (self._reported, self._node_states, self._agent_heartbeat_at, self._admitting_since):
+        for known in (self._reported, self._node_states, self._checks, self._agent_heartbeat_at, self._admitting_since):
             known.pop(node, None)
         self._has_new_input = True
 
     def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
         self._node_clock_ahead = UPTIME - clock_ahead
         before, self._monitor, self._memory = self._monitor.replicas, HealthMonitor(), CorrelationState()
+        self._detection = Detection(self._monitor)
         self._monitor.set_limits(self._limits)
         self._monitor.restore_baselines(self._journal.baselines)
         self._baselines = BaselineRecorder(self._monitor, self._journal.baselines, self._record)
@@ -251,6 +255,7 @@ class RrlDetectors:
     def reading(self, node: NodeName, reading: Reading, now: float) -> None:
         if (node_state := self._node_states.get(node)) is None:
             node_state = self._node_states[node] = NodeState(self._rules.xid.burst)
+            self._checks[node] = NodeChecks(node)
             node_state.boot_id = self._boots.get(node, "")
             if node in self._past:
                 restore_inventory(node_state, self._past[node])
@@ -288,13 +293,13 @@ class RrlDetectors:
             ahead = self._node_clock_ahead
             reported = [
                 _with_times(one, -ahead)
-                for one in evaluate(node_state, node, rules, now + ahead)
+                for one in self._checks[node].evaluate(node_state, rules, now + ahead)
                 if one.verdict in (Verdict.WARN, Verdict.FAIL)
             ]
             since = self._admitting_since.get(node)
             if since is not None and (
                 now - since >= _ADMISSION_TIMEOUT_S
-                or (len(node_state.newest) == len(READERS) and not pending(node_state))
+                or (len(node_state.newest) == len(READERS) and not self._checks[node].pending())
             ):
                 self._admitted(node)
             found = {one.key: one for one in reported}
@@ -328,7 +333,7 @@ class RrlDetectors:
         if not self._checked_now:
             return self._found
         self._has_new_input = False
-        self._raw, self._next_check = detect(self._monitor, self._limits, now)
+        self._raw, self._next_check = self._detection.detect(self._limits, now)
         self._baselines.record_if_due(now)
         reported = [one for found in self._reported.values() for one in found.values()]
         context = PublicationContext(now, self._view, {}, self._context(now), self._memory)

@@ -23,7 +23,7 @@ from rrl.core.types import ReplicaId, gang_of, rank_of
 from rrl.health.readers.dcgm.parsing import code_by_number
 from rrl.health.readers.kernel_log import recognise
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
-from rrl.health.readers.samples import FabricPort, Gpu, Mount, NvLink
+from rrl.health.readers.samples import FabricPort, Mount, NvidiaGpu, NvLink
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
@@ -54,14 +54,14 @@ _OTHER_CODES = (
 """Codes of older and newer versions of DCGM, and abbreviations that stand for several codes."""
 CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
 ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
-    (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
+    (NvidiaGpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
     for name, words in (
         ("clock_reasons", [word for bit in _FEW for word in clock_reasons(1 << bit)]),
         ("recovery_action", [recovery_action(number) for number in _FEW]),
         ("fabric_state", [fabric_state(number) for number in _FEW]),
     )
 } | {
-    # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str, link_layer_show
+    # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str
     (FabricPort, "state"): ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"),
     (FabricPort, "physical"): (
         "Sleep",
@@ -72,7 +72,6 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
         "LinkErrorRecovery",
         "Phy Test",
     ),
-    (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
 }
 """For each field, the values that readers report."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}

@@ -1,7 +1,6 @@
 """Run all node checks on a node's state and turn their results into findings.
 
-The module is pure: `evaluate` takes a `NodeState` and returns findings. Hysteresis and earlier findings are stored in
-`NodeState.memo`.
+The module is pure: `NodeChecks.evaluate` takes a `NodeState` and returns findings.
 
 A check gives one finding for each component with a problem. If there is no problem, it gives one finding for the whole
 check: OK, or UNKNOWN with the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several
@@ -17,7 +16,8 @@ observations count: DCGM's reader has been hung for the same time; a process is 
 kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail, because the
 cause is then the machine or its storage.
 
-Call `evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were added before.
+Call `NodeChecks.evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were
+added before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from msgspec import structs
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
-from ..readers.samples import READERS, HostData
+from ..readers.base import ACCELERATOR_READERS, READERS
+from ..readers.samples import HostData
 from . import dcgm, fabric, gpu, gpu_links, host, kernel_log, xid
 from .base import Check, CheckResult, Passed, Problem, Unknown, fail, warn
 from .node_state import NodeState
@@ -53,10 +54,14 @@ def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
     A reader should work in three cases: the rules require it; its state is hung or broken, which shows that its source
-    exists; or it is NVML's reader and has returned data before. The caller has checked that the newest read failed.
+    exists; or it reads accelerators and has returned data before. The caller has checked that the newest read failed.
     """
-    gone = reader == "nvml" and reader in state.last_data
-    return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
+    gone = reader in ACCELERATOR_READERS and reader in state.last_data
+    return state.newest[reader].state in _FAILED_STATES or _is_required(reader, state, rules) or gone
+
+
+def _is_required(reader: str, state: NodeState, rules: Rules) -> bool:
+    return reader in rules.required_readers(state.accelerator_reader)
 
 
 def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -79,7 +84,7 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
             problem = "does not answer" if newest.state == "hung" else "fails"
             yield Unknown(f"{name} {problem}: {newest.why or newest.state}", makes_node_unknown=True)
         elif newest.state != "read" and _is_missing(name, state, rules):
-            problem = "expected here" if name in rules.required_readers else "read before"
+            problem = "expected here" if _is_required(name, state, rules) else "read before"
             yield Unknown(f"{name}, which is {problem}: {newest.why or newest.state}", makes_node_unknown=True)
 
 
@@ -188,11 +193,12 @@ class CheckHysteresis:
 
 
 @dataclass(slots=True)
-class _Memo:
-    """State of the evaluation of one node between two calls of `evaluate`."""
+class NodeChecks:
+    """All checks of one node, with what they keep from one evaluation to the next."""
 
-    rules: Rules
     node: NodeName
+    rules: Rules = field(default_factory=Rules)
+    """Rules of the last evaluation."""
     hysteresis: dict[str, dict[str, CheckHysteresis]] = field(default_factory=dict)
     """Hysteresis by check and component."""
     last_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -200,44 +206,38 @@ class _Memo:
     findings: dict[str, list[Finding]] = field(default_factory=dict)
     """Findings of the last run of each check."""
 
+    def evaluate(self, state: NodeState, rules: Rules, now: float) -> list[Finding]:
+        """Return the findings of all checks on this node, OK and UNKNOWN included, in the order of :data:`CHECKS`.
 
-def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list[Finding]:
-    """Return the findings of all checks on this node, OK and UNKNOWN included, in the order of :data:`CHECKS`.
+        ``now`` is in seconds of the clock of the samples.
+        """
+        if self.rules != rules:  # run every check again
+            self.rules, self.last_counts = rules, {}
+        found: list[Finding] = []
+        for check in CHECKS:
+            if rules.checks.get(check.name) == "off":
+                continue
+            external_updates = 0 if check.triggers else state.external_updates
+            readings = (state.reading_counts.get(name, 0) for name in check.triggers or check.readers)
+            counts = (external_updates, *readings)
+            if self.last_counts.get(check.name) != counts:
+                self.last_counts[check.name] = counts
+                self.findings[check.name] = list(_run_check(check, state, self, now))
+            found += self.findings[check.name]
+        return found
 
-    ``now`` is in seconds of the clock of the samples.
-    """
-    memo = state.memo
-    if not isinstance(memo, _Memo) or memo.node != node:
-        state.memo = memo = _Memo(rules, node)
-    elif memo.rules != rules:  # after a change of the rules, run every check again
-        memo.rules, memo.last_counts = rules, {}
-    found: list[Finding] = []
-    for check in CHECKS:
-        if rules.checks.get(check.name) == "off":
-            continue
-        external_updates = 0 if check.triggers else state.external_updates
-        counts = (external_updates, *(state.reading_counts.get(name, 0) for name in check.triggers or check.readers))
-        if memo.last_counts.get(check.name) != counts:
-            memo.last_counts[check.name] = counts
-            memo.findings[check.name] = list(_run_check(check, state, memo, now))
-        found += memo.findings[check.name]
-    return found
+    def pending(self) -> set[str]:
+        """Return the names of the readers whose next samples can confirm or clear a failure that is not raised yet.
 
-
-def pending(state: NodeState) -> set[str]:
-    """Return the names of the readers whose next samples can confirm or clear a failure that is not raised yet.
-
-    Such a failure was found without proof, and in fewer consecutive samples than its check requires.
-    """
-    if not isinstance(state.memo, _Memo):
-        return set()
-    return {
-        reader
-        for check in CHECKS
-        for hysteresis in state.memo.hysteresis.get(check.name, {}).values()
-        if hysteresis.failures_in_row and hysteresis.failure is None
-        for reader in check.readers
-    }
+        Such a failure was found without proof, and in fewer consecutive samples than its check requires.
+        """
+        return {
+            reader
+            for check in CHECKS
+            for hysteresis in self.hysteresis.get(check.name, {}).values()
+            if hysteresis.failures_in_row and hysteresis.failure is None
+            for reader in check.readers
+        }
 
 
 def is_uninformative(finding: Finding) -> bool:
@@ -254,27 +254,27 @@ def unknown_checks(rules: Rules) -> list[str]:
 
 
 # ── one check ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _run_check(check: Check, state: NodeState, memo: _Memo, now: float) -> Iterator[Finding]:
+def _run_check(check: Check, state: NodeState, checks: NodeChecks, now: float) -> Iterator[Finding]:
     """Run one check and return its findings."""
     at = max((state.reading_at(reader) for reader in check.readers if reader in state.newest), default=now)
-    blind = _unreadable(check, state, memo.rules)
-    results: list[CheckResult] = [blind] if blind is not None else list(check.run(state, memo.rules, now))
-    hysteresis = memo.hysteresis.setdefault(check.name, {})
+    blind = _unreadable(check, state, checks.rules)
+    results: list[CheckResult] = [blind] if blind is not None else list(check.run(state, checks.rules, now))
+    hysteresis = checks.hysteresis.setdefault(check.name, {})
     if blind is None:
-        _update_hysteresis(results, hysteresis, memo.rules, at)
+        _update_hysteresis(results, hysteresis, checks.rules, at)
     fresh = [
-        _with_gpu_label(_finding(check, memo, problem.verdict, standing.since, problem, component), state)
+        _with_gpu_label(_finding(check, checks, state, problem.verdict, standing.since, problem, component), state)
         for component, standing in hysteresis.items()
         if (problem := standing.reported) is not None
     ]
     unknown = [result for result in results if isinstance(result, Unknown)]
     # a problem without a component replaces UNKNOWN, which has the same key
     if unknown and all(finding.component for finding in fresh):
-        fresh.append(_unknown_finding(check, unknown, at, memo))
+        fresh.append(_unknown_finding(check, unknown, at, checks, state))
     elif not fresh:
         text = next((result.text for result in results if isinstance(result, Passed)), "nothing wrong")
-        fresh.append(_finding(check, memo, Verdict.OK, at, _plain_problem(text)))
-    old = {(finding.component, finding.verdict): finding for finding in memo.findings.get(check.name, ())}
+        fresh.append(_finding(check, checks, state, Verdict.OK, at, _plain_problem(text)))
+    old = {(finding.component, finding.verdict): finding for finding in checks.findings.get(check.name, ())}
     return (_keep_unchanged(finding, old.get((finding.component, finding.verdict))) for finding in fresh)
 
 
@@ -336,7 +336,13 @@ def _plain_problem(*text: str) -> Problem:
 
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _finding(
-    check: Check, memo: _Memo, verdict: Verdict, since: float, problem: Problem, component: str = ""
+    check: Check,
+    checks: NodeChecks,
+    state: NodeState,
+    verdict: Verdict,
+    since: float,
+    problem: Problem,
+    component: str = "",
 ) -> Finding:
     text, proof, remedy, flags = (
         problem.text[:_MAX_EVIDENCE_LINES],
@@ -344,10 +350,12 @@ def _finding(
         problem.remedy,
         problem.flags,
     )
-    if verdict is Verdict.FAIL and memo.rules.checks.get(check.name) == "observe":
+    if verdict is Verdict.FAIL and checks.rules.checks.get(check.name) == "observe":
         verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
         text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: no action is taken")
-    evidence = tuple(Evidence(problem.source or check.readers[0], line, since) for line in text)
+    of_gpus = check.readers[0] in ACCELERATOR_READERS
+    source = problem.source or (state.accelerator_reader if of_gpus else check.readers[0])
+    evidence = tuple(Evidence(source, line, since) for line in text)
     return Finding(
         check.name,
         verdict,
@@ -355,7 +363,7 @@ def _finding(
         remedy,
         since,
         evidence,
-        node=memo.node,
+        node=checks.node,
         proof=proof,
         component=component,
         flags=flags,
@@ -367,17 +375,21 @@ def _with_gpu_label(finding: Finding, state: NodeState) -> Finding:
     if finding.verdict is not Verdict.FAIL or not (label := state.gpu_labels.get(finding.component)):
         return finding
     return structs.replace(
-        finding, evidence=(*finding.evidence[: _MAX_EVIDENCE_LINES - 1], Evidence("nvml", label, finding.since))
+        finding,
+        evidence=(
+            *finding.evidence[: _MAX_EVIDENCE_LINES - 1],
+            Evidence(state.accelerator_reader, label, finding.since),
+        ),
     )
 
 
-def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Memo) -> Finding:
+def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, checks: NodeChecks, state: NodeState) -> Finding:
     reasons = tuple(dict.fromkeys(unknown.reason for unknown in unknowns))
     if any(unknown.makes_node_unknown for unknown in unknowns):
-        return _finding(check, memo, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
+        return _finding(check, checks, state, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
     # the rules do not require this hardware, and the node lacks it or this user may not read it
     why = structs.replace(_plain_problem("cannot be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
-    return _finding(check, memo, Verdict.UNKNOWN, at, why, "")
+    return _finding(check, checks, state, Verdict.UNKNOWN, at, why, "")
 
 
 def _keep_unchanged(finding: Finding, old: Finding | None) -> Finding:

@@ -1,13 +1,15 @@
-"""Checks of the GPUs themselves, from NVML's samples."""
+"""Checks of the GPUs themselves, from the samples of their driver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
-from ..readers.samples import Gpu, NvmlData
-from .base import Check, CheckResult, Problem, Unknown, fail, warn
+from ..readers.base import ACCELERATOR_READERS
+from ..readers.samples import Accelerator, NvidiaGpu
+from .base import Check, CheckFunction, CheckResult, Problem, Unknown, fail, warn
 from .node_state import ALL_GPUS, NodeState
 
 _RECOVERY_REMEDIES = {
@@ -21,7 +23,7 @@ _RECOVERY_REMEDIES = {
 """Remedies by recovery action, for the actions that concern one GPU or one node. ``recover_imex_domain`` is missing: an
 IMEX domain (GPUs that share memory over NVLink) contains many nodes."""
 _UNKNOWN_ERROR = "Unknown Error"
-"""NVML's error for a call that fails for an unknown reason. Other errors, such as ``GPU is lost``, name the failure."""
+"""Driver's error for a call that fails for an unknown reason; other errors, as ``GPU is lost``, name the failure."""
 _MPS = "nvidia-cuda-mps"
 """Prefix of the names of the server processes of CUDA's multi-process service. The site runs them, so they are not
 foreign processes. NVML lists the clients of the service separately."""
@@ -30,17 +32,20 @@ _MAX_GPUS_NAMED = 3
 """Maximum number of GPUs that one evidence line names."""
 
 
+G = TypeVar("G", bound=Accelerator)
+
+
 def for_each_gpu(
-    fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]
+    kind: type[G], fields: tuple[str, ...], check: Callable[[G, NodeState, Rules], Iterable[Problem]]
 ) -> Callable[..., Iterator[CheckResult]]:
-    """Return a check function that runs ``check`` on every GPU that answers NVML.
+    """Return a check function that runs ``check`` on every GPU of this kind that answers its driver.
 
     If none of ``fields`` of a GPU could be read, the check function yields an `Unknown` about this GPU instead.
     """
 
     def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-        blind: dict[str, list[Gpu]] = {}
-        for gpu in present(state):
+        blind: dict[str, list[G]] = {}
+        for gpu in present(state, kind):
             if all(getattr(gpu, field) is None for field in fields):
                 why = next((gpu.unread[field] for field in fields if field in gpu.unread), "not read")
                 blind.setdefault(why, []).append(gpu)
@@ -52,7 +57,7 @@ def for_each_gpu(
     return run
 
 
-def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
+def _unreadable(why: str, gpus: Sequence[Accelerator]) -> Unknown:
     """Return an `Unknown` that names the ``gpus`` that could not be read, and the reason ``why``."""
     some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (
         ", ..." if len(gpus) > _MAX_GPUS_NAMED else ""
@@ -60,35 +65,41 @@ def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
     return Unknown(f"{why} (GPU {some})", components=tuple(gpu.uuid for gpu in gpus))
 
 
-def present(state: NodeState) -> Iterator[Gpu]:
-    """Return the GPUs of the newest NVML sample that are not lost."""
-    data = state.data("nvml")
-    return (gpu for gpu in data.gpus if not gpu.lost) if isinstance(data, NvmlData) else iter(())
+def present(state: NodeState, kind: type[G]) -> Iterator[G]:
+    """Return the GPUs of this kind in their newest sample that are not lost."""
+    data = state.accelerators()
+    return (gpu for gpu in data.gpus if isinstance(gpu, kind) and not gpu.lost) if data is not None else iter(())
+
+
+def gpu_check(name: str, run: CheckFunction, description: str, failure_description: str, source: str) -> Check:
+    """Return a check of the GPUs of any vendor; the arguments are those of :class:`.base.Check`."""
+    readers = tuple(ACCELERATOR_READERS)
+    return Check(name, readers, run, description, failure_description, source, any_reader=True)
 
 
 # ── presence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Compare the number of GPUs with the number that the rules expect and with the largest number ever listed.
 
-    A smaller number is not a problem if Slurm gave the job only some of the node's GPUs, because NVML may list only the
-    granted GPUs.
+    A smaller number is not a problem if Slurm gave the job only some of the node's GPUs, because the driver may list
+    only the granted GPUs.
     """
-    data, wanted = state.data("nvml"), rules.expect.gpus
+    data, wanted = state.data(state.accelerator_reader), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0
     if wanted is not None and not least <= count <= wanted:
         access_note = f" of the {data.granted} that this process may use" if data.withheld and count < least else ""
-        text = f"NVML lists {count} GPUs{access_note}, {wanted} are expected"
+        text = f"the driver lists {count} GPUs{access_note}, {wanted} are expected"
         yield fail(Cause.GPU, Remedy.EXCLUDE, text, proof=count < wanted)
     elif count < state.max_gpus:
-        text = f"NVML lists {count} GPUs; it listed {state.max_gpus} before"
+        text = f"the driver lists {count} GPUs; it listed {state.max_gpus} before"
         yield fail(Cause.GPU, Remedy.REBOOT, text, proof=True)
 
 
 def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Fail each GPU whose query failed, but suspect the permissions if all queries failed with an unknown error."""
-    gpus = state.data("nvml").gpus
+    gpus = state.data(state.accelerator_reader).gpus
     if len(gpus) > 1 and all(gpu.lost == _UNKNOWN_ERROR for gpu in gpus):
-        text = f"NVML returns {_UNKNOWN_ERROR} for every GPU: rrl may have lost access to their device files"
+        text = f"the driver returns {_UNKNOWN_ERROR} for every GPU: rrl may have lost access to their device files"
         yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"{text} (a changed cgroup, a reload of systemd)")
         return
     for gpu in gpus:
@@ -108,7 +119,7 @@ def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             )
 
 
-def _recovery(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _recovery(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     """Report the recovery action that the driver states."""
     action = gpu.recovery_action
     if not action or action == "none":
@@ -121,7 +132,7 @@ def _recovery(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _ecc_uncorrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _ecc_uncorrected(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.ecc_volatile_uncorrected:
         text = f"GPU {gpu.index} has uncorrectable ECC errors since its driver was loaded"
         yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
@@ -130,13 +141,13 @@ def _ecc_uncorrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Probl
         yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
 
 
-def _ecc_corrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _ecc_corrected(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if (gpu.ecc_volatile_corrected or 0) > rules.gpu.ecc_corrected:
         text = f"GPU {gpu.index}: more than {rules.gpu.ecc_corrected} corrected ECC errors since its driver was loaded"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
     if (counter := state.counter("gpu", gpu.uuid, "ecc_volatile_corrected")) is None or not counter.increase:
         return
-    at, limits = state.reading_at("nvml"), rules.gpu
+    at, limits = state.reading_at(state.accelerator_reader), rules.gpu
     if counter.increase_within(_MINUTE_S, at) > limits.ecc_corrected_rate * _MINUTE_S:
         text = f"GPU {gpu.index}: more than {limits.ecc_corrected_rate:g} corrected ECC errors a second"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
@@ -145,7 +156,7 @@ def _ecc_corrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def _row_remap(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _row_remap(gpu: NvidiaGpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.remap_failed:
         text = f"GPU {gpu.index}: remapping a row of its memory failed"
         yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
@@ -154,7 +165,7 @@ def _row_remap(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield warn(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid)
 
 
-def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _retired_pages(gpu: NvidiaGpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     limits, total = rules.gpu, (gpu.retired_corrected or 0) + (gpu.retired_uncorrected or 0)
     counter = state.counter("gpu", gpu.uuid, "retired_uncorrected")
     grew = counter.increase if counter else 0
@@ -177,9 +188,9 @@ def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
 # ── temperature and clocks ────────────────────────────────────────────────────────────────────────────────────────────
 def _temperature(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Compare the temperatures with the device's own limits; fail a GPU that is at a limit for ``rules.gpu.hot`` s."""
-    at = state.reading_at("nvml")
-    blind: list[Gpu] = []
-    for gpu in present(state):
+    at = state.reading_at(state.accelerator_reader)
+    blind: list[Accelerator] = []
+    for gpu in present(state, Accelerator):
         core = _at_limit(gpu.temperature, gpu.temperature_slowdown)
         memory = _at_limit(gpu.temperature_memory, gpu.temperature_memory_max)
         if core is None and memory is None:
@@ -216,7 +227,7 @@ first is reported. ``hw_slowdown`` is last: it stays in effect while more specif
 missing, because it is normal operation (NVSentinel ignores it too)."""
 
 
-def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _throttle(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if why := next(
         (text_of_reason for name, text_of_reason in _SLOWDOWN_REASONS.items() if name in (gpu.clock_reasons or ())), ""
     ):
@@ -225,7 +236,7 @@ def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
-def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _clock(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     wanted, best = rules.expect.sm_clock, gpu.clock_sm_max
     if wanted and best and best < wanted:
         text = f"GPU {gpu.index}: its highest SM clock is {best} MHz, {wanted} MHz are expected"
@@ -240,7 +251,7 @@ def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 # ── before a role starts ──────────────────────────────────────────────────────────────────────────────────────────────
-def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
+def _is_expected_free(gpu: Accelerator, state: NodeState) -> bool:
     """Return whether this GPU must be free because a role is about to start.
 
     A GPU in MIG mode need not be free, because jobs share it. On a node with a GPU in MIG mode, Slurm's numbers denote
@@ -248,18 +259,18 @@ def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
     """
     if gpu.mig:
         return False
-    by_number = str(gpu.index) in state.expected_free and not any(other.mig for other in present(state))
+    by_number = str(gpu.index) in state.expected_free and not any(other.mig for other in present(state, Accelerator))
     return by_number or bool(state.expected_free & {ALL_GPUS, gpu.uuid})
 
 
-def _memory(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _memory(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if _is_expected_free(gpu, state) and (gpu.memory_used or 0) > rules.gpu.memory_before_start:
         limit = rules.gpu.memory_before_start / 2**20
         text = f"GPU {gpu.index}: more than {limit:g} MiB of its memory are in use before a role starts"
         yield fail(Cause.USER, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=rules.gpu.reclaim)
 
 
-def _processes(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _processes(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     foreign = [process for process in gpu.processes or () if not process.name.startswith(_MPS)]
     if foreign and _is_expected_free(gpu, state):
         processes = "; ".join(
@@ -271,11 +282,11 @@ def _processes(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _versions(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    data, wanted = state.data("nvml"), rules.expect
+    data, wanted = state.data(state.accelerator_reader), rules.expect
     if wanted.driver and data.driver != wanted.driver:
         yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"the GPU driver is {data.driver}, {wanted.driver} is expected")
     kinds: dict[str, set[str]] = {}
-    for gpu in present(state):
+    for gpu in present(state, Accelerator):
         kinds.setdefault(gpu.name, set()).add(gpu.vbios)
         if wanted.vbios and gpu.vbios and gpu.vbios != wanted.vbios:
             text = f"GPU {gpu.index}: its VBIOS is {gpu.vbios}, {wanted.vbios} is expected"
@@ -286,19 +297,16 @@ def _versions(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResul
             yield warn(Cause.SOFTWARE, Remedy.SUPPORT, text)
 
 
-_NVML = ("nvml",)
 CHECKS = (
-    Check(
+    gpu_check(
         "gpu_count",
-        _NVML,
         _count,
-        "number of GPUs that NVML lists, compared with expect.gpus and with the largest earlier number",
+        "number of GPUs that the driver lists, compared with expect.gpus and with the largest earlier number",
         "another number than expect.gpus: FAIL, exclude; fewer than before: FAIL, reboot",
         "gcm",
     ),
-    Check(
+    gpu_check(
         "gpu_lost",
-        _NVML,
         _lost,
         "whether each GPU answers the driver",
         "a GPU does not answer: FAIL with the recovery action that the driver states, else reset or reboot (for Unknown"
@@ -306,27 +314,24 @@ CHECKS = (
         " support (cause software)",
         "NVML",
     ),
-    Check(
+    gpu_check(
         "gpu_recovery_action",
-        _NVML,
-        for_each_gpu(("recovery_action",), _recovery),
+        for_each_gpu(Accelerator, ("recovery_action",), _recovery),
         "the recovery action that the driver states for each GPU (r570 and newer)",
         "an action for one GPU or node: FAIL with that remedy; an unknown action, or one for an IMEX domain:"
         " WARN, support",
         "NVRx",
     ),
-    Check(
+    gpu_check(
         "gpu_ecc_uncorrected",
-        _NVML,
-        for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"), _ecc_uncorrected),
+        for_each_gpu(Accelerator, ("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"), _ecc_uncorrected),
         "uncorrectable ECC errors since the driver was loaded, and increases of their total over the GPU's lifetime",
         "any such error: FAIL, reset the GPU",
         "gcm, DCGM",
     ),
-    Check(
+    gpu_check(
         "gpu_ecc_corrected",
-        _NVML,
-        for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
+        for_each_gpu(Accelerator, ("ecc_volatile_corrected",), _ecc_corrected),
         "corrected ECC errors since the driver was loaded",
         "> gpu.ecc_corrected, > gpu.ecc_corrected_rate a second, or > gpu.ecc_corrected_hour within an hour: WARN,"
         " support",
@@ -334,65 +339,59 @@ CHECKS = (
     ),
     Check(
         "gpu_row_remap",
-        _NVML,
-        for_each_gpu(("remap_failed", "remap_pending"), _row_remap),
+        ("nvml",),
+        for_each_gpu(NvidiaGpu, ("remap_failed", "remap_pending"), _row_remap),
         "remapped memory rows",
         "a failed remap: FAIL, support; a pending one: WARN, reset at the next occasion",
         "gcm, DCGM, NVSentinel",
     ),
     Check(
         "gpu_retired_pages",
-        _NVML,
-        for_each_gpu(("retired_corrected", "retired_uncorrected", "retired_pending"), _retired_pages),
+        ("nvml",),
+        for_each_gpu(NvidiaGpu, ("retired_corrected", "retired_uncorrected", "retired_pending"), _retired_pages),
         "retired memory pages of GPUs before Ampere",
         ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
         " > gpu.retired_pages, or pending: WARN",
         "gcm, DCGM",
     ),
-    Check(
+    gpu_check(
         "gpu_temperature",
-        _NVML,
         _temperature,
         "temperatures of core and memory, compared with the device's own limits",
         "at a limit: WARN; for gpu.hot s: FAIL, exclude",
         "NVML",
     ),
-    Check(
+    gpu_check(
         "gpu_throttle",
-        _NVML,
-        for_each_gpu(("clock_reasons",), _throttle),
+        for_each_gpu(Accelerator, ("clock_reasons",), _throttle),
         "clocks event reasons: thermal, power brake (a power cap is ignored)",
         "gpu.throttled readings in a row: WARN, evidence of a straggler",
         "NVSentinel",
     ),
-    Check(
+    gpu_check(
         "gpu_clock",
-        _NVML,
-        for_each_gpu(("clock_sm", "clock_sm_max"), _clock),
+        for_each_gpu(Accelerator, ("clock_sm", "clock_sm_max"), _clock),
         "SM clock of a busy GPU, compared with its highest; highest SM clock, compared with expect.sm_clock",
         "below the share gpu.slow_clock of the highest, or highest below expect.sm_clock: WARN, evidence of a"
         " straggler",
         "gcm, NVRx",
     ),
-    Check(
+    gpu_check(
         "gpu_memory",
-        _NVML,
-        for_each_gpu(("memory_used",), _memory),
+        for_each_gpu(Accelerator, ("memory_used",), _memory),
         "memory in use before a role starts",
         "> gpu.memory_before_start in gpu.reclaim runs in a row: FAIL (cause user)",
         "NVRx, gcm",
     ),
-    Check(
+    gpu_check(
         "gpu_processes",
-        _NVML,
-        for_each_gpu(("processes",), _processes),
+        for_each_gpu(Accelerator, ("processes",), _processes),
         "foreign processes on a GPU before a role starts",
         "a process in gpu.reclaim runs in a row: FAIL (cause user); no process is killed",
         "gcm",
     ),
-    Check(
+    gpu_check(
         "gpu_versions",
-        _NVML,
         _versions,
         "driver and VBIOS, compared with the expected ones; VBIOS among GPUs of one kind",
         "a difference: WARN",

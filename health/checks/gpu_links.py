@@ -7,9 +7,9 @@ from math import ceil, floor
 
 from ...config.health_rules import LinkRules, Rules
 from ...core.types import Cause, Remedy
-from ..readers.samples import Gpu
+from ..readers.samples import Accelerator, NvidiaGpu
 from .base import Check, Problem, fail, warn
-from .gpu import for_each_gpu, present
+from .gpu import for_each_gpu, gpu_check, present
 from .node_state import REGISTERING_STATES, NodeState
 
 _MINUTE_S = 60.0
@@ -29,7 +29,7 @@ def _numbers(links: list[int]) -> str:
 
 
 # ── NVLink ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _down(gpu: NvidiaGpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.mig:  # some boards switch off the links of a GPU in MIG mode
         return
     if down := lost_links(gpu, state):
@@ -37,19 +37,19 @@ def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=gpu.uuid)
         return
     active = _active(gpu)
-    max_active = max((_active(other) for other in present(state) if other.name == gpu.name), default=0)
+    max_active = max((_active(other) for other in present(state, NvidiaGpu) if other.name == gpu.name), default=0)
     if active < max_active and gpu.nvlinks and (active or is_wired(gpu)):
         text = f"GPU {gpu.index} has fewer active NVLinks than another GPU of its kind"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def lost_links(gpu: Gpu, state: NodeState) -> list[int]:
+def lost_links(gpu: NvidiaGpu, state: NodeState) -> list[int]:
     """Return the numbers of the GPU's NVLinks that were active at some time and are now inactive."""
     were = state.links_up.get(gpu.uuid, set())
     return [link.link for link in gpu.nvlinks or () if link.active is False and link.link in were]
 
 
-def is_wired(gpu: Gpu) -> bool:
+def is_wired(gpu: NvidiaGpu) -> bool:
     """Return whether all NVLinks of this GPU are connected by design.
 
     The result is True for GPUs whose links are wired on their board or lead to NVSwitches. The links of a PCIe card are
@@ -59,12 +59,12 @@ def is_wired(gpu: Gpu) -> bool:
     return named or gpu.fabric_state not in (None, "not_supported")
 
 
-def _active(gpu: Gpu) -> int:
+def _active(gpu: NvidiaGpu) -> int:
     return sum(bool(link.active) for link in gpu.nvlinks or ())
 
 
-def _errors(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
-    limits, at = rules.links, state.reading_at("nvml")
+def _errors(gpu: NvidiaGpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    limits, at = rules.links, state.reading_at(state.accelerator_reader)
     for link in gpu.nvlinks or ():
         component, name = f"{gpu.uuid}/nvlink{link.link}", f"GPU {gpu.index}: NVLink {link.link}"
         crc = state.counter("nvlink", gpu.uuid, f"{link.link} crc")
@@ -91,12 +91,12 @@ def _flagged(state: NodeState, uuid: str, link: int, limits: LinkRules, now: flo
     return sum(newest - limits.windows < window <= newest for window in windows)
 
 
-def _fabric(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _fabric(gpu: NvidiaGpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.mig:  # MIG instances do not communicate with other GPUs
         return
     if gpu.fabric_state in REGISTERING_STATES:
         text = f"GPU {gpu.index}: its registration with the NVLink fabric is {gpu.fabric_state.replace('_', ' ')}"
-        limit, at = rules.links.fabric_registers, state.reading_at("nvml")
+        limit, at = rules.links.fabric_registers, state.reading_at(state.accelerator_reader)
         if at - state.fabric_registering_since.get(gpu.uuid, at) >= limit:
             yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {limit:g} s or more", component=gpu.uuid)
         else:
@@ -107,18 +107,18 @@ def _fabric(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 # ── PCI Express ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _replays(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _replays(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     counter = state.counter("gpu", gpu.uuid, "pcie_replays")
     rates, gen, lanes = rules.links.pcie_replays, gpu.pcie_gen_max or gpu.pcie_gen, gpu.pcie_width
     if counter is None or not counter.increase or not gen or not lanes or not rates:
         return
     limit = ceil(lanes * rates[min(gen, len(rates)) - 1])
-    if counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit:
+    if counter.increase_within(_MINUTE_S, state.reading_at(state.accelerator_reader)) > limit:
         text = f"GPU {gpu.index}: more than {limit} PCIe replays a minute ({lanes} lanes of generation {gen})"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def _width(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+def _width(gpu: Accelerator, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
         text = f"GPU {gpu.index}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
@@ -130,20 +130,19 @@ def _width(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
-_NVML = ("nvml",)
 CHECKS = (
     Check(
         "nvlink_state",
-        _NVML,
-        for_each_gpu(("nvlinks",), _down),
+        ("nvml",),
+        for_each_gpu(NvidiaGpu, ("nvlinks",), _down),
         "NVLinks that were active before; number of active NVLinks, compared with other GPUs of the same kind",
         "a link went down: FAIL, exclude; fewer active links than another GPU: WARN",
         "NVRx",
     ),
     Check(
         "nvlink_errors",
-        _NVML,
-        for_each_gpu(("nvlinks",), _errors),
+        ("nvml",),
+        for_each_gpu(NvidiaGpu, ("nvlinks",), _errors),
         "replay, recovery and CRC errors of each NVLink",
         "errors in more than links.flagged of the last links.windows windows, or links.crc CRC errors a second:"
         " FAIL, exclude; other errors: WARN",
@@ -151,24 +150,22 @@ CHECKS = (
     ),
     Check(
         "nvlink_fabric",
-        _NVML,
-        for_each_gpu(("fabric_state",), _fabric),
+        ("nvml",),
+        for_each_gpu(NvidiaGpu, ("fabric_state",), _fabric),
         "registration with the NVLink fabric (NVSwitch)",
         "not complete: WARN; not complete after links.fabric_registers s, or failed: FAIL, exclude",
         "NVRx",
     ),
-    Check(
+    gpu_check(
         "pcie_replays",
-        _NVML,
-        for_each_gpu(("pcie_replays",), _replays),
+        for_each_gpu(Accelerator, ("pcie_replays",), _replays),
         "PCIe replays per minute, with a limit for each generation",
         "> ceil(lanes x links.pcie_replays): WARN, support",
         "DCGM",
     ),
-    Check(
+    gpu_check(
         "pcie_link",
-        _NVML,
-        for_each_gpu(("pcie_width", "pcie_gen"), _width),
+        for_each_gpu(Accelerator, ("pcie_width", "pcie_gen"), _width),
         "width of the PCIe link; its generation while the GPU is busy",
         "less than GPU and slot support: WARN, support",
         "NVML; Meta",

@@ -15,15 +15,18 @@ from typing import Any, Final
 from msgspec import Struct, structs
 
 from ...config.health_rules import XidRules
+from ..readers.base import ACCELERATOR_READERS
 from ..readers.samples import (
+    Accelerator,
+    AcceleratorData,
     Data,
     DcgmData,
     FabricData,
     FabricPort,
-    Gpu,
     HostData,
     KernelData,
     KernelEvent,
+    NvidiaGpu,
     NvmlData,
     Reading,
 )
@@ -151,6 +154,8 @@ class NodeState:
         """Newest sample of each reader."""
         self.last_data: dict[str, Data] = {}
         """Newest data of each reader, however old."""
+        self.accelerator_reader = next(iter(ACCELERATOR_READERS))
+        """Reader of the node's accelerators: the last that has read any, and before that the first of the table."""
         self.reading_counts: dict[str, int] = {}
         """Number of samples of each reader; under :data:`HEALTH_RUNS`, number of runs of ``dcgmi health``."""
         self.external_updates = 0
@@ -164,7 +169,7 @@ class NodeState:
         self.xids = XidEvents(burst)
         self.log: deque[LogLine] = deque(maxlen=_MAX_LOG_LINES)
         self.max_gpus = 0
-        """Largest number of GPUs that NVML has listed."""
+        """Largest number of GPUs that the driver has listed."""
         self.hot_since: dict[str, float] = {}
         """Time (s) since which a GPU has been at or above one of its temperature limits, by GPU."""
         self.fabric_registering_since: dict[str, float] = {}
@@ -197,8 +202,6 @@ class NodeState:
         """Whether the last sample of DCGM contained the Xid counts of dcgm-exporter."""
         self._health_at: float | None = None
         """Time of the newest run of ``dcgmi health``."""
-        self.memo: Any = None
-        """Memory of :func:`rrl.health.checks.evaluate.evaluate` between two calls."""
 
     # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def add(self, reading: Reading) -> None:
@@ -222,8 +225,9 @@ class NodeState:
         if self.started_at is None:
             self.started_at = reading.at
         match reading.data:
-            case NvmlData():
-                self._add_nvml(reading.data, reading.at)
+            case AcceleratorData():
+                self.accelerator_reader = name
+                self._add_accelerators(reading.data, reading.at)
             case DcgmData():
                 self._add_dcgm(reading.data, reading.at)
             case KernelData():
@@ -246,7 +250,7 @@ class NodeState:
         before, self._health_at = self._health_at, data.health_at
         return data.health_at is not None and data.health_at == before
 
-    def _add_nvml(self, data: NvmlData, at: float) -> None:
+    def _add_accelerators(self, data: AcceleratorData, at: float) -> None:
         self.max_gpus = max(self.max_gpus, len(data.gpus))
         self.xids.set_uuids({gpu.pci: gpu.uuid for gpu in data.gpus if gpu.pci and gpu.uuid})
         for gpu in data.gpus:
@@ -260,18 +264,23 @@ class NodeState:
                 )
                 labels = (f"{name} {word}" for name, word in named if word)
                 self.gpu_labels[gpu.uuid] = ", ".join((f"GPU {gpu.index} {gpu.name}".rstrip(), *labels))
-        for event in data.xids:
-            self._add_xid(event.uuid, event.xid, at, event.detail, "nvml")
+        if isinstance(data, NvmlData):
+            for event in data.xids:
+                self._add_xid(event.uuid, event.xid, at, event.detail, "nvml")
 
-    def _add_gpu(self, gpu: Gpu, at: float) -> None:
+    def _add_gpu(self, gpu: Accelerator, at: float) -> None:
         self._count("gpu", gpu.uuid, "pcie_replays", gpu.pcie_replays, at)
         self._count("gpu", gpu.uuid, "ecc_aggregate_uncorrected", gpu.ecc_aggregate_uncorrected, at)
         self._count("gpu", gpu.uuid, "ecc_volatile_corrected", gpu.ecc_volatile_corrected, at)
-        self._count("gpu", gpu.uuid, "retired_uncorrected", gpu.retired_uncorrected, at)
         if _is_hot(gpu):
             self.hot_since.setdefault(gpu.uuid, at)
         else:
             self.hot_since.pop(gpu.uuid, None)
+        if isinstance(gpu, NvidiaGpu):
+            self._add_nvidia_facts(gpu, at)
+
+    def _add_nvidia_facts(self, gpu: NvidiaGpu, at: float) -> None:
+        self._count("gpu", gpu.uuid, "retired_uncorrected", gpu.retired_uncorrected, at)
         if gpu.fabric_state in REGISTERING_STATES:
             self.fabric_registering_since.setdefault(gpu.uuid, at)
         elif gpu.fabric_state is not None:
@@ -365,6 +374,11 @@ class NodeState:
         newest = self.newest.get(reader)
         return newest.data if newest is not None and newest.state == "read" else None
 
+    def accelerators(self) -> AcceleratorData | None:
+        """Return the accelerators in the newest sample of their reader; None if that sample has no data."""
+        data = self.data(self.accelerator_reader)
+        return data if isinstance(data, AcceleratorData) else None
+
     def reading_at(self, reader: str) -> float:
         """Return the time of the reader's newest sample (s)."""
         return self.newest[reader].at
@@ -374,7 +388,7 @@ class NodeState:
         return self.counters.get((kind, device, name))
 
 
-def _is_hot(gpu: Gpu) -> bool:
+def _is_hot(gpu: Accelerator) -> bool:
     pairs = ((gpu.temperature, gpu.temperature_slowdown), (gpu.temperature_memory, gpu.temperature_memory_max))
     return any(now is not None and limit and now >= limit for now, limit in pairs)
 

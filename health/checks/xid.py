@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy, Verdict
-from ..readers.samples import Gpu, NvmlData
+from ..readers.samples import NvidiaGpu, NvmlData
 from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import NodeState
 from .xid_events import FATAL_CLASSES, RECOVERY_ACTION_XID, Xid, XidEvent, is_fatal, parse_recovery_action, xid
@@ -58,7 +58,7 @@ class _Gpu:
         self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
         """Time (s) of the newest Xid 154 if it states that no action is needed; otherwise None."""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
-        self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
+        self.gpu: NvidiaGpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
     def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
         """Return the events whose Xids have one of the classes ``kinds``, except the events that do not count.
@@ -167,7 +167,7 @@ def _unreadable_reasons(state: NodeState) -> Iterator[str]:
             yield f"{name}: {newest.why}"
 
 
-def _gpus(state: NodeState) -> Sequence[Gpu]:
+def _gpus(state: NodeState) -> Sequence[NvidiaGpu]:
     """Return the GPUs of the last sample in which NVML answered."""
     data = state.last_data.get("nvml")
     return data.gpus if isinstance(data, NvmlData) else ()

@@ -47,8 +47,6 @@ class HealthMonitor:
         """Nodes with an observation since the last ``detect``; ``detect`` empties the set."""
         self.probes_due: dict[NodeName, float] = {}
         """Time of the next probe on each node (``probing.due_probes``); written by ``detect``."""
-        self.memo: object = None
-        """Results that ``detect`` keeps for its next call; no other code uses them."""
         self._progress = ProgressTracker(self.replicas, self.dirty)
         self.run = RunView()
         """What the store reports about the whole run."""

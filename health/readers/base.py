@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from .samples import Data
+    from .samples import Accelerator, Data
 
 START_TIMEOUT_S = 20.0
 """Seconds that importing and creating a reader may take. The limit is high, because the code of the reader may be on
@@ -51,7 +51,7 @@ class Reader(Protocol):
     """A reader of one source. It is created in the process that reads, so that no other process opens the driver."""
 
     name: str
-    """Name of the reader, one of :data:`rrl.health.readers.samples.READERS`."""
+    """Name of the reader, one of :data:`READERS`."""
     interval_s: float
     """Seconds between the starts of two reads."""
     timeout_s: float
@@ -74,11 +74,27 @@ class Reader(Protocol):
         ...
 
 
+class AcceleratorReader(Reader, Protocol):
+    """A reader of the accelerators of one vendor; :meth:`read` returns an ``AcceleratorData``."""
+
+    def read_use(self) -> tuple[Accelerator, ...]:
+        """Return the accelerators that this process may use, with only those values that a launcher needs.
+
+        These are index, uuid, utilization, processes, and memory_used without the driver's own reserve. Raises what
+        :meth:`read` raises.
+        """
+        ...
+
+
+ACCELERATOR_READERS = {"nvml": "rrl.health.readers.nvml.reader:NvmlReader"}
+"""``module:Class`` of each :class:`AcceleratorReader`, by its name. The driver of at most one of them is on a node."""
 READER_CLASSES = {
-    "nvml": "rrl.health.readers.nvml.reader:NvmlReader",
+    **ACCELERATOR_READERS,
     "dcgm": "rrl.health.readers.dcgm.reader:DcgmReader",
     "kernel": "rrl.health.readers.kernel_log:KernelReader",
     "fabric": "rrl.health.readers.fabric:FabricReader",
     "host": "rrl.health.readers.host:HostReader",
 }
-"""``module:Class`` of each reader, by its name. The class is imported only in the reader's own process."""
+"""``module:Class`` of each reader, by its name. The class is imported only in the process that reads."""
+READERS = tuple(READER_CLASSES)
+"""Names of the readers."""

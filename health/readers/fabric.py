@@ -89,7 +89,6 @@ def _port(root: str, device: str, port: int) -> FabricPort:
         state=_state_name(_text(f"{folder}/state", "state", unread)),
         physical=_state_name(_text(f"{folder}/phys_state", "physical", unread)),
         rate=_rate(rate, unread),
-        link_layer=_text(f"{folder}/link_layer", "link_layer", unread) or "",
         counters=counters,
         unread=unread,
     )

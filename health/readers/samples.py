@@ -14,9 +14,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
-"""Names of the readers; :data:`rrl.health.readers.base.READER_CLASSES` maps them to classes."""
-
 MOUNT_ATTEMPTS = 3
 """Number of processes that probe an unanswered path within one read, started one after another."""
 
@@ -25,18 +22,7 @@ UnreadReasons = dict[str, str]
 driver`` ..."""
 
 
-# ── NVML ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class NvLink(Struct, frozen=True, kw_only=True):
-    """One NVLink of one GPU. Counters are totals since the driver was loaded."""
-
-    link: int
-    active: bool | None = None
-    replay: int | None = None
-    recovery: int | None = None
-    crc_flit: int | None = None
-    crc_data: int | None = None
-
-
+# ── accelerators ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class GpuProcess(Struct, frozen=True):
     """A compute process on a GPU."""
 
@@ -48,10 +34,11 @@ class GpuProcess(Struct, frozen=True):
     name: str = ""
 
 
-class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU, as NVML reports it. The docstrings of the fields give the units."""
+class Accelerator(Struct, frozen=True, kw_only=True):
+    """One GPU or other accelerator of any vendor. The docstrings of the fields give the units."""
 
     index: int
+    """Number among the accelerators that the reading process may use."""
     uuid: str
     pci: str = ""
     """PCI address in lower case, as in the kernel log: ``0000:1b:00``."""
@@ -59,64 +46,92 @@ class Gpu(Struct, frozen=True, kw_only=True):
     serial: str = ""
     vbios: str = ""
     lost: str = ""
-    """Driver's error (``GPU is lost``, ``Unknown Error``) if the GPU no longer answers; else empty."""
+    """Driver's error if the device no longer answers, else empty. ``Unknown Error`` names no failure and must be
+    confirmed by further samples; an error with the word ``reset`` is one that a reset cures."""
     recovery_action: str | None = None
     """Recovery action that the driver requires: ``none``, ``gpu_reset``, ``node_reboot``, ``drain_p2p``,
     ``drain_and_reset``, ``recover_imex_domain``, ``bus_reset``, ``system_reboot`` or ``unknown (N)``."""
     ecc_volatile_corrected: int | None = None
+    """Corrected memory errors since the driver was loaded."""
     ecc_volatile_uncorrected: int | None = None
-    ecc_aggregate_corrected: int | None = None
     ecc_aggregate_uncorrected: int | None = None
-    remapped_corrected: int | None = None
-    """Number of memory rows that were remapped because of correctable errors."""
-    remapped_uncorrected: int | None = None
+    """Uncorrected memory errors over the device's lifetime."""
+    temperature: int | None = None
+    """Temperature in degrees Celsius, like all temperatures in this class."""
+    temperature_slowdown: int | None = None
+    """Temperature at which the device reduces its clocks."""
+    temperature_memory: int | None = None
+    temperature_memory_max: int | None = None
+    clock_reasons: tuple[str, ...] | None = None
+    """Reasons in effect for which clocks are below their maximum: ``gpu_idle``, ``applications_clocks``,
+    ``sw_power_cap``, ``hw_slowdown``, ``sync_boost``, ``sw_thermal``, ``hw_thermal``, ``hw_power_brake``,
+    ``display``."""
+    clock_sm: int | None = None
+    """Clock of the compute units (NVIDIA: SMs) in MHz."""
+    clock_sm_max: int | None = None
+    utilization: int | None = None
+    """Percentage of the last sample period in which a kernel ran."""
+    memory_used: int | None = None
+    """Bytes of the device's memory in use; ``memory_total`` is in bytes too."""
+    memory_total: int | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    """Compute processes on the device."""
+    pcie_replays: int | None = None
+    """Number of PCIe replays since the driver was loaded."""
+    pcie_gen: int | None = None
+    pcie_gen_max: int | None = None
+    """Highest PCIe generation that both device and slot support."""
+    pcie_width: int | None = None
+    """Number of PCIe lanes in use."""
+    pcie_width_max: int | None = None
+    mig: bool | None = None
+    """Whether the device is split into instances (NVIDIA: MIG)."""
+    unread: UnreadReasons = {}
+
+
+class AcceleratorData(Struct, frozen=True, kw_only=True, tag="accelerators"):
+    """One sample of the node's accelerators. A vendor's reader may return a subclass with facts of its own."""
+
+    driver: str
+    """Version of the driver."""
+    gpus: tuple[Accelerator, ...]
+    """All accelerators that the driver lists, including lost ones."""
+    granted: int = 0
+    """Number of accelerators whose device files this process may open."""
+    withheld: int = 0
+    """Number of accelerators that a device cgroup (Slurm's ConstrainDevices) withholds from this process. The driver's
+    library may omit them."""
+
+
+# ── NVIDIA's own facts, which only checks of NVIDIA's hardware read ───────────────────────────────────────────────────
+class NvLink(Struct, frozen=True, kw_only=True):
+    """One NVLink of one GPU. Counters are totals since the driver was loaded."""
+
+    link: int
+    active: bool | None = None
+    replay: int | None = None
+    recovery: int | None = None
+    crc_flit: int | None = None
+    crc_data: int | None = None
+
+
+class NvidiaGpu(Accelerator, frozen=True, kw_only=True):
+    """One GPU, as NVML reports it."""
+
     remap_pending: bool | None = None
+    """Whether a row of the memory is remapped at the next reset."""
     remap_failed: bool | None = None
     retired_corrected: int | None = None
     """Number of pages retired for multiple single-bit errors, on GPUs before Ampere."""
     retired_uncorrected: int | None = None
     """Number of pages retired for double-bit errors."""
     retired_pending: bool | None = None
-    temperature: int | None = None
-    """Temperature in degrees Celsius, like all temperatures in this class."""
-    temperature_slowdown: int | None = None
-    """Temperature at which the device reduces its clocks."""
-    temperature_shutdown: int | None = None
-    temperature_memory: int | None = None
-    temperature_memory_max: int | None = None
-    clock_reasons: tuple[str, ...] | None = None
-    """Clock event reasons in effect: ``gpu_idle``, ``applications_clocks``, ``sw_power_cap``, ``hw_slowdown``,
-    ``sync_boost``, ``sw_thermal``, ``hw_thermal``, ``hw_power_brake``, ``display``."""
-    clock_sm: int | None = None
-    """Clock of the SMs in MHz."""
-    clock_sm_max: int | None = None
-    power: int | None = None
-    """Power draw in mW; ``power_limit`` is in mW too."""
-    power_limit: int | None = None
-    utilization: int | None = None
-    """Percentage of the last sample period in which a kernel ran."""
-    memory_used: int | None = None
-    """Bytes of GPU memory in use; ``memory_total`` is in bytes too."""
-    memory_total: int | None = None
-    processes: tuple[GpuProcess, ...] | None = None
-    """Compute processes on the GPU."""
-    pcie_replays: int | None = None
-    """Number of PCIe replays since the driver was loaded."""
-    pcie_gen: int | None = None
-    pcie_gen_max: int | None = None
-    """Highest PCIe generation that both GPU and slot support."""
-    pcie_width: int | None = None
-    """Number of PCIe lanes in use."""
-    pcie_width_max: int | None = None
     nvlinks: tuple[NvLink, ...] | None = None
     fabric_state: str | None = None
     """State of the registration with the NVLink fabric: ``not_supported``, ``not_started``, ``in_progress`` or
     ``completed``."""
     fabric_status: str | None = None
     """Result of the registration with the NVLink fabric: ``success``, or NVML's error."""
-    mig: bool | None = None
-    """Whether the GPU is split into instances (MIG)."""
-    unread: UnreadReasons = {}
 
 
 class GpuXid(Struct, frozen=True):
@@ -128,20 +143,13 @@ class GpuXid(Struct, frozen=True):
     detail: str = ""
 
 
-class NvmlData(Struct, frozen=True, tag="nvml"):
+class NvmlData(AcceleratorData, frozen=True, kw_only=True, tag="nvml"):
     """One sample of NVML."""
 
-    driver: str
-    gpus: tuple[Gpu, ...]
-    """All GPUs that NVML lists, including lost GPUs."""
+    gpus: tuple[NvidiaGpu, ...]
     xids: tuple[GpuXid, ...] = ()
     xid_events: str = ""
     """Why Xid events cannot be received; empty if they can."""
-    granted: int = 0
-    """Number of GPUs whose device files this process may open."""
-    withheld: int = 0
-    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may omit
-    them."""
 
 
 # ── DCGM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,8 +239,6 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     """Physical state: ``LinkUp``, ``Polling``, ``Disabled`` ..."""
     rate: float | None = None
     """Rate in Gbit/s."""
-    link_layer: str = ""
-    """Link layer: ``InfiniBand`` or ``Ethernet``."""
     counters: dict[str, int] = {}
     """Values of the files in ``counters`` and ``hw_counters`` by file name, and ``carrier_changes`` of the port's
     network interface."""
@@ -299,7 +305,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
 
 
 # ── one result of a reader ────────────────────────────────────────────────────────────────────────────────────────────
-Data = NvmlData | DcgmData | KernelData | FabricData | HostData
+Data = AcceleratorData | NvmlData | DcgmData | KernelData | FabricData | HostData
 
 
 class Reading(Struct, frozen=True):

@@ -21,7 +21,7 @@ from ...core.types import (
     role_of,
     standby_role_of,
 )
-from ...health.readers.samples import READERS
+from ...health.readers.base import ACCELERATOR_READERS, READERS
 from .actions import Request
 from .state import Replica, State, Status
 
@@ -239,7 +239,7 @@ def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
     """
     if job.cluster != "local":
         return READERS
-    return ("nvml",) if gpus else ()
+    return tuple(ACCELERATOR_READERS) if gpus else ()
 
 
 def requires_admission(job: RunSpec, gpus: int) -> bool:

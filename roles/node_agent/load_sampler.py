@@ -1,4 +1,4 @@
-"""Sample the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
+"""Sample the load of each step on a node: CPU time from /proc, GPU use from the newest reading of the GPUs.
 
 The manager uses the samples to detect idle replicas that report progress, or whose phase requires them to compute.
 """
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ...core.processes import STEP_MODULE, Process
 from ...core.types import GpuUse
-from ...health.readers.samples import Gpu
+from ...health.readers.samples import Accelerator
 from ...transport.messages import Load
 from ..launcher.activity import ProcessKey, Usage, usage
 from ..launcher.environment import GPUS_ENV
@@ -42,7 +42,7 @@ class StepLoadSampler:
     def sample(
         self,
         processes: Iterable[Process],
-        gpus: Sequence[Gpu] | None,
+        gpus: Sequence[Accelerator] | None,
         now: float,
         tensor: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[Load, ...]:
@@ -50,7 +50,7 @@ class StepLoadSampler:
 
         Args:
             processes: the run's processes on this node.
-            gpus: the GPUs of the newest NVML reading, or None if there is none.
+            gpus: the GPUs of their newest reading, or None if there is none.
             now: the time in seconds of a monotonic clock.
             tensor: share of time in which tensor cores were active, by GPU UUID, from DCGM.
         """
@@ -82,11 +82,11 @@ class StepLoadSampler:
         """Forget the GPUs that the step of a launch file used last; called after the step has ended."""
         self._last_gpus.pop(path, None)
 
-    def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Return the GPUs on which a step's processes compute, according to NVML.
+    def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Accelerator]) -> list[Accelerator]:
+        """Return the GPUs on which a step's processes compute, according to the driver.
 
-        If NVML lists no process of the step, return the GPUs that Slurm or the job assigned to the step. NVML lists
-        none if no process computes, or if NVML uses the ids of another PID namespace.
+        If the driver lists no process of the step, return the GPUs that Slurm or the job assigned to the step. It lists
+        none if no process computes, or if it uses the ids of another PID namespace.
         """
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:
@@ -97,11 +97,11 @@ class StepLoadSampler:
         return [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
 
 
-def gpu_use(gpus: Sequence[Gpu] | None, own: Collection[str]) -> GpuUse | None:
-    """Return how much the GPUs of an NVML reading are used; None if there is no reading or no GPU.
+def gpu_use(gpus: Sequence[Accelerator] | None, own: Collection[str]) -> GpuUse | None:
+    """Return how much the GPUs of a reading are used; None if there is no reading or no GPU.
 
     Args:
-        gpus: the GPUs of the newest NVML reading, or None if there is none.
+        gpus: the GPUs of their newest reading, or None if there is none.
         own: numbers or UUIDs of the GPUs that Slurm assigned to the run; empty if the run may use all GPUs.
     """
     shown = [gpu for gpu in gpus or () if not own or str(gpu.index) in own or gpu.uuid in own]
@@ -118,7 +118,7 @@ def _ticks_used(before: dict[ProcessKey, Usage], now: dict[ProcessKey, Usage]) -
     return sum(max(0, new.ticks - before[key].ticks if key in before else new.ticks) for key, new in now.items())
 
 
-def _busiest(gpus: Sequence[Gpu]) -> float | None:
+def _busiest(gpus: Sequence[Accelerator]) -> float | None:
     utilizations = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
     return max(utilizations) / 100 if utilizations else None
 

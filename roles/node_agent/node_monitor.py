@@ -23,11 +23,11 @@ from ...config.health_rules_file import RulesError, load_rules
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
-from ...health.checks.evaluate import evaluate, is_uninformative, pending
+from ...health.checks.evaluate import NodeChecks, is_uninformative
 from ...health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from ...health.readers.base import ReaderOptions
 from ...health.readers.isolation.client import ReaderClient
-from ...health.readers.samples import DcgmData, Gpu, NvmlData
+from ...health.readers.samples import Accelerator, AcceleratorData, DcgmData
 from ...transport.messages import FindingReport
 from ..launcher.environment import boot_id, configured_readers, slurm_gpus
 
@@ -58,7 +58,7 @@ MAX_FINDINGS = 256
 """Maximum number of findings in one Hello. The limit exists because the manager closes a connection after a message
 that is too long."""
 MAX_SAMPLE_AGE_S = 10.0
-"""Seconds after which an NVML reading is too old to show a GPU's load; a DCGM reading may be twice as old."""
+"""Seconds after which a reading of the GPUs is too old to show a GPU's load; a DCGM reading may be twice as old."""
 RESTORE_TIMEOUT_S = 5.0
 """Timeout (s) for reading the inventory of an earlier agent, because hung storage must not delay the node's
 admission."""
@@ -81,6 +81,7 @@ class NodeMonitor:
         self._reader_client = ReaderClient(self._reader_names, options, env={LAUNCH_ENV: launch_file})
         self._node_state = NodeState(self._rules.xid.burst)
         self._node_state.own_uid = os.getuid()
+        self._checks = NodeChecks(launch.node)
         with contextlib.suppress(OSError):
             self._node_state.boot_id = boot_id()
         self._inventory_file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
@@ -162,10 +163,10 @@ class NodeMonitor:
         )
         return {gpu.uuid: gpu.tensor_active for gpu in gpus if gpu.tensor_active is not None}
 
-    def gpus(self) -> tuple[Gpu, ...] | None:
-        """Return the GPUs of a recent NVML reading, or None if there is none."""
-        newest = self._node_state.newest.get("nvml")
-        if newest is None or not isinstance(newest.data, NvmlData) or self.now() - newest.at > MAX_SAMPLE_AGE_S:
+    def gpus(self) -> tuple[Accelerator, ...] | None:
+        """Return the GPUs of a recent reading, or None if there is none."""
+        newest = self._node_state.newest.get(self._node_state.accelerator_reader)
+        if newest is None or not isinstance(newest.data, AcceleratorData) or self.now() - newest.at > MAX_SAMPLE_AGE_S:
             return None
         return newest.data.gpus
 
@@ -195,7 +196,7 @@ class NodeMonitor:
         while True:
             self._node_state.add(await self._reader_client.next_reading())
             self._save_inventory()
-            results = evaluate(self._node_state, self._launch.node, self._effective_rules(), self.now())
+            results = self._checks.evaluate(self._node_state, self._effective_rules(), self.now())
             findings = {finding.key: finding for finding in (*self._rule_findings, *results) if _is_reported(finding)}
             if self._admitting or findings != self._findings:
                 self._findings = findings
@@ -216,7 +217,7 @@ class NodeMonitor:
             self._saving = asyncio.create_task(asyncio.to_thread(save_inventory, self._inventory_file, inventory))
 
     def _all_readers_reported(self) -> bool:
-        return all(name in self._node_state.newest for name in self._reader_names) and not pending(self._node_state)
+        return all(name in self._node_state.newest for name in self._reader_names) and not self._checks.pending()
 
     async def _report_loop(self) -> None:
         while True:
@@ -237,8 +238,8 @@ class NodeMonitor:
         This number is added as the expected one if fewer GPUs are visible. If the site's rules already expect a number
         of GPUs, they are returned unchanged.
         """
-        data = self._node_state.data("nvml")
-        visible = len(data.gpus) if isinstance(data, NvmlData) else 0
+        data = self._node_state.accelerators()
+        visible = len(data.gpus) if data is not None else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:
             return self._rules
         expect = msgspec.structs.replace(self._rules.expect, gpus=self._launch.gpus)

@@ -14,7 +14,7 @@ from rrl.core.types import Verdict
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.gpu import _INITIAL_NAMESPACE
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.samples import Gpu
+from rrl.health.readers.samples import NvidiaGpu
 from rrl.tests.gpu.conftest import StartProcess
 from rrl.tests.support.health.simulated_node import ObservedNode
 from rrl.tests.support.listening_manager import wait_until
@@ -45,12 +45,12 @@ _MAY_BE_NONE = {"tensor_active", "fabric_status", "lost"}
 """Fields of a reading that may be missing without a reason."""
 
 
-def _fields(gpu: Gpu) -> list[str]:
+def _fields(gpu: NvidiaGpu) -> list[str]:
     return [field for field in gpu.__struct_fields__ if field not in _MAY_BE_NONE]
 
 
 def test_process_on_the_gpu_is_listed_with_its_memory(nvml: Any, cuda_process: StartProcess) -> None:
-    def reading() -> Gpu:
+    def reading() -> NvidiaGpu:
         reader = NvmlReader(ReaderOptions())  # its first reading queries everything
         try:
             return reader.read().gpus[0]

@@ -241,10 +241,8 @@ class Dialer:
         incoming: Any,
         find_address: Callable[[], Address | None],
         hello: Callable[[], Sequence[Any]] = _no_messages,
-        bounds: Bounds = CONTROL_BOUNDS,
     ) -> None:
         self.dropped = 0
-        self._bounds = bounds
         self._keys = keys
         self._codec = Codec(incoming)
         self._find_address = find_address
@@ -358,7 +356,7 @@ class Dialer:
 
     def _dial(self, endpoint: str) -> None:
         socket = self._context.socket(zmq.DEALER)
-        apply_socket_limits(socket, self._bounds)
+        apply_socket_limits(socket, CONTROL_BOUNDS)
         socket.set(zmq.IMMEDIATE, 1)  # queue nothing before the connection exists: hello must be sent first
         socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)

@@ -32,12 +32,11 @@ class HandshakeLimiter:
     """Monitors a socket and closes surplus unauthenticated connections.
 
     It must be created before ``socket`` is bound, and belongs to the running asyncio loop. ``refused`` counts
-    connections that failed to authenticate, ``cut_off`` counts connections that were closed as surplus.
+    connections that failed to authenticate.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.refused = 0
-        self.cut_off = 0
         self._port = 0
         self._monitored = socket
         self._unauthenticated: dict[int, float] = {}
@@ -88,7 +87,7 @@ class HandshakeLimiter:
         )
         for fd in suspects[:surplus]:
             del self._unauthenticated[fd]
-            self.cut_off += shut_down(fd, self._port)
+            shut_down(fd, self._port)
 
 
 def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:

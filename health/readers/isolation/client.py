@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..base import READER_CLASSES, ReaderOptions
-from ..samples import READERS, Reading
+from ..base import READER_CLASSES, READERS, ReaderOptions
+from ..samples import Reading
 from . import framing
 
 _log = logging.getLogger("rrl.readers")

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..samples import Gpu, GpuProcess
+from ..samples import GpuProcess, NvidiaGpu
 from . import queries as table
 from .names import NO_HANDLE_CODES, SUCCESS, error_text
 from .nvlink import read_links
@@ -57,7 +57,7 @@ def _namespace(proc: Path) -> str:
 
 _IDENTITY_FIELDS = tuple(field for ask in table.IDENTITY for field in ask.fields)
 _READ_FIELDS = tuple(
-    field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
+    field for field in NvidiaGpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
 )
 _CONFIRMATION_READS = 3
 """Number of reads that query links and fabric again after a change of their state, because a check needs several
@@ -100,7 +100,7 @@ class Device:
         if code == SUCCESS:
             self.identity["uuid"] = uuid
 
-    def read(self, read_number: int, full: bool, session_may_end: bool) -> Gpu:
+    def read(self, read_number: int, full: bool, session_may_end: bool) -> NvidiaGpu:
         """Read the values that are due and return the GPU.
 
         Args:
@@ -157,16 +157,16 @@ class Device:
         changed = after != before if known else after[0] in _UNFINISHED
         self._confirmations_left = _CONFIRMATION_READS if changed else max(0, self._confirmations_left - 1)
 
-    def _gpu_values(self, results: QueryResults) -> Gpu:
+    def _gpu_values(self, results: QueryResults) -> NvidiaGpu:
         values = {**results.values, **{field: self.identity.get(field, "") for field in _IDENTITY_FIELDS}}
-        return Gpu(index=self._index, unread=dict(results.unread), **values)
+        return NvidiaGpu(index=self._index, unread=dict(results.unread), **values)
 
     @property
     def uuid(self) -> str:
         """Return the GPU's UUID; empty if unknown."""
         return self.identity.get("uuid", "")
 
-    def _unreadable_gpu(self, reason: str, results: QueryResults | None = None) -> Gpu:
+    def _unreadable_gpu(self, reason: str, results: QueryResults | None = None) -> NvidiaGpu:
         """Return the GPU without values of earlier reads.
 
         Only the recovery action, which names the remedy, may still be readable.
@@ -177,7 +177,7 @@ class Device:
         if self.lost and results is not None:
             results.values.clear()
             results.unread.clear()
-        return Gpu(
+        return NvidiaGpu(
             index=self._index, lost=self.lost, recovery_action=action, unread=unread, **_known_identity(self.identity)
         )
 

@@ -29,9 +29,9 @@ _CORRECTED, _UNCORRECTED = 0, 1
 _VOLATILE, _AGGREGATE = 0, 1
 _SM = 1
 _CORE = 0
-_SHUTDOWN, _SLOWDOWN, _MEMORY_MAX = 0, 1, 2
+_SLOWDOWN, _MEMORY_MAX = 1, 2
 _MULTIPLE_SINGLE_BIT, _DOUBLE_BIT = 0, 1
-_SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
+_SLOWDOWN_TLIMIT = 194
 
 
 # ── alternatives to field values ──────────────────────────────────────────────────────────────────────────────────────
@@ -39,8 +39,8 @@ def _ecc(kind: int, counter: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
 
 
-def _remapped(place: int, kind: type[int] = int) -> tuple[QueryFunction]:
-    return (lambda nvml, handle: kind(nvml.nvmlDeviceGetRemappedRows(handle)[place]),)
+def _remapped(place: int) -> tuple[QueryFunction]:
+    return (lambda nvml, handle: bool(nvml.nvmlDeviceGetRemappedRows(handle)[place]),)
 
 
 def _retired(cause: int) -> tuple[QueryFunction]:
@@ -96,22 +96,18 @@ def _threshold(which: int) -> QueryFunction:
     return lambda nvml, handle: int(nvml.nvmlDeviceGetTemperatureThreshold(handle, which))
 
 
-def _limit(field: int) -> QueryFunction:
-    """Return a query for a temperature limit in degrees C.
+def _slowdown_by_margin(nvml: Any, handle: Any) -> int:
+    """Return the temperature in degrees C at which the GPU slows down.
 
     On Ada and later, NVML reports how far a limit is below the temperature at which the thermal margin is 0. The value
     is negative for a limit above this temperature (note of nvmlDeviceGetTemperatureThreshold;
-    NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The query computes the limit from this value, the current temperature and margin.
+    NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The limit follows from this value, the current temperature and margin.
     """
-
-    def query(nvml: Any, handle: Any) -> int:
-        (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(field, 0)])
-        if value.nvmlReturn:
-            raise nvml.NVMLError(value.nvmlReturn)
-        margin = nvml.nvmlDeviceGetMarginTemperature(handle)
-        return int(_temperature(nvml, handle) + margin - value.value.siVal)
-
-    return query
+    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(_SLOWDOWN_TLIMIT, 0)])
+    if value.nvmlReturn:
+        raise nvml.NVMLError(value.nvmlReturn)
+    margin = nvml.nvmlDeviceGetMarginTemperature(handle)
+    return int(_temperature(nvml, handle) + margin - value.value.siVal)
 
 
 def _temperature(nvml: Any, handle: Any) -> int:
@@ -143,18 +139,14 @@ MEDIUM_FIELDS = (
 )
 MEDIUM = (
     Query(("memory_used", "memory_total"), (_memory_v2, _memory)),
-    Query(("power",), (lambda nvml, handle: int(nvml.nvmlDeviceGetPowerUsage(handle)),)),
     Query(("clock_sm",), (lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, _SM)),)),
     Query(("pcie_gen",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),)),
     Query(("pcie_width",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),)),
 )
 SLOW_FIELDS = (
-    FieldQuery("ecc_aggregate_corrected", 5, alternatives=_ecc(_CORRECTED, _AGGREGATE)),
     FieldQuery("ecc_aggregate_uncorrected", 6, alternatives=_ecc(_UNCORRECTED, _AGGREGATE)),
-    FieldQuery("remapped_corrected", 142, alternatives=_remapped(0)),
-    FieldQuery("remapped_uncorrected", 143, alternatives=_remapped(1)),
-    FieldQuery("remap_pending", 144, bool, alternatives=_remapped(2, bool)),
-    FieldQuery("remap_failed", 145, bool, alternatives=_remapped(3, bool)),
+    FieldQuery("remap_pending", 144, bool, alternatives=_remapped(2)),
+    FieldQuery("remap_failed", 145, bool, alternatives=_remapped(3)),
     FieldQuery("retired_corrected", 29, alternatives=_retired(_MULTIPLE_SINGLE_BIT)),
     FieldQuery("retired_uncorrected", 30, alternatives=_retired(_DOUBLE_BIT)),
     FieldQuery(
@@ -164,11 +156,9 @@ SLOW_FIELDS = (
 SLOW = (
     Query(("fabric_state", "fabric_status"), (_fabric_v2, _fabric)),
     Query(("mig",), (lambda nvml, handle: nvml.nvmlDeviceGetMigMode(handle)[0] == 1,)),
-    Query(("power_limit",), (lambda nvml, handle: int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)),)),
 )
 FIXED = (
-    Query(("temperature_slowdown",), (_threshold(_SLOWDOWN), _limit(_SLOWDOWN_TLIMIT))),
-    Query(("temperature_shutdown",), (_threshold(_SHUTDOWN), _limit(_SHUTDOWN_TLIMIT))),
+    Query(("temperature_slowdown",), (_threshold(_SLOWDOWN), _slowdown_by_margin)),
     Query(("temperature_memory_max",), (_threshold(_MEMORY_MAX),)),
     Query(("clock_sm_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxClockInfo(handle, _SM)),)),
     Query(("pcie_gen_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),)),

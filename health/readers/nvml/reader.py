@@ -93,7 +93,14 @@ class NvmlReader:
             for device in self._devices
         )
         granted, withheld = self._device_access
-        return NvmlData(self._driver, gpus, xids, self._events.unavailable_reason, granted, withheld)
+        return NvmlData(
+            driver=self._driver,
+            gpus=gpus,
+            granted=granted,
+            withheld=withheld,
+            xids=xids,
+            xid_events=self._events.unavailable_reason,
+        )
 
     def _drain_quietly(self) -> tuple[Any, ...]:
         assert self._events is not None

@@ -9,8 +9,8 @@ from math import fsum
 
 from msgspec import Struct
 
-MAX_STEPS_PER_END = 10
-"""Number of first steps, and of last steps, whose rewards are kept individually."""
+MAX_LAST_STEPS = 10
+"""Number of last steps whose rewards are kept individually."""
 MAX_CURVE_POINTS = 256
 """Maximum number of points of the curve. A long run has at least 128 points, so that the curve looks continuous in a
 wide terminal."""
@@ -20,12 +20,10 @@ step in an older range is ignored."""
 
 
 class Rewards(Struct, frozen=True):
-    """Mean rewards of a run: individually for the first and last steps, and as a curve over all steps."""
+    """Mean rewards of a run: individually for the last steps, and as a curve over all steps."""
 
-    first: dict[int, float] = {}
-    """Rewards of the ``MAX_STEPS_PER_END`` lowest steps, in order."""
     last: dict[int, float] = {}
-    """Rewards of the ``MAX_STEPS_PER_END`` highest steps, in order."""
+    """Rewards of the ``MAX_LAST_STEPS`` highest steps, in order."""
     stride: int = 1
     """Number of steps per point of the curve."""
     sums: tuple[float, ...] = ()
@@ -40,11 +38,6 @@ class Rewards(Struct, frozen=True):
     def points(self) -> tuple[float, ...]:
         """Return the curve: for each point the mean of the rewards reported for its steps."""
         return tuple(total / count for total, count in zip(self.sums, self.counts, strict=True) if count)
-
-    @property
-    def mean_first(self) -> float | None:
-        """Return the mean reward of the first steps; None if none was reported."""
-        return fsum(self.first.values()) / len(self.first) if self.first else None
 
     @property
     def mean_last(self) -> float | None:
@@ -78,9 +71,7 @@ def _with_gaps(rewards: Rewards, newest: int, unreported: tuple[tuple[int, int],
             joined[-1] = (joined[-1][0], last)
         else:
             joined.append((first, last))
-    return Rewards(
-        rewards.first, rewards.last, rewards.stride, rewards.sums, rewards.counts, newest, tuple(joined[-MAX_GAPS:])
-    )
+    return Rewards(rewards.last, rewards.stride, rewards.sums, rewards.counts, newest, tuple(joined[-MAX_GAPS:]))
 
 
 def _without_step(unreported: tuple[tuple[int, int], ...], step: int) -> tuple[tuple[int, int], ...]:
@@ -92,8 +83,7 @@ def _without_step(unreported: tuple[tuple[int, int], ...], step: int) -> tuple[t
 
 
 def _with_reward(rewards: Rewards, step: int, reward: float) -> Rewards:
-    first = dict(sorted({**rewards.first, step: reward}.items())[:MAX_STEPS_PER_END])
-    last = dict(sorted({**rewards.last, step: reward}.items())[-MAX_STEPS_PER_END:])
+    last = dict(sorted({**rewards.last, step: reward}.items())[-MAX_LAST_STEPS:])
     stride, sums, counts = rewards.stride, list(rewards.sums), list(rewards.counts)
     while (point := (step - 1) // stride) >= MAX_CURVE_POINTS:  # merge neighbouring points
         stride *= 2
@@ -103,4 +93,4 @@ def _with_reward(rewards: Rewards, step: int, reward: float) -> Rewards:
     counts += [0] * (point + 1 - len(counts))
     sums[point] += reward
     counts[point] += 1
-    return Rewards(first, last, stride, tuple(sums), tuple(counts), rewards.newest, rewards.unreported)
+    return Rewards(last, stride, tuple(sums), tuple(counts), rewards.newest, rewards.unreported)

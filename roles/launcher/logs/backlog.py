@@ -56,11 +56,6 @@ class Backlog:
                 remaining -= len(chunk)
             return b"".join(chunks)
 
-    @property
-    def empty(self) -> bool:
-        """Return whether there is nothing to write, not even a notice of dropped lines."""
-        return not self.size and not self._missing
-
     def _drop(self, lines: bytes) -> None:
         self.size -= len(lines)
         self._missing += len(lines)

@@ -69,20 +69,13 @@ class RotatingLog:
             with contextlib.suppress(OSError):
                 os.fdatasync(self._fd)
 
-    def close(self) -> bool:
-        """Fsync and close the file; return False if the appended lines may not be on the disk."""
-        try:
-            if self._fd is not None:
-                os.fsync(self._fd)
-            return True
-        except OSError:
-            return False
-        finally:
-            self._close_file()
-
-    def _rotate(self) -> None:
+    def close(self) -> None:
+        """Write the appended lines to the disk, if that is possible, and close the file."""
         self.sync()
         self._close_file()
+
+    def _rotate(self) -> None:
+        self.close()
         names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._files))]
         for newer, older in reversed(list(pairwise(names))):
             if newer.exists():

@@ -50,8 +50,6 @@ class LogPump:
         self._wakeup = threading.Event()
         self._ended = False
         self._closing = threading.Event()
-        self._writing = False
-        self._saved = False
         self._reader = threading.Thread(target=self._read, name="log reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="log writer", daemon=True)
 
@@ -59,11 +57,6 @@ class LogPump:
         """Start both threads."""
         self._reader.start()
         self._writer.start()
-
-    @property
-    def busy(self) -> bool:
-        """Whether lines are waiting to be written to the file."""
-        return self._writing or not self._queued.empty
 
     def last_line(self, folder: Path | None = None) -> str:
         """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`.
@@ -78,18 +71,13 @@ class LogPump:
         place = "" if folder is None else place_in_traceback(lines, folder)
         return last_lines(lines[-1] if lines else "") + (f" ({place})" if place else "")
 
-    def finish(self, within: float = DRAIN_TIMEOUT_S) -> bool:
-        """Wait up to ``within`` seconds until the pipe has ended and the file is written; later output is lost.
-
-        Returns:
-            Whether everything that was read is in the file and on the disk.
-        """
+    def finish(self, within: float = DRAIN_TIMEOUT_S) -> None:
+        """Wait up to ``within`` seconds until the pipe has ended and the file is written; later output is lost."""
         deadline = time.monotonic() + within
         self._reader.join(within)
         self._closing.set()
         self._wakeup.set()
         self._writer.join(max(0.0, deadline - time.monotonic()))
-        return self._saved and not self.busy
 
     # ── threads ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _read(self) -> None:
@@ -132,22 +120,18 @@ class LogPump:
         while True:
             self._wakeup.clear()
             over = self._ended or self._closing.is_set()
-            self._writing = True  # before pop_oldest(), so that busy stays true
             unwritten = unwritten or self._queued.pop_oldest(_WRITE_BYTES)
             if unwritten:
                 unwritten = unwritten[self._log.append(unwritten) :]
                 unsynced_since = min(unsynced_since, time.monotonic())
-                if not unwritten:
-                    self._writing = False
-                elif self._closing.is_set():
+                if unwritten and self._closing.is_set():
                     return
-                else:
+                if unwritten:
                     self._closing.wait(RETRY_INTERVAL_S)
             elif over:
-                self._writing, self._saved = False, self._log.close()
+                self._log.close()
                 return
             else:
-                self._writing = False
                 due = unsynced_since + SYNC_INTERVAL_S
                 self._wakeup.wait(None if due == inf else max(0.0, due - time.monotonic()))
             if time.monotonic() >= unsynced_since + SYNC_INTERVAL_S:

@@ -6,18 +6,18 @@ from typing import Any
 
 from rrl.config.health_rules import Rules
 from rrl.core.types import Finding, NodeName, Verdict
-from rrl.health.checks.evaluate import evaluate
+from rrl.health.checks.evaluate import NodeChecks
 from rrl.health.checks.node_state import NodeState
 from rrl.health.readers.samples import (
     DcgmData,
     FabricData,
     FabricPort,
-    Gpu,
     GpuXid,
     HostData,
     KernelData,
     KernelEvent,
     Mount,
+    NvidiaGpu,
     NvLink,
     NvmlData,
     Reading,
@@ -30,10 +30,7 @@ FIELDS: dict[str, Any] = {
     "recovery_action": "none",
     "ecc_volatile_corrected": 0,
     "ecc_volatile_uncorrected": 0,
-    "ecc_aggregate_corrected": 0,
     "ecc_aggregate_uncorrected": 0,
-    "remapped_corrected": 0,
-    "remapped_uncorrected": 0,
     "remap_pending": False,
     "remap_failed": False,
     "temperature": 50,
@@ -61,13 +58,13 @@ FIELDS: dict[str, Any] = {
 LINKS = tuple(NvLink(link=i, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for i in range(4))
 
 
-def gpu(index: int, **fields: Any) -> Gpu:
+def gpu(index: int, **fields: Any) -> NvidiaGpu:
     named = {"uuid": f"GPU-{index}", "pci": f"0000:{index:02x}:00", "nvlinks": LINKS}
-    return Gpu(index=index, **{**named, **FIELDS, **fields})
+    return NvidiaGpu(index=index, **{**named, **FIELDS, **fields})
 
 
 def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
-    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand", **fields}
+    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", **fields}
     return FabricPort(device=device, port=1, **given)
 
 
@@ -88,6 +85,7 @@ class ObservedNode:
 
     def __init__(self, rules: Rules = Rules()) -> None:
         self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0
+        self.checks = NodeChecks(NODE)
         self.found: list[Finding] = []
 
     def reads(self, *data: Any, times: int = 1, every: float = 1.0) -> ObservedNode:
@@ -104,7 +102,7 @@ class ObservedNode:
         self.now += 1
         return self
 
-    def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
+    def gpus(self, *gpus: NvidiaGpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
         """Add ``times`` NVML samples, ``every`` s apart.
 
         A sample has ``gpus``, and a healthy GPU 0 and GPU 1 if ``gpus`` lacks these indices.
@@ -126,7 +124,7 @@ class ObservedNode:
         return self
 
     def check_again(self) -> ObservedNode:
-        self.found = evaluate(self.node_state, NODE, self.rules, self.now)
+        self.found = self.checks.evaluate(self.node_state, self.rules, self.now)
         return self
 
     def of(self, detector: str) -> list[Finding]:

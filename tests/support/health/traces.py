@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, DataReport, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.records import ReplicaView
@@ -37,13 +37,9 @@ def agent_of(node: str) -> Incarnation:
 
 
 def detect_fresh(monitor: HealthMonitor, now: float, limits: Limits = LIMITS) -> tuple[list[Finding], float]:
-    """Return the result of ``detect`` for a copy of the monitor that has no cached results (``memo``)."""
-    memo, monitor.memo = monitor.memo, None
-    try:
-        copy: HealthMonitor = pickle.loads(pickle.dumps(monitor))  # a sixth of the time of deepcopy
-    finally:
-        monitor.memo = memo
-    return detect(copy, limits, now)
+    """Return the result of a full evaluation of a copy of the monitor."""
+    copy: HealthMonitor = pickle.loads(pickle.dumps(monitor))  # a sixth of the time of deepcopy
+    return Detection(copy).detect(limits, now)
 
 
 def brief(findings: Collection[Finding]) -> set[Observed]:
@@ -59,6 +55,7 @@ class Trace:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits, self.monitor, self.now = limits, HealthMonitor(), 1000.0
         self.monitor.set_limits(limits)
+        self.detection = Detection(self.monitor)
         self.done: dict[Incarnation, int] = {}
         self.heartbeat_missing: set[Incarnation] = set()
         self.still: set[Incarnation] = set()

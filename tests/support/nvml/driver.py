@@ -74,7 +74,7 @@ _REASONS = (
 TEXTS = ("uuid", "name", "serial", "vbios", "pci")
 LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
 FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))
-"""Names that :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few that only the
+"""Names that :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: fields of samples.NvidiaGpu, and a few that only the
 stand-in has."""
 
 FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) - {"nvmlInit_v2"}

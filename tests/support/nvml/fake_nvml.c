@@ -56,14 +56,11 @@ enum {
     X(temperature_shutdown, 95)                                                                                        \
     X(temperature_margin, UNSUPPORTED)                                                                                 \
     X(temperature_slowdown_tlimit, UNSUPPORTED)                                                                        \
-    X(temperature_shutdown_tlimit, UNSUPPORTED)                                                                        \
     X(temperature_memory, 52)                                                                                          \
     X(temperature_memory_max, 105)                                                                                     \
     X(clock_reasons, 1)                                                                                                \
     X(clock_sm, 1980)                                                                                                  \
     X(clock_sm_max, 1980)                                                                                              \
-    X(power, 118000)                                                                                                   \
-    X(power_limit, 700000)                                                                                             \
     X(utilization, 0)                                                                                                  \
     X(memory_used, 4194304)                                                                                            \
     X(memory_reserved, 524288000)                                                                                      \
@@ -350,8 +347,6 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci) {
         DEVICE_CALL();                                                                                                 \
         return number(s->integer[g][I_##field], out);                                                                  \
     }
-NUMBER_CALL(nvmlDeviceGetPowerUsage, power)
-NUMBER_CALL(nvmlDeviceGetEnforcedPowerLimit, power_limit)
 NUMBER_CALL(nvmlDeviceGetPcieReplayCounter, pcie_replays)
 NUMBER_CALL(nvmlDeviceGetCurrPcieLinkGeneration, pcie_gen)
 NUMBER_CALL(nvmlDeviceGetMaxPcieLinkGeneration, pcie_gen_max)
@@ -444,7 +439,7 @@ static int64_t field(const struct state *s, int g, unsigned id, unsigned scope, 
         {31, UNSIGNED_INT, I_retired_pending}, {82, UNSIGNED_INT, I_temperature_memory}, {91, UNSIGNED_INT, I_nvlinks},
         {94, UNSIGNED_INT, I_pcie_replays}, {142, UNSIGNED_INT, I_remapped_corrected},
         {143, UNSIGNED_INT, I_remapped_uncorrected}, {144, UNSIGNED_INT, I_remap_pending},
-        {145, UNSIGNED_INT, I_remap_failed}, {193, SIGNED_INT, I_temperature_shutdown_tlimit},
+        {145, UNSIGNED_INT, I_remap_failed},
         {194, SIGNED_INT, I_temperature_slowdown_tlimit},
 #ifndef OLD_DRIVER
         {230, UNSIGNED_INT, I_recovery_action},

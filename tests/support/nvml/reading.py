@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rrl.health.readers.samples import Gpu, NvmlData
+from rrl.health.readers.samples import NvidiaGpu, NvmlData
 
 SECONDS = 60.0
 """Deadline (s) of one read in a new process, which only a broken build reaches."""
@@ -54,13 +54,13 @@ def read_in_child(environ: Mapping[str, str]) -> NvmlData:
     return msgspec.json.decode(result_of_child(environ), type=NvmlData)
 
 
-def reading_error(gpu: Gpu, healthy: Gpu) -> list[str]:
+def reading_error(gpu: NvidiaGpu, healthy: NvidiaGpu) -> list[str]:
     """Return what is wrong with a sample of which a part could not be read; empty if nothing is wrong.
 
     A value is wrong if it differs from ``healthy`` and is not missing with a reason.
     """
     wrong = []
-    for field in Gpu.__struct_fields__:
+    for field in NvidiaGpu.__struct_fields__:
         value = getattr(gpu, field)
         if field in ("unread", "lost") or value == getattr(healthy, field):
             continue

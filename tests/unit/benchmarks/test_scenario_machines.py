@@ -261,7 +261,7 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("kernel", 'text = "NVRM: Xid (PCI:0000:1b:00): 79, x"'), 'do = "xid", xid = 79'),
         (event("port", 'set = {state = "Down"}'), 'state cannot be Down; did you mean "DOWN"?'),
         (event("port", 'set = {physical = "linkup"}'), 'physical cannot be linkup; did you mean "LinkUp"?'),
-        (event("port", 'set = {link_layer = "RoCE"}'), "it can be InfiniBand, Ethernet"),
+        (event("gpu", 'set = {fabric_state = "done"}'), "it can be "),
         (CRASH + CRASH + event("cut", 'after = "first"'), "event.2.after: several events are called first"),
         (
             event("cut", 'name = "a"\nafter = "b"') + event("cut", 'name = "b"\nafter = "a"'),

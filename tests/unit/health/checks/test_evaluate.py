@@ -89,7 +89,7 @@ def test_rules_of_a_site_set_expectations_check_modes_xid_classes_and_limits() -
     )
     assert (rules.expect.gpus, rules.expect.mounts, rules.gpu.hot) == (8, ("/scratch",), 60)
     assert (rules.checks, rules.xid.classes) == ({"gpu_throttle": "off"}, {"109": "app"})
-    assert rules.required_readers == {"nvml"}
+    assert rules.required_readers("nvml") == {"nvml"}
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from rrl.health.readers.samples import (
     DcgmData,
     DcgmIncident,
     FabricData,
-    Gpu,
     GpuProcess,
     KernelEvent,
     Mount,
+    NvidiaGpu,
     NvLink,
     NvmlData,
     StuckProcess,
@@ -33,7 +33,7 @@ def ill(node: ObservedNode) -> list[Finding]:
     return [one for one in node.found if one.verdict in (Verdict.FAIL, Verdict.WARN)]
 
 
-def old_driver(index: int = 0, **fields: Any) -> Gpu:
+def old_driver(index: int = 0, **fields: Any) -> NvidiaGpu:
     """Return a GPU as a driver before r570 reports it, without a recovery action."""
     return gpu(index, **{"recovery_action": None, "unread": {"recovery_action": "not known to this driver"}, **fields})
 

@@ -1,4 +1,4 @@
-"""``detect``: stable findings, a correct time of the next evaluation, and a memo that does not change the result."""
+"""``Detection``: stable findings, a correct time of the next evaluation, and no influence of earlier results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rrl.core.phases import PhaseSpec
 from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection import detect as guards
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.detectors.base import RECONNECT_S
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
@@ -42,23 +42,23 @@ SHORT = Limits(
 
 # ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_monitor_without_observations_has_no_findings_and_no_next_evaluation() -> None:
-    assert detect(HealthMonitor(), LIMITS, 5.0) == ([], inf)
+    assert Detection(HealthMonitor()).detect(LIMITS, 5.0) == ([], inf)
 
 
 def test_healthy_run_is_evaluated_again_at_the_first_silence_deadline() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
-    assert detect(trace.monitor, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
+    assert trace.detection.detect(LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
 
 
 def test_evaluation_at_the_returned_time_finds_what_became_due() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.heartbeat_missing.add(ROLLOUT)
-    _, due = detect(trace.monitor, LIMITS, trace.now)
+    _, due = trace.detection.detect(LIMITS, trace.now)
     trace.play(9)
-    assert detect(trace.monitor, LIMITS, nextafter(due, 0.0))[0] == []
-    found, _ = detect(trace.monitor, LIMITS, due)
+    assert trace.detection.detect(LIMITS, nextafter(due, 0.0))[0] == []
+    found, _ = trace.detection.detect(LIMITS, due)
     assert [f.detector for f in found] == ["worker_silence"]
 
 
@@ -68,54 +68,54 @@ def test_hung_replica_is_evaluated_again_at_its_silence_deadline() -> None:
     trace.still.add(ROLLOUT)
     trace.play(310)
     trace.monitor.on_agent_message(NodeName("n1"), agent_of("n1"), trace.now + 5)
-    found, again = detect(trace.monitor, LIMITS, trace.now + 5)
+    found, again = trace.detection.detect(LIMITS, trace.now + 5)
     assert ([f.detector for f in found], again) == (["no_progress"], trace.now + LIMITS.silence)
-    assert [f.detector for f in detect(trace.monitor, LIMITS, again)[0]] == ["worker_silence"]
+    assert [f.detector for f in trace.detection.detect(LIMITS, again)[0]] == ["worker_silence"]
 
 
 def test_clock_that_runs_backwards_causes_a_full_evaluation() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    assert detect(trace.monitor, LIMITS, trace.now + 60)[0]
-    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+    assert trace.detection.detect(LIMITS, trace.now + 60)[0]
+    assert trace.detection.detect(LIMITS, trace.now)[0] == []
 
 
 def test_changed_limits_apply_at_once() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(7)
-    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
-    assert [f.detector for f in detect(trace.monitor, SHORT, trace.now)[0]] == ["worker_silence"]
+    assert trace.detection.detect(LIMITS, trace.now)[0] == []
+    assert [f.detector for f in trace.detection.detect(SHORT, trace.now)[0]] == ["worker_silence"]
 
 
 def test_removed_replica_has_no_finding() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
-    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
+    assert len(trace.detection.detect(LIMITS, trace.now)[0]) == 1
     trace.monitor.remove(ROLLOUT)
-    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+    assert trace.detection.detect(LIMITS, trace.now)[0] == []
 
 
 def test_released_node_has_no_findings() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_node_status(NodeName("n1"), "down", "", trace.now)
-    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
+    assert len(trace.detection.detect(LIMITS, trace.now)[0]) == 1
     trace.monitor.remove_node(NodeName("n1"))
-    assert detect(trace.monitor, LIMITS, trace.now) == ([], inf)
+    assert trace.detection.detect(LIMITS, trace.now) == ([], inf)
 
 
 def test_node_without_current_incarnations_has_no_findings() -> None:
     trace = Trace().node("n1")
     trace.monitor.remove(agent_of("n1"))
-    assert len(detect(trace.monitor, LIMITS, trace.now + 60)[0]) == 1
+    assert len(trace.detection.detect(LIMITS, trace.now + 60)[0]) == 1
     trace.monitor.remove_node(NodeName("n1"))
-    assert detect(trace.monitor, LIMITS, trace.now + 60) == ([], inf)
+    assert trace.detection.detect(LIMITS, trace.now + 60) == ([], inf)
 
 
 def test_returned_list_belongs_to_the_caller() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
-    detect(trace.monitor, LIMITS, trace.now)[0].clear()
-    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
+    trace.detection.detect(LIMITS, trace.now)[0].clear()
+    assert len(trace.detection.detect(LIMITS, trace.now)[0]) == 1
 
 
 def test_heartbeat_causes_evaluation_of_its_own_node_only(monkeypatch: Any) -> None:
@@ -130,10 +130,10 @@ def test_heartbeat_causes_evaluation_of_its_own_node_only(monkeypatch: Any) -> N
     trace = Trace()
     for index in range(200):
         trace.node(f"n{index}", Incarnation(ReplicaId(f"rollout/{index}"), 1))
-    detect(trace.monitor, LIMITS, trace.now)
+    trace.detection.detect(LIMITS, trace.now)
     judged.clear()
     trace.monitor.on_heartbeat(Incarnation(ReplicaId("rollout/7"), 1), "generate", 1, None, trace.now + 1)
-    detect(trace.monitor, LIMITS, trace.now + 1)
+    trace.detection.detect(LIMITS, trace.now + 1)
     assert judged == ["n7"]
 
 
@@ -141,10 +141,10 @@ def test_heartbeats_do_not_grow_the_queue() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER, phase="train")
     for _ in range(300):
         trace.play(1)
-        detect(trace.monitor, LIMITS, trace.now)
-    memo = trace.monitor.memo
-    assert isinstance(memo, guards._Memo)
-    assert len(memo.queue) <= 4
+        trace.detection.detect(LIMITS, trace.now)
+    results = trace.detection._results
+    assert results is not None
+    assert len(results.queue) <= 4
 
 
 def test_day_of_a_healthy_run_has_no_findings() -> None:
@@ -155,14 +155,14 @@ def test_day_of_a_healthy_run_has_no_findings() -> None:
             trace.enter(incarnation, "wait_weights")
         for _ in range(40):
             trace.play(5)
-            assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+            assert trace.detection.detect(LIMITS, trace.now)[0] == []
         trace.enter(TRAINER, "checkpoint")
         trace.play(20)
         trace.enter(TRAINER, "wait_data")
         for incarnation in ROLLOUTS:
             trace.enter(incarnation, "generate")
         trace.play(200)
-        assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+        assert trace.detection.detect(LIMITS, trace.now)[0] == []
 
 
 # ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -306,11 +306,13 @@ _few = examples(40, many=1000)
 
 @_few
 @given(traces)
-def test_memo_gives_the_same_findings_as_a_full_evaluation(trace: Any) -> None:
+def test_earlier_results_give_the_same_findings_as_a_full_evaluation(trace: Any) -> None:
+    detection: Detection | None = None
     for monitor, now in played(trace):
+        detection = detection or Detection(monitor)
         full = detect_fresh(monitor, now, SHORT)
-        assert detect(monitor, SHORT, now) == full
-        assert detect(monitor, SHORT, now) == full, "a second call without new input has another result"
+        assert detection.detect(SHORT, now) == full
+        assert detection.detect(SHORT, now) == full, "a second call without new input has another result"
 
 
 @_few
@@ -341,9 +343,11 @@ def _to_probe(monitor: HealthMonitor, now: float, found: list[Finding]) -> set[I
 
 @_few
 @given(traces)
-def test_due_probes_are_the_same_with_and_without_memo(trace: Any) -> None:
+def test_due_probes_are_the_same_with_and_without_earlier_results(trace: Any) -> None:
+    detection: Detection | None = None
     for monitor, now in played(trace):
-        detect(monitor, SHORT, now)
+        detection = detection or Detection(monitor)
+        detection.detect(SHORT, now)
         remembered = due_probes(monitor, SHORT, now)
         everything = deepcopy(monitor)
         everything.dirty.update(monitor.nodes)
@@ -354,7 +358,7 @@ def test_due_probes_are_the_same_with_and_without_memo(trace: Any) -> None:
 @given(traces)
 def test_findings_are_about_current_incarnations_with_one_per_subject(trace: Any) -> None:
     for monitor, now in played(trace):
-        found, _ = detect(monitor, SHORT, now)
+        found, _ = Detection(monitor).detect(SHORT, now)
         subjects = [f.incarnation or f.node for f in found]
         assert len(subjects) == len(set(subjects))
         failed = {f.node for f in found if f.node is not None and f.verdict is Verdict.FAIL}
@@ -375,7 +379,7 @@ def test_findings_are_about_current_incarnations_with_one_per_subject(trace: Any
 @given(traces)
 def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(trace: Any) -> None:
     for monitor, now in played(trace):
-        found = detect(monitor, SHORT, now)[0]
+        found = Detection(monitor).detect(SHORT, now)[0]
         for finding in found:
             assert finding.detector not in RAW
             if finding.incarnation is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
@@ -428,7 +432,7 @@ def test_replica_with_heartbeats_and_progress_never_has_a_finding(
     trace.heartbeat_missing |= trouble
     for some in seconds:
         trace.play(some)
-        found = {f.incarnation for f in detect(trace.monitor, LIMITS, trace.now)[0]}
+        found = {f.incarnation for f in trace.detection.detect(LIMITS, trace.now)[0]}
         assert found <= trouble
 
 
@@ -442,10 +446,10 @@ def test_only_proof_is_found_before_the_grace_after_a_restart_ends(trace: Any) -
         assert all(f.detector in ("exit_record", "step_gone") for f in found)
 
 
-def test_detect_changes_nothing_but_its_memo() -> None:
+def test_detect_changes_no_observation() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.heartbeat_missing |= {ROLLOUT, agent_of("n1")}
     trace.play(30)
     copy = deepcopy(trace.monitor)
-    assert detect(trace.monitor, LIMITS, trace.now) == detect(copy, LIMITS, trace.now)
+    assert trace.detection.detect(LIMITS, trace.now) == Detection(copy).detect(LIMITS, trace.now)
     assert trace.found() >= {fail("worker_silence", ROLLOUT)}

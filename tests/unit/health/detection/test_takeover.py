@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from rrl.core.run_spec import Limits
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.base import RECONNECT_S, heartbeat_slack
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, Trace, agent_of, fail
 
@@ -51,12 +50,12 @@ def test_silence_that_was_found_is_waited_for_again_once_others_return() -> None
     trace = many()
     first, *others = WORKERS
     trace.play(LIMITS.silence)
-    found = detect(trace.monitor, LIMITS, trace.now)[0]
+    found = trace.detection.detect(LIMITS, trace.now)[0]
     assert {finding.node for finding in found if finding.detector == "node_lost"} == set(WORKERS)
     returns(trace, first)
-    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+    assert trace.detection.detect(LIMITS, trace.now)[0] == []
     trace.play(heartbeat_slack(LIMITS))
-    found = detect(trace.monitor, LIMITS, trace.now)[0]
+    found = trace.detection.detect(LIMITS, trace.now)[0]
     assert {finding.node for finding in found if finding.detector == "node_lost"} == set(others)
 
 

@@ -20,7 +20,7 @@ def plant(folder: Path, files: dict[str, str]) -> None:
         (folder / path).write_text(text + "\n")
 
 
-def device(root: Path, name: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", net: str = "") -> None:
+def device(root: Path, name: str, *, state: str = "4: ACTIVE", net: str = "") -> None:
     port = f"sys/class/infiniband/{name}/ports/1"
     plant(
         root,
@@ -28,7 +28,6 @@ def device(root: Path, name: str, *, state: str = "4: ACTIVE", layer: str = "Inf
             f"{port}/state": state,
             f"{port}/phys_state": "5: LinkUp",
             f"{port}/rate": "400 Gb/sec (4X NDR)",
-            f"{port}/link_layer": layer,
             **{f"{port}/counters/{file}": text for file, text in _COUNTERS.items()},
             **{f"{port}/hw_counters/{file}": text for file, text in _HW.items()},
         },
@@ -48,7 +47,7 @@ def test_port_reading_has_all_counters(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_0")
     (port,) = reader(tmp_path).read().ports
     assert (port.device, port.port, port.state, port.physical) == ("mlx5_0", 1, "ACTIVE", "LinkUp")
-    assert (port.rate, port.link_layer) == (400.0, "InfiniBand")
+    assert port.rate == 400.0
     assert port.counters["symbol_error"] == 7
     assert port.counters["rnr_nak_retry_err"] == 2
     assert "port_xmit_wait" not in port.counters  # the device has no such counter
@@ -57,7 +56,7 @@ def test_port_reading_has_all_counters(tmp_path: Path) -> None:
 
 
 def test_roce_port_has_the_carrier_changes_of_its_interface(tmp_path: Path) -> None:
-    device(tmp_path, "mlx5_2", layer="Ethernet", net="ens1f0np0")
+    device(tmp_path, "mlx5_2", net="ens1f0np0")
     (port,) = reader(tmp_path).read().ports
     assert port.counters["carrier_changes"] == 3
 

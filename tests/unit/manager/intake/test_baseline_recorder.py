@@ -8,7 +8,7 @@ import pytest
 from rrl.core.launch import tag_of
 from rrl.core.types import Incarnation, NodeName, Outcome, Verdict
 from rrl.health.detection.baselines import DurationStats, RoleBaseline
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake import finding_gate as of_managers
 from rrl.manager.intake.finding_gate import BASELINE_CHECK_INTERVAL_S, BaselineRecorder, restore_monitor
@@ -50,7 +50,7 @@ def time_until_hang_found(state: State, phase: str) -> float:
     for tick in range(1, 1500):
         now = began + tick * heartbeat
         monitor.on_heartbeat(INCARNATION, phase, 3, None, now)
-        found, _ = detect(monitor, limits, now)
+        found, _ = Detection(monitor).detect(limits, now)
         if any(finding.verdict is Verdict.FAIL and finding.incarnation == INCARNATION for finding in found):
             return now - began
     return float("inf")

@@ -25,7 +25,7 @@ from rrl.core.types import (
     Verdict,
     replica_id,
 )
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.health.detection.detectors.stack_samples import FIRST_SAMPLE_S
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, await_stacks
@@ -409,7 +409,7 @@ async def _generates_then_stalls(investigation: Investigation, until: Callable[[
         done += second < 10
         investigation.monitor.on_agent_message(node, agent, investigation.now())
         investigation.monitor.on_heartbeat(investigation.incarnation, "generate", done, None, investigation.now())
-        detected, _ = detect(investigation.monitor, LIMITS, investigation.now())
+        detected, _ = Detection(investigation.monitor).detect(LIMITS, investigation.now())
         findings, _ = await investigation.consider(*detected)
         if until():
             return findings
@@ -428,7 +428,7 @@ def test_suspect_that_replies_to_its_probe_is_not_failed(tmp_path: Path) -> None
         assert probe.incarnation == desk.incarnation
         desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, probe.id, ProbeResult.WORKS, "a token"))
         await asyncio.sleep(LIMITS.probe / 3)
-        detected, _ = detect(desk.monitor, LIMITS, desk.now())
+        detected, _ = Detection(desk.monitor).detect(LIMITS, desk.now())
         assert [one for one in detected if one.verdict is Verdict.FAIL] == []
         assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 1
 
@@ -442,7 +442,7 @@ def test_probe_reply_that_work_is_impossible_fails_the_replica(tmp_path: Path) -
             desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite"
         )
         desk.suspicion.on_reply(failed)
-        (found,) = [one for one in detect(desk.monitor, LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
+        (found,) = [one for one in Detection(desk.monitor).detect(LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
         assert "RuntimeError:   not finite" in found.evidence[0].text
 
     play(tmp_path, story)
@@ -453,7 +453,7 @@ def test_replica_without_probe_reply_fails_with_its_collected_stacks(tmp_path: P
         failed: list[Finding] = []
 
         def fails() -> bool:
-            found = detect(desk.monitor, LIMITS, desk.now())[0]
+            found = Detection(desk.monitor).detect(LIMITS, desk.now())[0]
             failed[:] = [one for one in found if one.verdict is Verdict.FAIL]
             return bool(failed)
 
@@ -502,7 +502,7 @@ def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path)
             incarnation = desk.world.state.replica(one).incarnation
             desk.monitor.on_heartbeat(incarnation, "train", 0, None, desk.now())
             desk.monitor.on_load(incarnation, 1.0, 1.0, desk.now())
-        detect(desk.monitor, LIMITS, desk.now())
+        Detection(desk.monitor).detect(LIMITS, desk.now())
         await desk.consider()
         assert {order.target.replica for _, order in desk.stack_requests()} == set(members)
         await desk.consider()
@@ -531,7 +531,7 @@ def test_sample_that_no_agent_answers_counts_as_unequal(tmp_path: Path) -> None:
         await asyncio.sleep(FIRST_SAMPLE_S)
         desk.monitor.on_heartbeat(replica.incarnation, "train", 0, None, desk.now())
         desk.monitor.on_load(replica.incarnation, 1.0, 1.0, desk.now())
-        detect(desk.monitor, LIMITS, desk.now())
+        Detection(desk.monitor).detect(LIMITS, desk.now())
         await desk.consider()
         assert desk.stack_requests() != []
         await asyncio.sleep(STACKS_TIMEOUT_S + 1)

@@ -25,7 +25,7 @@ from rrl.core.types import (
     ReplicaId,
     Version,
 )
-from rrl.health.detection.detect import detect
+from rrl.health.detection.detect import Detection
 from rrl.manager.intake.message_handler import OUTSIDE_SHOWN_AFTER_S
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch
@@ -204,7 +204,7 @@ def test_exception_of_an_ended_process_reaches_its_finding_on_every_way(hearing:
         hearing.next_manager()
         deliver()
         assert hearing.events == ([] if deliver is restored else [ended])
-        [finding] = detect(hearing.monitor, Limits(), 100.0)[0]
+        [finding] = Detection(hearing.monitor).detect(Limits(), 100.0)[0]
         assert finding.exception == exception
 
 
@@ -276,7 +276,7 @@ def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handl
     hearing.handle(WANTED, HELLO, msg.Goodbye(R1))
     if managers == 2:
         hearing.next_manager()
-        assert detect(hearing.monitor, hearing.context.state().job.limits, 200.0)[0] == []
+        assert Detection(hearing.monitor).detect(hearing.context.state().job.limits, 200.0)[0] == []
     (welcome,) = hearing.handle(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
     assert isinstance(welcome, msg.Welcome)
     (refused,) = hearing.handle(msgspec.structs.replace(HELLO, pid=44), peer=b"third")

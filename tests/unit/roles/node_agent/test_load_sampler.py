@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import GpuUse
-from rrl.health.readers.samples import Gpu
+from rrl.health.readers.samples import Accelerator
 from rrl.roles.node_agent.load_sampler import gpu_use
 
 GIB = 2**30
 
 
-def gpu(index: int, utilization: int | None = 50, used: int | None = 20 * GIB) -> Gpu:
-    return Gpu(index=index, uuid=f"GPU-{index}", utilization=utilization, memory_used=used, memory_total=80 * GIB)
+def gpu(index: int, utilization: int | None = 50, used: int | None = 20 * GIB) -> Accelerator:
+    return Accelerator(
+        index=index, uuid=f"GPU-{index}", utilization=utilization, memory_used=used, memory_total=80 * GIB
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,6 @@ def gpu(index: int, utilization: int | None = 50, used: int | None = 20 * GIB) -
     ids=["no reading", "no GPU", "all", "by number", "by UUID", "none of ours", "partly read", "not read"],
 )
 def test_gpu_load_of_a_run_is_the_mean_over_its_gpus(
-    gpus: tuple[Gpu, ...] | None, own: tuple[str, ...], expected: GpuUse | None
+    gpus: tuple[Accelerator, ...] | None, own: tuple[str, ...], expected: GpuUse | None
 ) -> None:
     assert gpu_use(gpus, own) == expected

@@ -181,7 +181,9 @@ def test_readers_that_cannot_start_are_reported_once_and_the_agent_continues(tmp
 def test_checks_that_raise_are_reported_once_and_the_agent_continues(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as lab_node:
-            lab_node.start("nvml", patch="import rrl.roles.node_agent.node_monitor as n; n.evaluate = None; ")
+            lab_node.start(
+                "nvml", patch="import rrl.roles.node_agent.node_monitor as n; n.NodeChecks.evaluate = None; "
+            )
             assert [finding.detector for finding in (await lab_node.manager.wait_for(AgentHello)).findings] == [
                 "watching"
             ]
@@ -198,8 +200,8 @@ def test_checks_that_raise_later_are_reported_at_that_time(tmp_path: Path) -> No
             lab_node.start(
                 "nvml",
                 patch=(
-                    "import time; import rrl.roles.node_agent.node_monitor as n; real = n.evaluate; "
-                    "n.evaluate = lambda *given: real(*given) if time.monotonic() < until else None; "
+                    "import time; import rrl.roles.node_agent.node_monitor as n; real = n.NodeChecks.evaluate; "
+                    "n.NodeChecks.evaluate = lambda *given: real(*given) if time.monotonic() < until else None; "
                     "until = time.monotonic() + 6.0; "
                 ),
             )

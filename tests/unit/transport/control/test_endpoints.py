@@ -74,12 +74,9 @@ async def listening(
 
 @asynccontextmanager
 async def dialling(
-    find: Callable[[], Address | None],
-    hello: tuple[Any, ...] = (),
-    keys: RunKeys = KEYS,
-    bounds: sockets.Bounds = sockets.CONTROL_BOUNDS,
+    find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS
 ) -> AsyncGenerator[Dialer]:
-    dialer = Dialer(keys, DOWN, find, lambda: hello, bounds)
+    dialer = Dialer(keys, DOWN, find, lambda: hello)
     task = asyncio.create_task(dialer.run())
     try:
         yield dialer
@@ -454,7 +451,7 @@ def test_peer_that_does_not_read_does_not_block_other_peers() -> None:
     async def test() -> None:
         async with listening(bounds=few) as listener, Proxy(port_of(listener)) as proxy:
             via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
-            async with dialling(lambda: via, (Joined("slow"),), bounds=few):
+            async with dialling(lambda: via, (Joined("slow"),)):
                 slow = (await receive(listener)).peer
                 proxy.hold()
                 for _ in range(200):

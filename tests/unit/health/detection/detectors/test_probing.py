@@ -7,7 +7,6 @@ import pytest
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, ProbeResult, Remedy, ReplicaId
-from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.pass_deadlines import BUSY_DEADLINE_FACTOR as LATEST
 from rrl.health.detection.detectors.pass_deadlines import MIN_SERVICE_WAIT_S
 from rrl.health.detection.detectors.probing import (
@@ -579,7 +578,7 @@ def test_time_of_the_next_probe_is_a_time_of_evaluation() -> None:
     limits = Limits(silence=1000.0)
     now, again = trace.now, 0.0
     while again < last + EARLY_PROBE_S:
-        _, again = detect(trace.monitor, limits, now)
+        _, again = trace.detection.detect(limits, now)
         assert due_probes(trace.monitor, limits, now) == []
         now = again
     assert again == last + EARLY_PROBE_S

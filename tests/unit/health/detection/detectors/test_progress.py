@@ -10,7 +10,6 @@ from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, Phase, PhaseSpec
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Flag, Incarnation, NodeName, RaisedException, Remedy, ReplicaId
-from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.base import SLOW_START_FACTOR
 from rrl.health.detection.detectors.liveness import (
     CPU_ACTIVE_SILENCE_FACTOR,
@@ -714,10 +713,10 @@ def test_job_defined_phase_can_require_progress() -> None:
 def test_first_detect_gives_the_monitor_the_phases_of_the_job() -> None:
     trace = one_rollout("tools")
     limits = Limits(first_pass=0.0, phases={"tools": PhaseSpec(longest=100.0, progresses=True)})
-    detect(trace.monitor, limits, trace.now)
+    trace.detection.detect(limits, trace.now)
     trace.still.add(ROLLOUT)
     trace.play(100)
-    assert brief(detect(trace.monitor, limits, trace.now)[0]) == {fail("no_progress", ROLLOUT)}
+    assert brief(trace.detection.detect(limits, trace.now)[0]) == {fail("no_progress", ROLLOUT)}
 
 
 # ── blocked by another replica ───────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.baselines import STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
-from rrl.health.detection.detect import detect
 from rrl.tests.support.examples import examples
 from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, detect_fresh, warn
 
@@ -166,13 +165,13 @@ def test_ranks_in_lockstep_have_no_straggler() -> None:
 
 @examples(6, many=150)
 @given(st.lists(st.sampled_from([20.0, 100.0]), min_size=6, max_size=6), st.integers(1, 9))
-def test_conclusions_across_nodes_are_the_same_with_and_without_memo(rates: list[float], every: int) -> None:
+def test_conclusions_across_nodes_are_the_same_with_and_without_earlier_results(rates: list[float], every: int) -> None:
     trace = generating()
     trace.rates = dict(zip(ROLLOUTS, rates, strict=True))
     for _ in range(45):
         trace.play(every)
-        assert detect(trace.monitor, LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)
+        assert trace.detection.detect(LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)
     trace.rates = dict.fromkeys(ROLLOUTS, 100.0)
     for _ in range(15):
         trace.play(every)
-        assert detect(trace.monitor, LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)
+        assert trace.detection.detect(LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)

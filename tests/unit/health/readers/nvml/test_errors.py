@@ -13,7 +13,7 @@ from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOption
 from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml import reader as nvml_reader
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.samples import Gpu, GpuXid
+from rrl.health.readers.samples import GpuXid, NvidiaGpu
 from rrl.tests.support.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
 from rrl.tests.support.nvml.reading import SECONDS, reading_error, result_of_child, start
 
@@ -40,7 +40,7 @@ CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvml
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 
-def read_fresh() -> tuple[Gpu, ...]:
+def read_fresh() -> tuple[NvidiaGpu, ...]:
     reader = NvmlReader(ReaderOptions())
     try:
         return reader.read().gpus
@@ -82,7 +82,7 @@ def test_error_of_an_nvml_function_on_all_gpus_loses_only_its_value(driver: Fake
             assert reading_error(now, before) == [], function
             felt |= {function} if now != before else set()
         driver.heal()
-    assert {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetName", "nvmlDeviceGetUtilizationRates"} <= felt
+    assert {"nvmlDeviceGetClockInfo", "nvmlDeviceGetName", "nvmlDeviceGetUtilizationRates"} <= felt
 
 
 @pytest.mark.parametrize("error", EACH_ERROR)
@@ -98,14 +98,14 @@ def test_error_that_prevents_all_reads_is_one_line(driver: FakeDriver, reader: N
 
 
 def test_unsupported_and_forbidden_fields_are_reported_as_such(driver: FakeDriver, reader: NvmlReader) -> None:
-    driver.set(0, "power", None).fail("nvmlDeviceGetComputeRunningProcesses_v3", "NO_PERMISSION", 0)
+    driver.set(0, "clock_sm", None).fail("nvmlDeviceGetComputeRunningProcesses_v3", "NO_PERMISSION", 0)
     driver.fail("field:230", "INVALID_ARGUMENT", 0).fail("nvmlDeviceGetMaxClockInfo", "FUNCTION_NOT_FOUND", 0)
     gpu = reader.read().gpus[0]
-    assert gpu.unread["power"] == "not supported"
+    assert gpu.unread["clock_sm"] == "not supported"
     assert gpu.unread["processes"] == "not permitted"
     assert gpu.unread["recovery_action"] == "not known to this driver"
     assert gpu.unread["clock_sm_max"] == "no such function in this driver"
-    assert (gpu.power, gpu.processes, gpu.recovery_action, gpu.clock_sm_max, gpu.lost) == (None, None, None, None, "")
+    assert [gpu.clock_sm, gpu.processes, gpu.recovery_action, gpu.clock_sm_max, gpu.lost] == [None] * 4 + [""]
 
 
 def test_without_field_values_the_older_functions_are_called(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -158,10 +158,10 @@ def test_a_lost_gpu_that_was_reset_is_found_again(driver: FakeDriver, reader: Nv
     reader.read()
     driver.lose(0)
     assert reader.read().gpus[0].lost
-    driver.heal().set(0, "temperature", 30).set(0, "remapped_uncorrected", 1)
+    driver.heal().set(0, "temperature", 30).set(0, "retired_uncorrected", 1)
     gpu = reader.read().gpus[0]
     assert (gpu.lost, gpu.temperature, gpu.name) == ("", 30, "NVIDIA H100 80GB HBM3 (stand-in)")
-    assert gpu.remapped_uncorrected == 1, "the value from before the reset is missing"
+    assert gpu.retired_uncorrected == 1, "the value from before the reset is missing"
     assert "temperature" not in gpu.unread
 
 

@@ -14,7 +14,7 @@ import pytest
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.queries import MEDIUM_EVERY, SLOW_EVERY
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.samples import Gpu, GpuProcess, NvLink
+from rrl.health.readers.samples import GpuProcess, NvidiaGpu, NvLink
 from rrl.tests.support.nvml.driver import FakeDriver, Value
 from rrl.tests.support.nvml.reading import read_in_child
 
@@ -22,10 +22,7 @@ VALUES: dict[str, Value] = {
     "recovery_action": "drain_and_reset",
     "ecc_volatile_corrected": 11,
     "ecc_volatile_uncorrected": 12,
-    "ecc_aggregate_corrected": 1 << 40,
-    "ecc_aggregate_uncorrected": 14,
-    "remapped_corrected": 15,
-    "remapped_uncorrected": 16,
+    "ecc_aggregate_uncorrected": 1 << 40,
     "remap_pending": True,
     "remap_failed": True,
     "retired_corrected": 19,
@@ -33,14 +30,11 @@ VALUES: dict[str, Value] = {
     "retired_pending": True,
     "temperature": 22,
     "temperature_slowdown": 23,
-    "temperature_shutdown": 24,
     "temperature_memory": 25,
     "temperature_memory_max": 26,
     "clock_reasons": ("sw_power_cap", "hw_thermal"),
     "clock_sm": 28,
     "clock_sm_max": 29,
-    "power": 30,
-    "power_limit": 31,
     "utilization": 32,
     "memory_used": 5 << 30,
     "memory_total": 80 << 30,
@@ -59,7 +53,7 @@ VALUES: dict[str, Value] = {
 """Fields of one GPU, with different values in all fields that could be confused."""
 
 
-def after(reader: NvmlReader, reads: int) -> Gpu:
+def after(reader: NvmlReader, reads: int) -> NvidiaGpu:
     """Read ``reads`` times, and return the first GPU of the last reading."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
@@ -81,7 +75,7 @@ def test_each_field_has_the_value_that_the_driver_reports(driver: FakeDriver, re
     ]
     assert gpu.unread == {}
     checked = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
-    assert checked == set(Gpu.__struct_fields__), "this test does not check all fields of a GPU"
+    assert checked == set(NvidiaGpu.__struct_fields__), "this test does not check all fields of a GPU"
 
 
 def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -160,16 +154,14 @@ def test_no_clock_reason_is_not_the_same_as_an_unread_one(driver: FakeDriver, re
     assert [gpu.clock_reasons for gpu in reader.read().gpus] == [(), None]
 
 
-def test_temperature_limits_given_as_margins_become_temperatures(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_temperature_limit_given_as_a_margin_becomes_a_temperature(driver: FakeDriver, reader: NvmlReader) -> None:
     """From Ada on, GPUs give limits as margins, and nvmlDeviceGetTemperatureThreshold returns no limit.
 
     The GPU is at 40 °C and its margin is 47 K, so that a margin of 0 K is reached at 87 °C.
     """
     driver.set(None, "temperature", 40).set(None, "temperature_margin", 47)
     driver.set(None, "temperature_slowdown", None).set(None, "temperature_slowdown_tlimit", -2)
-    driver.set(None, "temperature_shutdown", None).set(None, "temperature_shutdown_tlimit", -8)
-    gpu = reader.read().gpus[0]
-    assert (gpu.temperature_slowdown, gpu.temperature_shutdown) == (89, 95)
+    assert reader.read().gpus[0].temperature_slowdown == 89
 
 
 def test_memory_in_use_is_without_the_drivers_own_reserve(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -226,12 +218,12 @@ def test_slow_counters_are_read_at_their_interval_and_repeated_in_between(
     driver: FakeDriver, reader: NvmlReader
 ) -> None:
     before = reader.read().gpus[0]
-    driver.link(0, 3, "replay", 7).set(0, "remapped_uncorrected", 1).set(0, "power", 650_000)
+    driver.link(0, 3, "replay", 7).set(0, "retired_uncorrected", 1).set(0, "clock_sm", 650)
     assert after(reader, 1).nvlinks == before.nvlinks
-    assert after(reader, MEDIUM_EVERY).power == 650_000
+    assert after(reader, MEDIUM_EVERY).clock_sm == 650
     gpu = after(reader, SLOW_EVERY)
     assert gpu.nvlinks is not None
-    assert (gpu.nvlinks[3].replay, gpu.remapped_uncorrected) == (7, 1)
+    assert (gpu.nvlinks[3].replay, gpu.retired_uncorrected) == (7, 1)
 
 
 def test_changed_recovery_action_triggers_a_full_read(driver: FakeDriver, reader: NvmlReader) -> None:

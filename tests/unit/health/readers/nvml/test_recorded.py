@@ -42,13 +42,13 @@ def test_recording_of_a_real_gpu_reads_the_same_from_the_fake_driver(path: Path,
 
 
 def test_recorded_driver_can_be_replayed(tmp_path: Path) -> None:
-    driver = FakeDriver(tmp_path).gpus(3).set(1, "temperature", 66).set(1, "power", None).link(1, 4, "replay", 3)
+    driver = FakeDriver(tmp_path).gpus(3).set(1, "temperature", 66).set(1, "clock_sm", None).link(1, 4, "replay", 3)
     driver.set(2, "nvlinks", None).set(0, "clock_reasons", ("sw_power_cap",)).set(0, "recovery_action", "drain_p2p")
     done = recorded(driver.env())
     assert done.returncode == 0, done.stderr
     recording = msgspec.json.decode(done.stdout, type=Recording)
     assert recording.reading.gpus[1].temperature == 66
-    assert recording.calls[1]["power by way 0"] == "not supported"
+    assert recording.calls[1]["clock_sm by way 0"] == "not supported"
     assert recording.calls[0]["recovery_action by field 230"] == "3"
     assert recording.cpu_seconds > 0
     same(recording, tmp_path / "played")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.model.figures.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
+from rrl.manager.model.figures.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_LAST_STEPS, Rewards, add_step
 
 
 def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
@@ -17,11 +17,10 @@ def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None)
     return rewards
 
 
-def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
+def test_last_ten_rewards_and_a_curve_are_kept() -> None:
     rewards = reported(*((step, float(step)) for step in range(1, 601)))
-    assert list(rewards.first) == list(range(1, 11))
     assert list(rewards.last) == list(range(591, 601))
-    assert (rewards.mean_first, rewards.mean_last, rewards.latest) == (5.5, 595.5, 600.0)
+    assert (rewards.mean_last, rewards.latest) == (595.5, 600.0)
     assert len(rewards.points) <= MAX_CURVE_POINTS
     assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 594.5, 598.5], (
         "a point of the curve is not the mean of four steps"
@@ -30,7 +29,7 @@ def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
 
 def test_steps_without_a_reported_reward_leave_no_figures() -> None:
     rewards = reported((1, None), (3, None))
-    assert (rewards.mean_first, rewards.mean_last, rewards.latest, rewards.points) == (None, None, None, ())
+    assert (rewards.mean_last, rewards.latest, rewards.points) == (None, None, ())
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,7 +50,7 @@ def test_first_of_repeated_reports_counts() -> None:
 def test_memory_is_bounded_however_many_steps_go_unreported(steps: range) -> None:
     rewards = reported(*((step, 0.5) for step in steps))
     assert len(rewards.unreported) <= MAX_GAPS
-    assert (len(rewards.first), len(rewards.last)) == (MAX_STEPS_PER_END, MAX_STEPS_PER_END)
+    assert len(rewards.last) == MAX_LAST_STEPS
     assert len(msgspec.msgpack.encode(rewards)) < 6000
 
 
