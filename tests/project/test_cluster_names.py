@@ -13,7 +13,7 @@ from rrl.cluster.traits import CLUSTERS, ClusterName
 ROOT = Path(__file__).parents[2]
 
 
-def test_product_never_asks_for_the_name_of_a_cluster() -> None:
+def test_product_has_no_question_for_the_name_of_a_cluster() -> None:
     asked = cluster_questions(ROOT)
     assert not asked, f"{asked} ask for a cluster's name; ask for one of its traits (cluster/traits.py)"
 
