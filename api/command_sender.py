@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from ..cluster.traits import traits_of
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import Limits
 from ..core.types import OperationFailed
@@ -60,7 +61,7 @@ class ManagerPresence:
     def absent_message(self, action: str) -> str:
         """Return a message that no manager is running to carry out ``action``, and how to start one."""
         waiting = ""
-        if self._job is not None and self._job.cluster == "slurm":
+        if self._job is not None and traits_of(self._job.cluster).manager_is_a_job:
             from ..manager.bootstrap.manager_job import job_name
 
             queued = job_name(self._run.id, self._job)

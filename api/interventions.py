@@ -9,6 +9,7 @@ import getpass
 import time
 from typing import NamedTuple
 
+from ..cluster.traits import traits_of
 from ..core.command_runner import run_coroutine
 from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, Outcome, ReplicaId, UsageError, gang_of
@@ -86,7 +87,7 @@ def await_end(run: RunDir, command: str) -> State | str:
 
 def _check_keep_allowed(run: RunDir) -> None:
     job = job_of(run)
-    if job is not None and job.cluster != "slurm":
+    if job is not None and traits_of(job.cluster).roles_run_here:
         raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
     if job is not None and job.manager.where == "pool":
         raise UsageError(
@@ -98,7 +99,7 @@ def _check_keep_allowed(run: RunDir) -> None:
 def _cancel_pending_managers(run: RunDir) -> bool:
     """Cancel pending manager jobs in Slurm; return whether no such job is left."""
     job = job_of(run)
-    if job is None or job.cluster != "slurm":
+    if job is None or not traits_of(job.cluster).manager_is_a_job:
         return False
     from ..manager.bootstrap import manager_job
 

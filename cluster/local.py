@@ -24,6 +24,7 @@ from ..core.faults import Fault, FaultKind
 from ..core.launch import LAUNCH_ENV, read_launch
 from ..core.processes import AGENT_MODULE, STEP_MODULE, Process, open_pidfd, processes, read_process, send_signal, sweep
 from ..core.run_dir import OwnPath, RunDir, write_atomically
+from ..core.run_spec import RunSpec
 from ..core.types import NodeName
 from .base import (
     STOP_MARGIN_S,
@@ -31,6 +32,7 @@ from .base import (
     AllocationRequest,
     AllocationState,
     AllocationStatus,
+    Cluster,
     ClusterSnapshot,
     NodeState,
     NodeStatus,
@@ -75,6 +77,11 @@ def down_mark(run_dir: RunDir, node: NodeName) -> Path:
     contains the wall-clock time (s) at which the node is up again.
     """
     return run_dir.cluster / "down" / node
+
+
+def open_cluster(run: RunDir, spec: RunSpec, own_tag: str) -> Cluster:
+    """Return the local cluster of a run (:class:`rrl.cluster.traits.ClusterTraits`)."""
+    return LocalCluster(run, python=spec.env.python or sys.executable)
 
 
 class LocalCluster:

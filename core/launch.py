@@ -70,9 +70,9 @@ class Launch(Struct, frozen=True):
     cwd: str
     grace: float
     """Seconds between SIGTERM and SIGKILL of the role's process group."""
-    dies_with_launcher: bool
-    """True if the step must end with its parent (slurmstepd); False on the local cluster, where roles outlive the
-    manager."""
+    virtual_node: bool
+    """True if the node is a virtual node of the manager's machine: the step outlives its parent, a manager, and listens
+    on the loopback address. Any other step ends with its parent (slurmstepd)."""
     standby: bool = False
     """True for a standby process: the command waits at ``with rrl.join()`` until it is promoted to an incarnation of a
     role."""

@@ -442,7 +442,7 @@ class RunSpec(Struct, frozen=True):
     steps: int
     """Number of optimizer steps after which the run is complete; 0 in a run that is complete when its commands end."""
     cluster: str
-    """``local`` or ``slurm``."""
+    """``[cluster] kind`` (:data:`rrl.cluster.traits.CLUSTERS`)."""
     roles: tuple[RoleSpec, ...]
     node_groups: tuple[NodeGroup, ...]
     walltime: float = 86400.0

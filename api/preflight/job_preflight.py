@@ -110,15 +110,15 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
         *_check_stream(job),
         *_check_eval(job),
     ]
-    if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
+    if job.cluster.traits.roles_run_here and (problem := size_problem(job, spec, this_machine())):
         raise UsageError(with_location(document, problem))
-    if job.cluster.kind == "local" or foreground:
+    if not job.cluster.traits.manager_is_a_job or foreground:
         doubts += _check_manager_host(spec, document)
-    if job.cluster.kind != "slurm":
+    if not job.cluster.traits.takes_batch_scripts:
         return Preflight(doubts)
     if shutil.which("sbatch") is None:
         raise UsageError(
-            f'{document.name}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login'
+            f'{document.name}: cluster.kind is "{job.cluster.kind}", and there is no sbatch on PATH; run rrl on a login'
             ' node of the cluster, or write kind = "local"'
         )
     worst = worst_case(spec, foreground)
@@ -153,7 +153,7 @@ def _missing_paths(job: Job, document: JobDocument) -> list[str]:
         for key, where in given.items()
         if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
     }
-    if job.cluster.kind == "local" and missing:
+    if job.cluster.traits.roles_run_here and missing:
         key, where = next(iter(missing.items()))
         raise UsageError(
             with_location(document, Problem(("env", key), f"{where!r} does not exist; name a path that exists"))
@@ -221,7 +221,7 @@ def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
     try:
         select_transport(kind, detect_capabilities(), job.transport.trusted_network)
     except UntrustedNetwork as error:
-        if job.cluster.kind == "local":
+        if job.cluster.traits.roles_run_here:
             raise UsageError(with_location(document, Problem(("transport", "weights"), str(error)))) from None
         return [
             f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
@@ -239,7 +239,7 @@ def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
     if kind not in PACKAGES or installed_package(kind) is not None:
         return []
     reason = f"{PACKAGES[kind][0]} is not installed"
-    elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
+    elsewhere = not job.cluster.traits.roles_run_here or job.env.python or job.env.venv or job.env.conda
     if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
         return [f'transport.weights = "{kind}": {reason} on this machine; it must be on the nodes']
     fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
@@ -252,7 +252,7 @@ def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
     Returns one warning if vLLM is missing here, else a warning for each of the job's arguments that the installed vLLM
     lacks. Raises UsageError instead if the rollouts run in this environment.
     """
-    rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
+    rollout, elsewhere = job.roles.rollout, not job.cluster.traits.roles_run_here or bool(job.env.python)
     if job.task is None or rollout.command is not None or rollout.engine != "vllm":
         return []
     elsewhere = elsewhere or rollout.launcher != "direct"
@@ -286,7 +286,7 @@ def _check_endpoint_installed(job: Job, document: JobDocument) -> list[str]:
     if not serving or not missing:
         return []
     for name, role in serving.items():
-        if job.cluster.kind == "local" and not job.env.python and role.launcher == "direct":
+        if job.cluster.traits.roles_run_here and not job.env.python and role.launcher == "direct":
             text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
             raise UsageError(with_location(document, Problem(("roles", name), text)))
     return [f"roles.{name}: {missing[0]} is not installed on this machine; it must be on the nodes" for name in serving]
@@ -298,9 +298,10 @@ def _check_endpoint_route(job: Job) -> list[str]:
     Whether other machines reach the address of a node is not known here.
     """
     network = job.transport.network
-    if job.roles.endpoint is None or not listens_on_loopback(job.cluster.kind, network):
+    if job.roles.endpoint is None or not listens_on_loopback(job.cluster.traits, network):
         return []
-    reason = f'[transport] network = "{network}"' if network else 'kind = "local" without [transport] network'
+    without = f'kind = "{job.cluster.kind}" without [transport] network'
+    reason = f'[transport] network = "{network}"' if network else without
     return [
         f"roles.endpoint: with {reason} the endpoint listens on a loopback address, which agents on other machines"
         " cannot reach; set `network` to an interface that they can reach"
@@ -327,8 +328,8 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
         return []
     folder = Path(model.path)
     if not folder.exists():
-        runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
-        if not runs_here:
+        direct = all(role.launcher == "direct" for role in job.every_role().values())
+        if not (direct and job.cluster.traits.roles_run_here):
             return [f"model.path = {model.path!r} does not exist on this machine; the nodes need it"]
         problem = Problem(
             ("model", "path"),

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import socket
 
+from ...cluster.traits import ClusterTraits
 from ...transport.address import NoAddress, interface_on, resolve
 
 LOOPBACK_INTERFACE = "lo"
@@ -23,15 +24,15 @@ def network_problem(network: str) -> str:
     return ""
 
 
-def listens_on_loopback(cluster: str, network: str) -> bool:
+def listens_on_loopback(cluster: ClusterTraits, network: str) -> bool:
     """Return whether the processes of a run listen on loopback addresses, as far as this machine can tell.
 
     Args:
-        cluster: ``[cluster] kind``.
-        network: ``[transport] network``; if it is empty, the local cluster stays on this machine.
+        cluster: Traits of the cluster.
+        network: ``[transport] network``; if it is empty, roles on this machine stay on it.
     """
     if not network:
-        return cluster == "local"
+        return cluster.roles_run_here
     try:
         return ipaddress.ip_network(network, strict=False).is_loopback
     except ValueError:

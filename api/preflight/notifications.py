@@ -39,4 +39,4 @@ def notification_problem(job: Job, folder: Path) -> Problem | None:
         text = f"there is no command {json.dumps(name)} in PATH"
     else:
         return None
-    return Problem(_COMMAND_KEY, text, certain=job.cluster.kind == "local")
+    return Problem(_COMMAND_KEY, text, certain=not job.cluster.traits.manager_is_a_job)

@@ -51,7 +51,7 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
             commands["roles", "agents", "command"] = spec.agents.command
         for key, argv in commands.items():
             texts = (_program(job, spec, role, key, argv, folder), _script(argv, folder))
-            problems += [Problem(key, text, certain=job.cluster.kind == "local") for text in texts if text]
+            problems += [Problem(key, text, certain=job.cluster.traits.roles_run_here) for text in texts if text]
             if mistake := _syntax_error(argv, folder):
                 own = os.path.realpath(shutil.which(argv[0]) or "") == os.path.realpath(sys.executable)
                 problems.append(Problem(key, mistake, certain=own and not prelude(spec.env)))
@@ -71,7 +71,7 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv
         if not os.access(path, os.X_OK):
             return f"{json.dumps(name)} is not executable; run chmod +x on it, or name its interpreter first"
         return ""
-    if job.cluster.kind != "local" or prelude(spec.env):  # [env] may change PATH
+    if not job.cluster.traits.roles_run_here or prelude(spec.env):  # [env] may change PATH
         return ""
     env = environment(spec, role.per_member, str(folder)) | role.env
     if shutil.which(name, path=env.get("PATH", os.defpath)) is not None:

@@ -17,7 +17,7 @@ def task_file_problems(job: Job) -> list[Problem]:
     nodes may have a file, or a package, that this machine lacks.
     """
     readers = (job.roles.trajectories, job.roles.reward)
-    here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in readers)
+    here = job.cluster.traits.roles_run_here and all(role.launcher == "direct" for role in readers)
     tasks = {("task", "file"): job.task, ("eval", "task", "file"): job.eval.task if job.eval is not None else None}
     found = (_problem(key, task, here) for key, task in tasks.items() if task is not None)
     return [problem for problem in found if problem is not None]

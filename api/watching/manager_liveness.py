@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from ...cluster.traits import traits_of
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 from ...core.text import span
 from ...core.types import OperationFailed
@@ -83,7 +84,7 @@ def liveness(run: RunDir, state: State, ask: Callable[[], SlurmJobs] | None = No
     if trouble := storage_trouble(run):
         return Liveness(trouble)
     stale = stale_lease(run, state)
-    if not stale or state.job.cluster != "slurm":
+    if not stale or not traits_of(state.job.cluster).manager_is_a_job:
         return judge(state, stale, None) if stale else Liveness()
     slurm = ask() if ask is not None else ask_slurm(owner_of(run))
     if _manager_runs(state, slurm):  # Slurm shows the manager: it has just begun, or the clocks differ

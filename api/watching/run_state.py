@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import Finding, Incarnation, NodeName, OperationFailed, Outcome, UsageError, Verdict
@@ -208,7 +209,7 @@ def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]
     ``rrl status`` calls a run that will never begin rejected. ``slurm`` maps a uid to the jobs of that user. Slurm is
     queried about this run in particular only if the jobs of the run's owner do not include a manager job of the run.
     """
-    if job is not None and job.cluster == "slurm":
+    if job is not None and traits_of(job.cluster).manager_is_a_job:
         from ...manager.bootstrap.manager_job import job_name
 
         try:

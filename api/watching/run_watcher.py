@@ -6,6 +6,7 @@ import time
 
 import msgspec
 
+from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, Outcome, UsageError
 from ...manager.model.state import State
@@ -108,7 +109,7 @@ class RunWatcher:
             self._require_manager
             and self.silence_s
             and (gone := manager_gone(self.run, self.state))
-            and not _runs_on_slurm(self.run)
+            and not _manager_is_a_job(self.run)
         ):
             raise OperationFailed(f"the manager of {self.run.id} is gone (its output: {self.run.submit}): {gone}")
         if self._require_manager and (liveness := self.liveness).standing == INTERRUPTED:
@@ -132,14 +133,14 @@ class RunWatcher:
             return Liveness()
         if (trouble := storage_trouble(self.run)) or not self.silence_s:
             return Liveness(trouble)
-        if self.state.job.cluster == "slurm":
+        if traits_of(self.state.job.cluster).manager_is_a_job:
             now = time.monotonic()
             if self._slurm is None or now - self._slurm_polled_at >= SQUEUE_EVERY_S:
                 self._slurm, self._slurm_polled_at = ask_slurm(owner_of(self.run)), now
         return judge(self.state, f"silent for {self.silence_s:.0f} s", self._slurm)
 
 
-def _runs_on_slurm(run: RunDir) -> bool:
-    """Return whether the run is on Slurm, which restarts a lost manager by itself."""
+def _manager_is_a_job(run: RunDir) -> bool:
+    """Return whether the run is on a cluster that restarts a lost manager by itself."""
     job = job_of(run)
-    return job is not None and job.cluster == "slurm"
+    return job is not None and traits_of(job.cluster).manager_is_a_job

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
@@ -110,8 +111,8 @@ class _Run:
         resumes = resume_pending(run)
         failure, liveness = "", Liveness()
         if state is None or (state.outcome is not None and resumes):
-            on_slurm = job is not None and job.cluster == "slurm"  # only Slurm knows a manager job's state
-            failure = "" if on_slurm else self._start.failure(state)
+            queued = job is not None and traits_of(job.cluster).manager_is_a_job  # only the queue knows its state
+            failure = "" if queued else self._start.failure(state)
         else:
             liveness = liveness_without_slurm(run, state)
         entry = assembled(run, job, state, liveness, resumes=resumes, start_failure=failure, now=now)

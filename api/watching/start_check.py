@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir
 from ...core.types import UsageError
 from ...manager.bootstrap.pool_supervisor import awaits_manager
@@ -42,7 +43,7 @@ class StartCheck:
         try:
             if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:
                 return ""
-            every = SLURM_CHECK_EVERY_S if job.cluster == "slurm" else 0.0
+            every = SLURM_CHECK_EVERY_S if traits_of(job.cluster).manager_is_a_job else 0.0
             now = time.monotonic()
             if not self._checked_at or now - self._checked_at >= every:
                 from ...manager.bootstrap.start_failure import start_failure

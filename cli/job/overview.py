@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
+from ...cluster.traits import traits_of
 from ...core.run_spec import RunSpec
 from ...core.text import span
 from ...core.types import Resources
@@ -27,16 +28,17 @@ def overview_text(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: 
 
 def _lines(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetime) -> Iterator[tuple[str, str]]:
     yield "run", f"{spec.name}, {spec.steps} steps" if spec.steps else f"{spec.name}, until its commands are complete"
-    on_slurm = spec.cluster == "slurm"
+    traits = traits_of(spec.cluster)
     spare = f", {needs.spares} of them spare" if needs.spares else ""
-    groups = "; ".join(f"{group.nodes} of {_resources(group.node)} for {group.name}" for group in spec.node_groups)
-    yield "nodes", f"{needs.nodes}{spare}: {groups}" if on_slurm else f"{needs.nodes} virtual on this machine{spare}"
-    if not on_slurm:
-        yield "jobs", 'none: [cluster] kind = "local"'
+    if traits.roles_run_here:
+        yield "nodes", f"{needs.nodes} virtual on this machine{spare}"
+        yield "jobs", f'none: [cluster] kind = "{spec.cluster}"'
     else:
+        groups = (f"{group.nodes} of {_resources(group.node)} for {group.name}" for group in spec.node_groups)
+        yield "nodes", f"{needs.nodes}{spare}: {'; '.join(groups)}"
         yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at the same time"
     yield "GPU-hours", _hours_text(spec, needs)
-    if on_slurm:
+    if traits.takes_batch_scripts:
         yield "start", _start_text(starts, now)
 
 

@@ -14,6 +14,7 @@ from ...api.runs import StateReader, all_runs, find_run, job_of, submit_time, su
 from ...api.watching.manager_liveness import Liveness, liveness, manager_gone
 from ...api.watching.run_state import listed_states
 from ...api.watching.start_check import StartCheck
+from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
@@ -115,7 +116,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
         return f"rejected: {start_failure}"
     job = job_of(run)
     queued = ""
-    if job is not None and job.cluster == "slurm":
+    if job is not None and traits_of(job.cluster).manager_is_a_job:
         from ...manager.bootstrap.manager_job import job_name
 
         queued = f"squeue --name={job_name(run.id, job)}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ import msgspec
 
 from ...core.command_runner import CommandResult
 from ...core.faults import Fault
+from ...core.run_dir import RunDir
+from ...core.run_spec import RunSpec
 from ...core.types import NodeName
 from ...slurm_templates.render import allocation_script
 from ..base import (
@@ -34,6 +37,7 @@ from ..base import (
     AllocationRequest,
     AllocationState,
     AllocationStatus,
+    Cluster,
     ClusterSnapshot,
     NodeStatus,
     Refused,
@@ -54,6 +58,11 @@ _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line that salloc prints for a job that has to wait, with the job's id."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
 """Slurm's message if too few nodes exist besides the excluded nodes."""
+
+
+def open_cluster(run: RunDir, spec: RunSpec, own_tag: str) -> Cluster:
+    """Return the Slurm cluster of a run (:class:`rrl.cluster.traits.ClusterTraits`)."""
+    return SlurmCluster(run.id, spec.env.python or sys.executable, own_tag=own_tag, reader=spec.manager.reader)
 
 
 class SlurmCluster:

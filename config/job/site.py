@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ...cluster.traits import ClusterName, ClusterTraits, traits_of
 from ...core.run_spec import NotificationKind
 from ...core.types import DEFAULT_LOG_LEVEL, LogLevel
 from .base import OptionalTime, SbatchOptions, Size, Strings, Table, Time
@@ -91,7 +92,7 @@ class NodeTable(Table):
 class ClusterTable(Table):
     """The nodes of the run and how they are requested."""
 
-    kind: Literal["local", "slurm"] = "local"
+    kind: ClusterName = "local"
     """local: virtual nodes on this machine; slurm: the Slurm cluster that this login node belongs to."""
     form: Literal["pool", "replica", "hetjob"] = "pool"
     """pool: one allocation over all nodes and spares; replica: one job for each node of the exclusive roles, and one
@@ -113,6 +114,11 @@ class ClusterTable(Table):
     one_node_components: bool = False
     """With form "hetjob": allow components of one node. Slurm kills such a component when a node of another component
     fails (measured on 22.05, 24.11 and 26.05)."""
+
+    @property
+    def traits(self) -> ClusterTraits:
+        """Return what the cluster of the run can do."""
+        return traits_of(self.kind)
 
 
 class ManagerTable(Table):

@@ -8,6 +8,7 @@ import math
 from os.path import expanduser, normpath
 from typing import TYPE_CHECKING
 
+from ...cluster.traits import CLUSTERS
 from ...core.phases import PHASES
 from ...core.units import duration_text
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
@@ -223,7 +224,7 @@ def _endpoint(job: Job) -> None:
                 raise mistake(
                     (*at, key), f"has no effect beside [roles.agents]; remove this key, or set {key} in [roles.agents]"
                 )
-    if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.kind == "local"):
+    if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.traits.roles_run_here):
         raise mistake(
             (*at, "port"),
             f"{endpoint.replicas} replicas may share a machine, where only one of them can listen on port"
@@ -301,8 +302,9 @@ def _form(job: Job) -> None:
         raise mistake(("recovery", "policy"), message)
     if cluster.form == "pool":
         return
-    if cluster.kind == "local":
-        raise mistake(("cluster", "form"), f'"{cluster.form}" needs kind = "slurm"; set `kind`, or remove this key')
+    if cluster.form not in cluster.traits.forms:
+        fitting = " or ".join(f'"{name}"' for name, traits in CLUSTERS.items() if cluster.form in traits.forms)
+        raise mistake(("cluster", "form"), f'"{cluster.form}" needs kind = {fitting}; set `kind`, or remove this key')
     if "spares" in cluster.model_fields_set and cluster.spares:
         message = f'form = "{cluster.form}" has no spares: it requests a new node for each lost one; remove this key'
         raise mistake(("cluster", "spares"), message)
@@ -439,7 +441,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         )
     if role.launcher != "direct" and not (role.image or job.container.image):
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
-    if role.launcher == "pyxis" and job.cluster.kind == "local":
+    if role.launcher == "pyxis" and not job.cluster.traits.has_pyxis:
         raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct"')
     if form == "pool" or not role.exclusive:
         _fits_a_node(job, name, role)

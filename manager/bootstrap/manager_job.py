@@ -146,7 +146,7 @@ def pool_script(run_id: str, spec: RunSpec, run_dir: str) -> str:
 
 def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
     """Return the tag of the allocation in which this process runs as the manager; empty if it runs elsewhere."""
-    if spec.cluster != "slurm" or spec.manager.where != "pool":
+    if spec.manager.where != "pool":
         return ""
     (request,) = initial_requests(run_id, spec)
     return request.tag if os.environ.get("SLURM_JOB_NAME") == request.tag else ""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from ...cluster.slurm.requests import batch_script
+from ...cluster.traits import traits_of
 from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..planner.capacity.allocation_requests import initial_requests
@@ -55,7 +56,7 @@ class Demand(Struct, frozen=True):
 
 def demand(spec: RunSpec, foreground: bool = False) -> Demand:
     """Return the resources that a run requests; ``foreground`` means that the manager is not a Slurm job."""
-    on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
+    worst, here = worst_case(spec, foreground), traits_of(spec.cluster).roles_run_here
     return Demand(
         nodes=spec.nodes,
         spares=spec.spares,
@@ -63,8 +64,8 @@ def demand(spec: RunSpec, foreground: bool = False) -> Demand:
         cpus=sum(group.nodes * group.node.cpus for group in spec.node_groups),
         gpu_hours=sum(group.nodes * group.node.gpus * _hours(group, spec) for group in spec.node_groups),
         core_hours=sum(group.nodes * group.node.cpus * _hours(group, spec) for group in spec.node_groups),
-        jobs_to_start=worst.jobs_to_start if on_slurm else 0,
-        jobs=worst.jobs if on_slurm else 0,
+        jobs_to_start=0 if here else worst.jobs_to_start,
+        jobs=0 if here else worst.jobs,
     )
 
 
@@ -83,7 +84,8 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
 
     ``foreground`` means that the manager is not a Slurm job.
     """
-    managers = 0 if foreground or spec.manager.where == "pool" else 2
+    queued = traits_of(spec.cluster).manager_is_a_job and not foreground and spec.manager.where == "job"
+    managers = 2 if queued else 0
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
     start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(
         managers, 1
@@ -147,10 +149,12 @@ def preview(spec: RunSpec) -> list[tuple[str, str]]:
         ValueError: an sbatch option cannot be passed on.
     """
     steps = "\n".join([*(_steps(role) for role in spec.roles), *_standby_lines(spec)])
-    if spec.cluster == "slurm":
+    traits = traits_of(spec.cluster)
+    if traits.takes_batch_scripts:
         return [*_manager(spec), *allocations(spec), ("steps", steps)]
-    nodes = f"{spec.nodes} virtual nodes on this machine, {spec.spares} of them spare; the manager as a process here"
-    return [("local cluster", nodes), ("steps", steps)]
+    nodes = f"{spec.nodes} {'virtual nodes on this machine' if traits.roles_run_here else 'nodes'}"
+    nodes = f"{nodes}, {spec.spares} of them spare; the manager as a process here"
+    return [(f"{spec.cluster} cluster", nodes), ("steps", steps)]
 
 
 def _steps(role: RoleSpec) -> str:

@@ -19,12 +19,14 @@ import socket
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from ...cluster.base import Cluster
+from ...cluster.traits import traits_of
 from ...config.input_files import check_inputs
 from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
@@ -143,16 +145,16 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
         OSError: the manager could not be started.
         RuntimeError: Slurm rejected the manager's job.
     """
-    if spec.cluster == "slurm" and spec.manager.where == "pool":
+    if not traits_of(spec.cluster).manager_is_a_job:
+        _start_locally(run)
+    elif spec.manager.where == "pool":
         run_coroutine(manager_job.submit_pool(run, spec))
-    elif spec.cluster == "slurm":
+    else:
         manager_job.submit(run, spec, run_manager)
         try:
             manager_job.submit(run, spec, run_manager)
         except (OSError, RuntimeError) as error:
             return f"cannot queue a second manager, so none takes over if the first manager's node fails: {error}"
-    else:
-        _start_locally(run)
     return ""
 
 
@@ -247,7 +249,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
         spec = read_run_spec(run.run_spec)
         source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
     start_logging(spec.manager.log_level)
-    cluster, host = _cluster(run, spec)
+    cluster, host = open_cluster(run, spec)
     manager = Manager(run, cluster, spec, source, host)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, manager.leave, "SIGTERM")
@@ -267,7 +269,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
         await trackers.close(ended=outcome is not None)
-    has_successor = outcome is not None and spec.cluster == "slurm" and spec.manager.where == "job"
+    has_successor = outcome is not None and traits_of(spec.cluster).manager_is_a_job and spec.manager.where == "job"
     if has_successor and (error_text := await manager_job.cancel_pending(run.id, spec)):
         _log.warning("cannot cancel the pending manager job; it will exit as soon as it starts: %s", error_text)
     return outcome
@@ -283,15 +285,9 @@ async def _queue_successor(manager: Manager, run: RunDir, spec: RunSpec) -> None
     await manager_job.ensure_successor(run, spec, run_manager)
 
 
-def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
+def open_cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
     """Return the cluster and the address on which the manager listens."""
-    if spec.cluster == "slurm":
-        from ...cluster.slurm.cluster import SlurmCluster
-
-        python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
-        slurm = SlurmCluster(run.id, python, own_tag=own_tag, reader=spec.manager.reader)
-        return slurm, own_address(spec.transport.network)
-    from ...cluster.local import LocalCluster
-
-    host = own_address(spec.transport.network) if spec.transport.network else "127.0.0.1"
-    return LocalCluster(run, python=spec.env.python or sys.executable), host
+    traits, network = traits_of(spec.cluster), spec.transport.network
+    host = "127.0.0.1" if traits.roles_run_here and not network else own_address(network)
+    own_tag = manager_job.own_allocation_tag(run.id, spec)
+    return import_module(traits.module).open_cluster(run, spec, own_tag), host

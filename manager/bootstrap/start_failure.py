@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from ...cluster.base import Refused, Unanswered
+from ...cluster.traits import traits_of
 from ...core.command_runner import run_coroutine
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
@@ -68,7 +69,7 @@ def _submitted(run: RunDir) -> list[str]:
 
 def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
     """Return whether any of these managers may be pending or running. Return True if this is unknown."""
-    if spec.cluster == "slurm":
+    if traits_of(spec.cluster).manager_is_a_job:
         try:
             return run_coroutine(manager_job.is_queued(manager_job.job_name(run.id, spec)))
         except (Refused, Unanswered):

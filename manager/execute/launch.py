@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ...cluster.base import NotStarted, Step
+from ...cluster.traits import traits_of
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH_ENV, prelude, select_variables
@@ -227,7 +228,7 @@ def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tup
         env=environment(state.job, Resources(), job_dir) | (_load_passed_env(run, state.job) if probe else {}),
         probe=probe,
         probe_timeout=min(PROBE_TIMEOUT_S, PROBE_SHARE * state.job.limits.join),
-        gpus=gpus if state.job.cluster != "local" else 0,
+        gpus=0 if traits_of(state.job.cluster).roles_run_here else gpus,
         readers=readers_for(state.job, gpus),
         admission_timeout=min(ADMISSION_TIMEOUT_S, ADMISSION_SHARE * state.job.limits.join)
         if requires_admission(state.job, gpus)
@@ -238,7 +239,7 @@ def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tup
 
 
 def _launch(run: RunDir, job: RunSpec, action: LaunchAction, job_dir: str) -> Launch:
-    slurm = job.cluster == "slurm"
+    virtual = traits_of(job.cluster).roles_run_here
     return Launch(
         tag=action.step,
         run_dir=str(run.path),
@@ -248,9 +249,9 @@ def _launch(run: RunDir, job: RunSpec, action: LaunchAction, job_dir: str) -> La
         env={},
         cwd=job_dir,
         grace=job.limits.step_grace,
-        dies_with_launcher=slurm,
+        virtual_node=virtual,
         setup=prelude(job.env),
-        network=job.transport.network or (os.environ.get(NETWORK_ENV, "") if slurm else ""),
+        network=job.transport.network or ("" if virtual else os.environ.get(NETWORK_ENV, "")),
     )
 
 

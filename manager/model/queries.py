@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...cluster.traits import traits_of
 from ...core.run_spec import RunSpec
 from ...core.types import (
     STANDBY_ROLE,
@@ -234,10 +235,10 @@ def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
 def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
     """Return the names of the readers that the agent of a node with this many GPUs runs.
 
-    All virtual nodes of the local cluster are the same machine, so a finding about the machine would exclude all of
+    All virtual nodes are the same machine, so a finding about the machine would exclude all of
     them. Their agents therefore read only the GPUs, if the node has any.
     """
-    if job.cluster != "local":
+    if not traits_of(job.cluster).roles_run_here:
         return READERS
     return tuple(ACCELERATOR_READERS) if gpus else ()
 

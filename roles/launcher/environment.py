@@ -62,8 +62,8 @@ def _addresses(launch: Launch) -> dict[str, str]:
 
     By default gloo and NCCL use the interface of the host name, which is the management network on many clusters.
     """
-    if not launch.network:  # without Slurm, all roles run on this machine
-        return {ADDRESS_ENV: own_address() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"}
+    if not launch.network:
+        return {ADDRESS_ENV: "127.0.0.1" if launch.virtual_node else own_address()}
     chosen = interface_on(launch.network)
     names = {
         "GLOO_SOCKET_IFNAME": chosen.name,

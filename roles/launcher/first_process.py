@@ -94,7 +94,7 @@ class StepSupervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop, ExitReason.STOPPED, self.launch.grace)
-        if self.launch.dies_with_launcher:
+        if not self.launch.virtual_node:
             self._watch_launcher()
         tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._receive_loop())]
         for task in tasks:

@@ -105,7 +105,7 @@ class Lab:
         node: str = "local1",
         grace: float = 5.0,
         env: dict[str, str] | None = None,
-        dies_with_launcher: bool = False,
+        virtual_node: bool = True,
     ) -> Launch:
         """Write a launch file."""
         incarnation = Incarnation(ReplicaId(replica), number)
@@ -118,7 +118,7 @@ class Lab:
             env={"PATH": "/usr/bin:/bin"} | (env or {}),
             cwd=str(self.run.path),
             grace=grace,
-            dies_with_launcher=dies_with_launcher,
+            virtual_node=virtual_node,
         )
         write_atomically(self.run.launch_file(launch.tag), msgspec.json.encode(launch))
         return launch

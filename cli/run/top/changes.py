@@ -17,6 +17,7 @@ from ....api.fault_requests import check_fault, request_fault
 from ....api.interventions import request_drain, request_restart
 from ....api.runs import read_state
 from ....api.watching.runs_watcher import WatchedRun
+from ....cluster.traits import traits_of
 from ....core.faults import FAULT_TRAITS, Fault, FaultKind, TargetKind
 from ....core.run_dir import RunDir, runs_root
 from ....core.types import TRAINER, NodeName, ReplicaId, gang_of
@@ -102,10 +103,12 @@ def drain_of(watched: WatchedRun, state: State, node: NodeName) -> Change:
         if one.name != node and one.excluded is None and not replicas_on(state, one.name)
     ]
     effects.append(f"Spare nodes now: {_listed(spares)}." if spares else "The run has no spare node now.")
-    if state.job.cluster == "slurm":
+    traits = traits_of(state.job.cluster)
+    if traits.can_drain:
         effects.append(f"Then {node} is drained in Slurm, for every user, and the run no longer uses it.")
     else:
-        effects.append(f"Then the run no longer uses {node}, a virtual node of this machine.")
+        what = ", a virtual node of this machine" if traits.roles_run_here else ""
+        effects.append(f"Then the run no longer uses {node}{what}.")
 
     def request(reason: str) -> str:
         request_drain(watched.run, read_state(watched.run), node, reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from ....cluster.base import NodeState
+from ....cluster.traits import traits_of
 from ....core.types import NodeName
 from ...model.actions import Decision, Drain, Exclude, ExternalAction, Readmit, Shrink, Undrain, Why
 from ...model.queries import node_finding, workers
@@ -110,7 +111,8 @@ def drain_actions(state: State) -> list[ExternalAction]:
 def should_drain(state: State, node: Node) -> bool:
     """Return whether the node must be drained: excluded by a user or for its hardware, and no drain was tried yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
-    if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
+    requested = requested and traits_of(state.job.cluster).can_drain
+    if node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False
     if state.node_commands.get(node.name, ("", ""))[0] == UNDRAIN:
         return False
@@ -133,7 +135,7 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
     A node is released once all roles of its group work, or at once if it is down or was excluded with proof. If the
     node must be drained, the release waits until the drain is settled; otherwise another job could get the broken node.
     """
-    if state.job.cluster != "slurm":
+    if not traits_of(state.job.cluster).can_shrink:
         return []
     actions: list[ExternalAction] = []
     shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}

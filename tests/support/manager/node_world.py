@@ -17,6 +17,8 @@ UP = NodeStatus(NodeState.UP, "MIXED")
 class Nodes(World):
     """A Slurm whose nodes can be drained, if that is allowed, and that can release single nodes."""
 
+    cluster = "slurm"
+
     def __init__(self, job: RunSpec, nodes: int | None = None, may: bool = True) -> None:
         self.drains: dict[NodeName, str] = {}
         self.may = may
@@ -24,7 +26,7 @@ class Nodes(World):
         """Reason with which the cluster refuses to release single nodes; empty if it releases them."""
         self.unanswered = False
         """True if requests to drain, undrain and release single nodes get no answer."""
-        super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)
+        super().__init__(msgspec.structs.replace(job, cluster=self.cluster), nodes)
 
     def _carry_out(self, action: ExternalAction) -> None:
         if not isinstance(action, Drain | Undrain | Shrink):

@@ -121,7 +121,7 @@ class _Connection(ManagerConnection):
         report_version: Callable[[Version], None],
         dropped: Callable[[Failed], None],
     ) -> None:
-        launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
+        launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, virtual_node=True)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
         transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport)

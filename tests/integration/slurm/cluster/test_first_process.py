@@ -82,13 +82,13 @@ def test_roles_have_own_gpus_beside_an_agent_and_no_slurm_or_mpi_variables(site:
             node = await hold(slurm, at)
             async with at.manager() as manager:
                 agent = at.launch(
-                    replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": "0.2"}, dies_with_launcher=True
+                    replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": "0.2"}, virtual_node=False
                 )
                 await slurm.launch(step(at, agent, Resources(cpus=1, gpus=2), agent=True))
                 await manager.wait_for(AgentHello)
                 roles = []
                 for index in range(2):
-                    role = at.launch("env", replica=f"rollout/{index}", node=node, dies_with_launcher=True)
+                    role = at.launch("env", replica=f"rollout/{index}", node=node, virtual_node=False)
                     role = msgspec.structs.replace(role, gpus=1, network="127.0.0.0/8")
                     write_atomically(at.run.launch_file(role.tag), msgspec.json.encode(role))
                     roles.append(role)

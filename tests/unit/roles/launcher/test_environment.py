@@ -72,6 +72,11 @@ def test_libraries_choose_their_interface_without_a_configured_network() -> None
     assert node_environment(launch()) == {"PATH": "/bin", "RRL_ADDRESS": "127.0.0.1"}
 
 
+def test_role_on_a_node_of_its_own_listens_where_other_nodes_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.roles.launcher.environment.own_address", lambda: "10.0.0.7")
+    assert node_environment(launch(virtual_node=False))["RRL_ADDRESS"] == "10.0.0.7"
+
+
 def test_ucx_keeps_rdma_for_every_chosen_interface(tmp_path: Path) -> None:
     assert ucx_devices("eth0", tmp_path) == "eth0"
     (tmp_path / "net/ib0/device/infiniband/mlx5_0").mkdir(parents=True)

@@ -471,18 +471,18 @@ def test_fenced_step_records_the_reason(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_death_of_the_parent_ends_the_step_if_the_launch_says_so(tmp_path: Path, dies: bool) -> None:
+@pytest.mark.parametrize("virtual", [False, True])
+def test_death_of_the_parent_ends_the_step_but_on_a_virtual_node(tmp_path: Path, virtual: bool) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            launch = at.launch(*SLEEP, dies_with_launcher=dies)
+            launch = at.launch(*SLEEP, virtual_node=virtual)
             file = str(at.run.launch_file(launch.tag))
             start = f"{sys.executable} -P -m rrl.roles.launcher.step {file} & wait"
             launcher = await asyncio.create_subprocess_exec("sh", "-c", start, start_new_session=True)
             role = await command(at, launch)
             launcher.kill()
             await launcher.wait()
-            if dies:
+            if not virtual:
                 assert (await manager.wait_for(StepExit)).reason == ExitReason.LAUNCHER_DIED
             else:
                 os.killpg(role.pid, signal.SIGTERM)
