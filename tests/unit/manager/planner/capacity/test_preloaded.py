@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rrl.cluster.base import RejectReason
-from rrl.config.job.node_groups import pool_nodes
+from rrl.config.job.resolve import pool_nodes
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import (
