@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,13 +27,22 @@ import msgspec
 
 from ....core.run_dir import sync
 from .audit import Audit, audit
-from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, decode, encode
+from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, StepCommitted, decode, encode
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")
 """Header of a frame: magic bytes, mark, length of the payload, and CRC-32 of the mark, the length and the payload. The
 mark is twice the number of the flush that wrote the frame, plus one for the last frame of the flush."""
 _MAGIC = b"rrlT"
+READ_ATTEMPTS = 5
+"""Number of attempts to read a log before it counts as damaged. A reader can find a flush that is half written, or a
+log that its store is replacing. Both states last only a moment."""
+RETRY_DELAY_S = 0.2
+"""Seconds between two attempts."""
+_TAG = b"step_committed"
+_TAG_WITHIN_BYTES = 24
+"""Number of first bytes of a payload that contain the tag of its record. Only payloads with the tag of a commit are
+decoded, because a log has far more bytes of tokens."""
 
 
 class LogDamaged(RuntimeError):
@@ -310,3 +320,32 @@ class DurableState:
     def close(self) -> None:
         """Close the log."""
         self._log.close()
+
+
+def read_commits(folder: Path) -> dict[int, StepCommitted]:
+    """Return the commits in the newest log of ``folder``, by step; empty if there is no log or no commit yet.
+
+    A store keeps the commits whose checkpoints are kept. Its log may also contain older commits.
+
+    Raises:
+        LogDamaged: The log cannot be read.
+        LogFormatError: A commit was written by a version of rrl that this version cannot read.
+        OSError: The folder or the log cannot be read.
+    """
+    for attempt in range(READ_ATTEMPTS):
+        try:
+            return _read_commits(folder)
+        except (LogDamaged, OSError):
+            if attempt == READ_ATTEMPTS - 1:
+                raise
+            time.sleep(RETRY_DELAY_S)
+    raise AssertionError
+
+
+def _read_commits(folder: Path) -> dict[int, StepCommitted]:
+    commits: dict[int, StepCommitted] = {}
+    written = [path for path in log_files(folder) if path.stat().st_size]  # a new store begins with an empty log
+    for payload in read_frames(written[-1]) if written else ():
+        if _TAG in payload[:_TAG_WITHIN_BYTES] and isinstance(record := decode(payload), StepCommitted):
+            commits[record.number] = record
+    return commits
