@@ -28,10 +28,9 @@ from ..model.events import Event, IntentSettled
 from ..model.queries import current_owner, promoted_to, shares_node, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
-from .clock_recorder import ClockRecorder
 from .finding_gate import FindingGate, is_agent_of
-from .gpu_use_recorder import GpuUseRecorder
 from .hang_investigation import HangInvestigator
+from .interval_recorders import ClockRecorder, GpuUseRecorder
 from .standby_promotion import StandbyPromoter
 
 _log = logging.getLogger("rrl.manager")

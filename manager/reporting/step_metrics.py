@@ -1,7 +1,7 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
 A row is complete once the clock reading that covers its step is recorded, at most a few seconds after the commit
-(:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
+(:mod:`rrl.manager.intake.interval_recorders`). If an evaluation of its weights is due (``[eval]``), the row also waits for
 the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
 step once, and a row is the same whenever and wherever the journal is read.
 
