@@ -43,7 +43,6 @@ REPEATED_NAMES = {
     "launch": "the launch file, and the manager's part that writes it",
     "main": "entry point of a program",
     "messages": "of the control plane, of the snapshot server",
-    "metrics": "for Prometheus, and the command that prints the metrics of steps",
     "nodes": "of Slurm, of the planner",
     "parsing": "of DCGM's output, of Slurm's",
     "process_group": "of the operating system (launcher), of torch.distributed (trainer)",

@@ -19,9 +19,9 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from .audit import Audit, audit
 from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, StepCommitted, decode, encode
 from .state import State
 
+T = TypeVar("T")
 _HEADER = struct.Struct("<4sIII")
 """Header of a frame: magic bytes, mark, length of the payload, and CRC-32 of the mark, the length and the payload. The
 mark is twice the number of the flush that wrote the frame, plus one for the last frame of the flush."""
@@ -322,6 +323,26 @@ class DurableState:
         self._log.close()
 
 
+def read_newest(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what ``read`` finds in the newest log of ``folder``, which its store may be writing; None without a log.
+
+    Raises:
+        LogDamaged: The log cannot be read.
+        OSError: The folder or the log cannot be read.
+    """
+    for left in reversed(range(READ_ATTEMPTS)):
+        try:
+            written = [
+                path for path in log_files(folder) if path.stat().st_size
+            ]  # a new store begins with an empty log
+            return read(written[-1]) if written else None
+        except (LogDamaged, OSError):
+            if not left:
+                raise
+            time.sleep(RETRY_DELAY_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
 def read_commits(folder: Path) -> dict[int, StepCommitted]:
     """Return the commits in the newest log of ``folder``, by step; empty if there is no log or no commit yet.
 
@@ -332,20 +353,12 @@ def read_commits(folder: Path) -> dict[int, StepCommitted]:
         LogFormatError: A commit was written by a version of rrl that this version cannot read.
         OSError: The folder or the log cannot be read.
     """
-    for attempt in range(READ_ATTEMPTS):
-        try:
-            return _read_commits(folder)
-        except (LogDamaged, OSError):
-            if attempt == READ_ATTEMPTS - 1:
-                raise
-            time.sleep(RETRY_DELAY_S)
-    raise AssertionError
+    return read_newest(folder, _commits) or {}
 
 
-def _read_commits(folder: Path) -> dict[int, StepCommitted]:
+def _commits(path: Path) -> dict[int, StepCommitted]:
     commits: dict[int, StepCommitted] = {}
-    written = [path for path in log_files(folder) if path.stat().st_size]  # a new store begins with an empty log
-    for payload in read_frames(written[-1]) if written else ():
+    for payload in read_frames(path):
         if _TAG in payload[:_TAG_WITHIN_BYTES] and isinstance(record := decode(payload), StepCommitted):
             commits[record.number] = record
     return commits
